@@ -1,0 +1,180 @@
+"""The options of `init_inference` and `LLM`: the top of the config tree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+
+from outpace.config.base import ConfigModel
+from outpace.config.rules import COMPOSITIONS, LATER
+from outpace.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    MoEConfig,
+    OffloadConfig,
+    QuantizationConfig,
+    SchedulerConfig,
+    TensorParallelConfig,
+    ZeroConfig,
+)
+from outpace.config.values import DType, check_device, same_dtype
+from outpace.errors import NotSupportedYet
+
+
+class InferenceConfig(ConfigModel):
+    """Options of `outpace.init_inference` and `outpace.LLM`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "kernel_inject": "replace_with_kernel_inject",
+        "tp": "tensor_parallel",
+        "tm": "triangular_masking",
+        "ckpt_config": "checkpoint_config",
+        "injection_dict": "injection_policy",
+        "args": "config",
+        "max_tokens": "max_out_tokens",
+        "min_tokens": "min_out_tokens",
+    }
+    keeps_auto = frozenset({"replace_method"})
+    same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype}
+    deprecated: ClassVar[Mapping[str, str]] = {
+        "mp_size": "tensor_parallel.tp_size",
+        "mpu": "tensor_parallel.mpu",
+        "ep_size": "moe.ep_size",
+        "ep_group": "moe.ep_group",
+        "expert_group": "moe.ep_group",
+        "ep_mp_group": "moe.ep_mp_group",
+        "expert_mp_group": "moe.ep_mp_group",
+        "moe_experts": "moe.moe_experts",
+        "moe_type": "moe.type",
+    }
+
+    replace_with_kernel_inject: bool = False
+    """Replace every transformer layer by a fused one."""
+    dtype: DType | None = None
+    """fp32, fp16, bf16, int8. None: `init_inference` takes fp16 on a GPU, fp32 on a CPU; `LLM` the checkpoint's own."""
+    device: str | None = None
+    """"cpu", "cuda" or "cuda:N". None: the first GPU if there is one."""
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    """Tensor parallelism."""
+    enable_cuda_graph: bool = False
+    """Capture `forward` as CUDA graphs, one for each input signature."""
+    max_cuda_graphs: int = Field(default=16, ge=1)
+    """Most graphs kept; the one unused for longest goes first."""
+    graph_output: Literal["copy", "static"] = "copy"
+    """copy: outputs are yours. static: outputs are overwritten by the next call, and no copy is paid for."""
+    use_triton: bool = False
+    """Use Triton kernels in fused layers."""
+    triton_autotune: bool = False
+    """Tune Triton kernels at the first use."""
+    zero: ZeroConfig = ZeroConfig()
+    """ZeRO-Inference."""
+    triangular_masking: bool = True
+    """Causal masking in fused layers."""
+    moe: MoEConfig = MoEConfig()
+    """Mixture of experts; a bool sets `enabled`."""
+    keep_module_on_host: bool = False
+    """Leave the module where it is in host memory instead of moving it to the device."""
+    quant: QuantizationConfig | None = None
+    """Quantization; None is off."""
+    checkpoint: str | dict[str, Any] | None = None
+    """A checkpoint description: a JSON path or its content."""
+    base_dir: str = ""
+    """Folder the names in the checkpoint description are relative to."""
+    set_empty_params: bool = False
+    """Make fused layers without parameters."""
+    save_mp_checkpoint_path: str | None = None
+    """Folder that the sharded checkpoint is written to."""
+    checkpoint_config: CheckpointConfig = CheckpointConfig()
+    """Where checkpoints are read and written."""
+    return_tuple: bool = True
+    """Fused layers return a tuple."""
+    training_mp_size: int = Field(default=1, ge=1)
+    """Model-parallel size the checkpoint was trained with."""
+    replace_method: str = "auto"
+    """Deprecated and without effect: only "auto" is accepted."""
+    injection_policy: dict[Any, Any] | None = None
+    """{layer class: names of the linears whose output is reduced} or {layer class: policy}."""
+    injection_policy_tuple: tuple[Any, ...] | None = None
+    """DeepSpeed's own scratch field: refused."""
+    config: dict[str, Any] | None = None
+    """Replaces entries of the model's own config where the engine reads it."""
+    max_out_tokens: int = Field(default=1024, ge=1)
+    """Most tokens of a sequence in `generate`, prompt and new ones together."""
+    min_out_tokens: int = Field(default=1, ge=1)
+    """`generate` refuses a prompt that leaves room for fewer new tokens than this."""
+    transposed_mode: bool = False
+    """Layout of the fused layers' weights."""
+    seed: int | None = None
+    """Seed of each `generate` call; None: torch's global generator."""
+    cache: CacheConfig = CacheConfig()
+    """The paged key-value cache."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Continuous batching."""
+    offload: OffloadConfig = OffloadConfig()
+    """Weights in host memory or on NVMe."""
+
+    @field_validator("moe", mode="before")
+    @classmethod
+    def _moe_switch(cls, value: object) -> object:
+        return {"enabled": value} if isinstance(value, bool) else value
+
+    @field_validator("quant", mode="after")
+    @classmethod
+    def _quant_off(cls, value: QuantizationConfig | None) -> QuantizationConfig | None:
+        return value if value is not None and value.enabled else None
+
+    @field_validator("replace_method")
+    @classmethod
+    def _replace_method(cls, value: str) -> str:
+        if value != "auto":
+            raise ValueError(f"{value!r} has no meaning any more; leave replace_method out")
+        return value
+
+    @field_validator("injection_policy_tuple")
+    @classmethod
+    def _injection_policy_tuple(cls, value: object) -> None:
+        if value is not None:
+            raise ValueError("this is a scratch field of DeepSpeed's engine; use injection_policy")
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_device(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "InferenceConfig":
+        problems = [message for wrong, message in COMPOSITIONS if wrong(self)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        for path, capability in LATER.items():
+            if _at(self, path) != default_of(path):
+                raise NotSupportedYet(path, capability)
+        if self.dtype == torch.int8:
+            raise NotSupportedYet("dtype", "int8 quantization")
+        return self
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device the engine runs on."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def default_of(path: str) -> object:
+    """The default of a field given by its dotted path."""
+    first, _, rest = path.partition(".")
+    value: object = InferenceConfig.model_fields[first].default
+    return _at(value, rest) if rest else value
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Every option with its default, as a dict that `init_inference(config=...)` accepts."""
+    return InferenceConfig().model_dump()
+
+
+def _at(value: object, path: str) -> object:
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,89 @@
+"""What cannot be asked for: capabilities that are not in this release, and combinations that cannot work."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from outpace.config.inference import InferenceConfig
+
+LATER: Mapping[str, str] = {
+    "replace_with_kernel_inject": "kernel injection",
+    "injection_policy": "kernel injection",
+    "use_triton": "kernel injection",
+    "triton_autotune": "kernel injection",
+    "triangular_masking": "kernel injection",
+    "return_tuple": "kernel injection",
+    "transposed_mode": "kernel injection",
+    "set_empty_params": "kernel injection",
+    "cache": "the paged runtime",
+    "scheduler": "the paged runtime",
+    "tensor_parallel.tp_size": "tensor parallelism",
+    "tensor_parallel.tp_grain_size": "tensor parallelism",
+    "tensor_parallel.mpu": "tensor parallelism",
+    "tensor_parallel.tp_group": "tensor parallelism",
+    "checkpoint": "checkpoint loading",
+    "base_dir": "checkpoint loading",
+    "save_mp_checkpoint_path": "checkpoint loading",
+    "checkpoint_config": "checkpoint loading",
+    "training_mp_size": "checkpoint loading",
+    "quant": "quantization",
+    "moe.ep_size": "expert parallelism",
+    "moe.ep_group": "expert parallelism",
+    "moe.ep_mp_group": "expert parallelism",
+    "moe.moe_experts": "expert parallelism",
+    "moe.type": "expert parallelism",
+    "zero": "offload",
+    "offload": "offload",
+}
+"""Fields (or whole sections) whose capability is not in this release, with its name."""
+
+Rule = tuple[Callable[["InferenceConfig"], bool], str]
+COMPOSITIONS: tuple[Rule, ...] = (
+    (
+        lambda c: c.enable_cuda_graph and c.tensor_parallel.tp_size > 1,
+        "enable_cuda_graph with tensor_parallel.tp_size > 1: a captured graph cannot span ranks; turn one of them off",
+    ),
+    (
+        lambda c: c.enable_cuda_graph and c.torch_device.type != "cuda",
+        "enable_cuda_graph: a CPU has no CUDA graphs; leave it off, or give device='cuda' on a machine with a GPU",
+    ),
+    (
+        lambda c: c.enable_cuda_graph and c.keep_module_on_host,
+        "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off",
+    ),
+    (
+        lambda c: not c.enable_cuda_graph and (c.graph_output, c.max_cuda_graphs) != ("copy", 16),
+        "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or leave them out",
+    ),
+    (
+        lambda c: c.injection_policy is not None and c.replace_with_kernel_inject,
+        "injection_policy with replace_with_kernel_inject: a layer is injected by your policy or by ours; give one",
+    ),
+    (
+        lambda c: c.triton_autotune and not c.use_triton,
+        "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too",
+    ),
+    (
+        lambda c: c.dtype == torch.int8 and c.quant is not None and c.quant.weight.num_bits != 8,
+        "dtype int8 with quant.weight.num_bits other than 8: they say different things about the weights; give one",
+    ),
+    (
+        lambda c: not c.tensor_parallel.enabled and c.tensor_parallel.tp_size > 1,
+        "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1",
+    ),
+    (
+        lambda c: not c.moe.enabled and c.moe.ep_size > 1,
+        "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1",
+    ),
+    (
+        lambda c: c.min_out_tokens >= c.max_out_tokens > 1,
+        "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
+    ),
+    (
+        lambda c: c.offload.device != "none" and c.zero.offload_param.device != "none",
+        "offload with zero.offload_param: two places say where weights live; give one",
+    ),
+)
+"""Combinations that cannot work: (is it wrong?, what to say)."""

@@ -1,0 +1,174 @@
+"""The sections of the config tree, with every default."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from outpace.config.base import ConfigModel
+
+
+class TensorParallelConfig(ConfigModel):
+    """How the weights of one layer are divided among ranks."""
+
+    enabled: bool = True
+    """False forbids tensor parallelism."""
+    tp_size: int = Field(default=1, ge=1)
+    """Number of ranks that share each layer."""
+    tp_grain_size: int = Field(default=64, ge=1)
+    """Shards of MLP and head are multiples of this."""
+    mpu: Any = None
+    """A Megatron-style model-parallel unit that brings its own groups."""
+    tp_group: Any = None
+    """A ready process group to use instead of making one."""
+
+
+class MoEConfig(ConfigModel):
+    """Mixture of experts."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "num_experts": "moe_experts",
+        "expert_group": "ep_group",
+        "expert_mp_group": "ep_mp_group",
+    }
+
+    enabled: bool = True
+    """False: the engine does not look for expert layers."""
+    ep_size: int = Field(default=1, ge=1)
+    """Number of ranks that share the experts."""
+    moe_experts: tuple[int, ...] = (1,)
+    """Number of experts in each expert layer (DeepSpeed's own MoE layers)."""
+    type: Literal["standard", "residual"] = "standard"
+    """Residual: an expert beside a dense MLP."""
+    ep_mp_group: Any = None
+    """Process group that slices one expert."""
+    ep_group: Any = None
+    """Process group that shares the experts."""
+
+
+class BaseQuantConfig(ConfigModel):
+    """How one kind of tensor is quantized."""
+
+    enabled: bool = True
+    """Quantize this kind of tensor."""
+    num_bits: int = Field(default=8, ge=1, le=16)
+    """Bits per value."""
+    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
+    """Symmetric keeps no zero point."""
+    q_groups: int = Field(default=1, ge=1)
+    """Groups with a scale of their own."""
+
+
+class WeightQuantConfig(BaseQuantConfig):
+    """How weights are quantized."""
+
+    quantized_initialization: dict[str, Any] | None = None
+    """Quantize while the model is being made."""
+    post_init_quant: dict[str, Any] | None = None
+    """Quantize the named modules after the model is made."""
+
+
+class QKVQuantConfig(ConfigModel):
+    """Whether the attention projections are quantized too."""
+
+    enabled: bool = True
+    """Quantize the attention projections."""
+
+
+class QuantizationConfig(ConfigModel):
+    """Weight and activation quantization."""
+
+    enabled: bool = True
+    """False: as if `quant` had not been given."""
+    activation: BaseQuantConfig = BaseQuantConfig()
+    """Activations."""
+    weight: WeightQuantConfig = WeightQuantConfig()
+    """Weights."""
+    qkv: QKVQuantConfig = QKVQuantConfig()
+    """Attention projections."""
+
+
+class CheckpointConfig(ConfigModel):
+    """Where checkpoints are read and written."""
+
+    checkpoint_dir: str | None = None
+    """Folder of the checkpoint."""
+    save_mp_checkpoint_path: str | None = None
+    """Folder that the sharded checkpoint is written to."""
+    base_dir: str | None = None
+    """Folder the names in the checkpoint description are relative to."""
+
+
+class OffloadParamConfig(ConfigModel):
+    """ZeRO's offload of parameters."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Where parameters live while they are not used."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive."""
+    pin_memory: bool = True
+    """Page-locked host buffers."""
+    buffer_count: int = Field(default=5, ge=1)
+    """Buffers for reads from NVMe."""
+    buffer_size: int = Field(default=100_000_000, ge=1)
+    """Elements of one buffer."""
+    max_in_cpu: int = Field(default=1_000_000_000, ge=0)
+    """Elements kept in host memory when NVMe is used."""
+
+
+class ZeroConfig(ConfigModel):
+    """ZeRO-Inference: the part of DeepSpeed's `zero_optimization` that concerns inference."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+        "stage3_param_persistence_threshold": "param_persistence_threshold",
+        "stage3_model_persistence_threshold": "model_persistence_threshold",
+        "stage3_max_live_parameters": "max_live_parameters",
+        "stage3_max_reuse_distance": "max_reuse_distance",
+    }
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """3 streams parameters; 1 and 2 concern training."""
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Where the parameters live."""
+    prefetch_bucket_size: int = Field(default=50_000_000, ge=0)
+    """Elements fetched ahead."""
+    param_persistence_threshold: int = Field(default=100_000, ge=0)
+    """Parameters smaller than this stay on the device."""
+    model_persistence_threshold: int = Field(default=2**63 - 1, ge=0)
+    """Most elements that stay on the device."""
+    max_live_parameters: int = Field(default=1_000_000_000, ge=0)
+    """Most elements on the device at a time."""
+    max_reuse_distance: int = Field(default=1_000_000_000, ge=0)
+    """A parameter used again within this many elements is not released."""
+
+
+class CacheConfig(ConfigModel):
+    """The paged key-value cache."""
+
+    block_size: int = Field(default=16, ge=1)
+    """Tokens in one page."""
+    num_blocks: int | None = Field(default=None, ge=1)
+    """Number of pages; None: from the memory measured free."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Fraction of the device's memory that Outpace may use."""
+    enable_prefix_caching: bool = True
+    """Share the pages of equal prefixes."""
+
+
+class SchedulerConfig(ConfigModel):
+    """Continuous batching."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Most requests in one step."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one step; None: chosen from model and device."""
+
+
+class OffloadConfig(ConfigModel):
+    """Weights in host memory or on NVMe."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """Where the weights that do not fit on the device live."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive."""

@@ -1,0 +1,34 @@
+"""The errors Outpace raises. Each says which field is wrong and what to do about it."""
+
+
+class OutpaceError(Exception):
+    """Base of every error that Outpace raises on purpose."""
+
+
+class ConfigError(OutpaceError, ValueError):
+    """A configuration value, or a combination of them, cannot work."""
+
+
+class InputError(OutpaceError, ValueError):
+    """An argument of a call (shape, type, length, name) is wrong."""
+
+
+class ModelError(OutpaceError, ValueError):
+    """A model, checkpoint or tokenizer cannot be loaded or used as asked."""
+
+
+class DownloadError(OutpaceError, RuntimeError):
+    """Something had to be fetched and could not be, or was not what it should be."""
+
+
+class NotSupported(OutpaceError, NotImplementedError):
+    """Outpace does not do this, and says so instead of doing something else."""
+
+
+class NotSupportedYet(NotSupported):
+    """A field that is understood, whose capability a later release brings."""
+
+    def __init__(self, field: str, capability: str) -> None:
+        super().__init__(f"{field}: {capability} is not in this release yet; leave {field} at its default")
+        self.field = field
+        self.capability = capability

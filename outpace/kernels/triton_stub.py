@@ -1,0 +1,31 @@
+"""Triton where it is installed, and otherwise a stand-in, so that kernel files can be imported on a machine without it.
+
+Triton comes with torch on CUDA machines. On a CPU the torch references run, and Triton is needed by the tests alone, which
+run the kernels in its interpreter (`TRITON_INTERPRET=1`).
+"""
+
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _Missing:
+        """Answers every attribute and call with itself; a launch says what is missing."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise ImportError("this kernel needs Triton: pip install triton")
+
+    triton = tl = _Missing()
+
+__all__ = ["HAS_TRITON", "tl", "triton"]

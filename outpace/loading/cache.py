@@ -1,0 +1,102 @@
+"""The user's cache folder: where it is, what it holds, and how a folder gets into it whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from outpace.errors import OutpaceError
+
+PROVENANCE = "outpace.json"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One model in the cache folder."""
+
+    name: str
+    path: Path
+    size: int  # bytes on disk
+    dtype: str
+    source: str
+
+
+def cache_dir() -> Path:
+    """The cache folder: OUTPACE_CACHE, else $XDG_CACHE_HOME/outpace, else ~/.cache/outpace."""
+    if own := os.environ.get("OUTPACE_CACHE"):
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(shared) if Path(shared).is_absolute() else Path("~/.cache").expanduser()
+    return base / "outpace"
+
+
+def models_dir() -> Path:
+    """The folder of the cache that holds one folder per model."""
+    return cache_dir() / "models"
+
+
+def install(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder of `name`; if it is not there, `make` fills an empty one, which appears only when complete.
+
+    Processes that ask for the same name at the same time do the work once: the others wait for the first.
+    """
+    target = models_dir() / name
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / f".{name}.lock"):
+            if not target.is_dir():
+                _make_whole(target, make)
+    except OSError as error:
+        raise OutpaceError(
+            f"OUTPACE_CACHE: cannot write to {target.parent} ({error.strerror or error}); "
+            "free some space there, or set OUTPACE_CACHE to a folder that can be written"
+        ) from error
+    return target
+
+
+def cached_models() -> list[CachedModel]:
+    """Every complete model in the cache folder, by name."""
+    if not models_dir().is_dir():
+        return []
+    folders = (path for path in models_dir().iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [_describe(path) for path in sorted(folders)]
+
+
+def _make_whole(target: Path, make: Callable[[Path], None]) -> None:
+    """Fill a hidden sibling of `target` and rename it; the caller holds the lock, so any other sibling is a leftover."""
+    hidden = f".{target.name}.partial-"
+    for leftover in target.parent.glob(f"{hidden}*"):
+        shutil.rmtree(leftover)
+    partial = Path(tempfile.mkdtemp(prefix=hidden, dir=target.parent))
+    try:
+        make(partial)
+        _flush(partial)
+        partial.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing is left to remove after the rename
+
+
+def _flush(folder: Path) -> None:
+    """Put the files on the disk before the folder gets its name: a power cut must not leave a model with holes."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _describe(folder: Path) -> CachedModel:
+    try:
+        facts = json.loads((folder / PROVENANCE).read_text())
+    except (OSError, ValueError):
+        facts = {}
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    dtype, source = (str(facts.get(key, "unknown")) for key in ("dtype", "source"))
+    return CachedModel(folder.name, folder, size, dtype, source)

@@ -1,0 +1,179 @@
+"""Read a GGUF file of the Llama family: its config, its tokenizer, and its tensors one at a time, dequantized."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
+from gguf.quants import QuantError, dequantize
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from outpace.errors import ModelError
+from outpace.loading.gguf_config import ROPE_FREQS, architecture_of, build_config, hf_name
+from outpace.loading.gguf_tokenizer import build_tokenizer
+
+# What the reader, numpy and Python raise on bytes that are not what they should be.
+_READER_ERRORS = (ValueError, LookupError, TypeError, ArithmeticError, OSError, MemoryError)
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """A checked GGUF file: every tensor has a place in the model, and every parameter of the model has a tensor."""
+
+    path: Path
+    config: PreTrainedConfig
+    metadata: dict[str, Any]
+    entries: dict[str, ReaderTensor]  # by Hugging Face name
+    permuted: bool
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, tensor); one tensor is dequantized at a time."""
+        for name, entry in self.entries.items():
+            values = _dequantize(entry)
+            if self.permuted and (heads := self._rotated_heads(name)):
+                values = _halves_from_pairs(values, heads)
+            tensor = torch.from_numpy(np.require(values, requirements=["C", "W", "O"])).to(dtype)
+            if not torch.isfinite(tensor).all():
+                raise ModelError(f"{entry.name}: holds values that are not finite in {dtype}; use float32, or another file")
+            yield name, tensor
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """The tokenizer in the file, None when it has none."""
+        if "tokenizer.ggml.model" not in self.metadata:
+            return None
+        return build_tokenizer(self.metadata, self.config.max_position_embeddings, self.config.vocab_size)
+
+    def _rotated_heads(self, name: str) -> int:
+        """How many heads the rows of this tensor are, if rope turns them; else 0."""
+        if ".q_proj." in name:
+            return int(self.config.num_attention_heads)
+        return int(self.config.num_key_value_heads) if ".k_proj." in name else 0
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Open a GGUF file and check all of it but the values of the weights."""
+    reader = _open(path)
+    try:
+        return _read(path, reader)
+    except ModelError as error:
+        raise ModelError(f"model: {path.name}: {error}") from error
+    except _READER_ERRORS as error:
+        raise ModelError(f"model: {path.name} is a damaged GGUF file ({_line(error)}); fetch it again") from error
+
+
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config on the meta device: shapes without memory. Its buffers are on meta too."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+class _BoundedReader(GGUFReader):
+    """GGUFReader slices past the end of a truncated file without a word; this one stops there."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError("it ends early")
+        found: np.ndarray = super()._get(offset, dtype, count, override_order)
+        return found
+
+
+def _open(path: Path) -> GGUFReader:
+    if not path.is_file():
+        problem = "is a folder, not a GGUF file" if path.is_dir() else "does not exist"
+        raise ModelError(f"model: {path} {problem}; name the .gguf file itself")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise ModelError(f"model: {path.name} is not a GGUF file (it is empty or begins with other bytes); check the name")
+        with np.errstate(over="raise"):
+            reader = _BoundedReader(path)
+    except _READER_ERRORS as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"model: {path.name} is a damaged GGUF file ({_line(error)}); fetch it again") from error
+    if reader.byte_order != "I":
+        raise ModelError(f"model: {path.name} was made for machines of the other byte order; convert it for this one")
+    return reader
+
+
+def _read(path: Path, reader: GGUFReader) -> GGUFModel:
+    metadata = {key: _contents(field) for key, field in reader.fields.items()}
+    _refuse_parts(metadata)
+    _, architecture = architecture_of(metadata)
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    divisors = by_name.pop(ROPE_FREQS, None)
+    embedding = by_name.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError("token_embd.weight: missing from the file, so this is not a whole model")
+    config = build_config(metadata, frozenset(by_name), None if divisors is None else _dequantize(divisors))
+    config.vocab_size = int(embedding.shape[-1])
+    entries = _match(config, by_name)
+    _check_types(entries)
+    return GGUFModel(path, config, metadata, entries, architecture.permuted)
+
+
+def _contents(field: Any) -> Any:
+    """A field's value; the reader gives None for an array without elements."""
+    value = field.contents()
+    return [] if value is None and field.types[:1] == [GGUFValueType.ARRAY] else value
+
+
+def _refuse_parts(metadata: dict[str, Any]) -> None:
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise ModelError(f"general.type: this file holds a {kind}, not a model; name the file of the model")
+    if (parts := metadata.get("split.count", 0)) > 1:
+        raise ModelError(f"split.count: the model is split over {parts} files; join them with llama-gguf-split --merge")
+
+
+def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
+    """Give every parameter of the model its tensor; anything left over on either side is an error."""
+    wanted = {name: tuple(value.shape) for name, value in skeleton(config, torch.float32).state_dict().items()}
+    if config.tie_word_embeddings:
+        wanted.pop("lm_head.weight")
+    entries = {hf_name(name) or name: tensor for name, tensor in by_name.items()}
+    if unknown := sorted(tensor.name for name, tensor in entries.items() if name not in wanted):
+        raise ModelError(f"tensors that have no place in a {config.model_type} model: {_some(unknown)}")
+    if missing := sorted(wanted.keys() - entries.keys()):
+        raise ModelError(f"parameters of the model that the file does not hold: {_some(missing)}")
+    for name, tensor in entries.items():
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if shape != wanted[name]:
+            raise ModelError(f"{tensor.name}: has shape {shape}, but the metadata of the file ask for {wanted[name]}")
+    return {name: entries[name] for name in wanted}
+
+
+def _check_types(entries: dict[str, ReaderTensor]) -> None:
+    """Dequantize one row of each quantization type that occurs, to fail before any real work."""
+    for entry in {entry.tensor_type: entry for entry in entries.values()}.values():
+        _dequantize(entry._replace(data=entry.data[:1]))
+
+
+def _dequantize(tensor: ReaderTensor) -> np.ndarray:
+    try:
+        values: np.ndarray = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, QuantError, *_READER_ERRORS) as error:
+        kind = tensor.tensor_type.name
+        raise ModelError(f"{tensor.name}: cannot dequantize type {kind} ({_line(error)}); use another type") from error
+    return values
+
+
+def _halves_from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's order of the rows of a head: (x0, y0, x1, y1, ..) back to (x0, x1, .., y0, y1, ..)."""
+    rows = values.shape[0]
+    paired = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])  # head, pair, x or y, input
+    return paired.swapaxes(1, 2).reshape(values.shape)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
