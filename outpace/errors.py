@@ -13,6 +13,10 @@ class InputError(OutpaceError, ValueError):
     """An argument of a call (shape, type, length, name) is wrong."""
 
 
+class StateError(OutpaceError, RuntimeError):
+    """A call that cannot work now: the engine is destroyed, or profiling was not turned on."""
+
+
 class ModelError(OutpaceError, ValueError):
     """A model, checkpoint or tokenizer cannot be loaded or used as asked."""
 

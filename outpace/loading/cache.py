@@ -70,7 +70,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def _make_whole(target: Path, make: Callable[[Path], None]) -> None:
-    """Fill a hidden sibling of `target` and rename it; the caller holds the lock, so any other sibling is a leftover."""
+    """Fill a hidden sibling of `target` and rename it; the caller holds the lock, so any other one is a leftover."""
     hidden = f".{target.name}.partial-"
     for leftover in target.parent.glob(f"{hidden}*"):
         shutil.rmtree(leftover)

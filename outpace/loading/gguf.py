@@ -1,6 +1,7 @@
 """Read a GGUF file of the Llama family: its config, its tokenizer, and its tensors one at a time, dequantized."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,9 @@ class GGUFModel:
                 values = _halves_from_pairs(values, heads)
             tensor = torch.from_numpy(np.require(values, requirements=["C", "W", "O"])).to(dtype)
             if not torch.isfinite(tensor).all():
-                raise ModelError(f"{entry.name}: holds values that are not finite in {dtype}; use float32, or another file")
+                raise ModelError(
+                    f"{entry.name}: holds values that are not finite in {dtype}; use float32, or another file"
+                )
             yield name, tensor
 
     @cached_property
@@ -77,6 +80,10 @@ class _BoundedReader(GGUFReader):
     """GGUFReader slices past the end of a truncated file without a word; this one stops there."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        if isinstance(
+            self.data, np.memmap
+        ):  # slicing a plain view of it is cheaper: 0.9 s, not 3.1, for 98,000 strings
+            self.data = self.data.view(np.ndarray)  # type: ignore[assignment]
         if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
             raise ValueError("it ends early")
         found: np.ndarray = super()._get(offset, dtype, count, override_order)
@@ -91,7 +98,9 @@ def _open(path: Path) -> GGUFReader:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise ModelError(f"model: {path.name} is not a GGUF file (it is empty or begins with other bytes); check the name")
+            raise ModelError(
+                f"model: {path.name} is not a GGUF file (it is empty or begins with other bytes); check the name"
+            )
         with np.errstate(over="raise"):
             reader = _BoundedReader(path)
     except _READER_ERRORS as error:
@@ -134,7 +143,9 @@ def _refuse_parts(metadata: dict[str, Any]) -> None:
 
 def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
     """Give every parameter of the model its tensor; anything left over on either side is an error."""
-    wanted = {name: tuple(value.shape) for name, value in skeleton(config, torch.float32).state_dict().items()}
+    wanted = {
+        name: tuple(value.shape) for name, value in skeleton(deepcopy(config), torch.float32).state_dict().items()
+    }
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight")
     entries = {hf_name(name) or name: tensor for name, tensor in by_name.items()}

@@ -18,13 +18,14 @@ class Architecture:
     """How one GGUF architecture maps to Hugging Face."""
 
     model_type: str  # Hugging Face's name of it
+    model_class: str
     permuted: bool  # q and k rows are stored for interleaved rope; Hugging Face rotates halves
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", permuted=True),
-    "qwen2": Architecture("qwen2", permuted=False),
-    "qwen3": Architecture("qwen3", permuted=False),
+    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", permuted=False),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", permuted=False),
 }
 
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -104,6 +105,7 @@ def build_config(metadata: Metadata, tensors: frozenset[str], rope_freqs: np.nda
     _refuse_odd_shapes(prefix, keys, head_dim)
     return AutoConfig.for_model(
         architecture.model_type,
+        architectures=[architecture.model_class],
         **sizes,
         num_key_value_heads=_whole(prefix, keys, "attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -120,7 +122,9 @@ def _refuse_unknown(prefix: str, keys: Metadata) -> None:
         if key in _SIZES or key in _READ:
             continue
         if key not in _NEUTRAL or _NEUTRAL[key] not in (None, value):
-            raise ModelError(f"{prefix}{key}: {value!r} is not something Outpace knows how to run; convert another model")
+            raise ModelError(
+                f"{prefix}{key}: {value!r} is not something Outpace knows how to run; convert another model"
+            )
 
 
 def _refuse_odd_shapes(prefix: str, keys: Metadata, head_dim: int) -> None:
@@ -165,7 +169,9 @@ def _rope(prefix: str, keys: Metadata, head_dim: int, rope_freqs: np.ndarray | N
         return {"rope_type": "linear", "rope_theta": theta, "factor": float(keys.get("rope.scaling.factor", legacy))}
     if kind == "yarn":
         return {"rope_type": "yarn", "rope_theta": theta, **_yarn(prefix, keys)}
-    raise ModelError(f"{prefix}rope.scaling.type: {kind!r} is not supported in a GGUF file; supported: none, linear, yarn")
+    raise ModelError(
+        f"{prefix}rope.scaling.type: {kind!r} is not supported in a GGUF file; supported: none, linear, yarn"
+    )
 
 
 def _yarn(prefix: str, keys: Metadata) -> dict[str, Any]:

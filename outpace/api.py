@@ -1,0 +1,21 @@
+"""The calls people make: `init_inference` for a module."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from outpace.config import InferenceConfig
+from outpace.engine import InferenceEngine
+
+ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
+
+
+def init_inference(model: nn.Module, config: ConfigLike = None, **kwargs: Any) -> InferenceEngine:
+    """Make `model` ready to run, as DeepSpeed's call of the same name does.
+
+    `config` is None, a dict, the path of a JSON file or an InferenceConfig; keywords are merged with it. Options and
+    their defaults: `outpace.InferenceConfig`. The model is converted and moved in place.
+    """
+    return InferenceEngine(model, InferenceConfig.of(config, **kwargs))

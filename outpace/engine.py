@@ -1,0 +1,161 @@
+"""InferenceEngine: somebody's module, made ready to run, and still usable as that module."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from outpace import generation
+from outpace.config import InferenceConfig
+from outpace.errors import StateError
+from outpace.loading.inspect import ModelInfo, check_model, describe
+from outpace.loading.place import default_dtype, to_dtype
+from outpace.log import chosen, logger
+from outpace.profile import Profiler
+from outpace.runner.graphs import ForwardGraphs
+from outpace.tree import moved
+
+
+class InferenceEngine(nn.Module):
+    """The model, converted and placed, behind `engine(...)` and `engine.generate(...)`.
+
+    Attributes the engine does not have are the model's own: `engine.config`, `engine.get_input_embeddings()`, ...
+    The model is changed in place, not copied.
+    """
+
+    module: nn.Module
+
+    def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
+        super().__init__()
+        self.module = check_model(model)
+        self.inference_config = config
+        self.info = _look_at(self.module, config)
+        self._dtype = _convert(self.module, config)
+        self._device = _place(self.module, config)
+        self._graphs = self._make_graphs(config)
+        self._profiler = Profiler(self.module, self._device)
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._dtype
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, from a captured CUDA graph where that is turned on. Inputs are moved to its device."""
+        module = self._alive()
+        if self._graphs is None:
+            args, kwargs = self._here((args, kwargs))
+            return module(*args, **kwargs)
+        if self._graphs.uncapturable is not None:
+            return self._graphs(*self._here(args), **self._here(kwargs))
+        with self._profiler.measure("forward"), self._profiler.paused():
+            return self._graphs(*args, **kwargs)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's `generate`, with its arguments and results; a prompt may be padded on either side."""
+        module = self._alive()
+        if isinstance(kwargs.get("assistant_model"), InferenceEngine):
+            kwargs["assistant_model"] = kwargs["assistant_model"].module
+        args, kwargs = self._here((args, kwargs))
+        call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
+        generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
+        seed = self.inference_config.seed
+        with self._profiler.measure("generate"), torch.random.fork_rng(self._cuda_devices(), enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return call.restore(generate(**call.kwargs))
+
+    def profile_model_time(self, use_cuda_events: bool = True, *, modules: bool = False) -> None:
+        """Take times of every forward and generate from now on; `modules`: of every submodule too."""
+        self._alive()
+        self._profiler.start(use_cuda_events=use_cuda_events, modules=modules, graphs=self._graphs is not None)
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward since the last call; a generate has one for each of its steps."""
+        return self._profiler.take_times()
+
+    def profile_summary(self, console: Console | None = None) -> None:
+        """Print count, mean, p50 and p95 of forward, generate and the submodules."""
+        (console or Console()).print(self._profiler.table())
+
+    def destroy(self) -> None:
+        """Let go of the model, the graphs and their memory. The engine cannot be used afterwards."""
+        self._profiler.stop()
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._graphs = None
+        self._modules.pop("module", None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self.__dict__.get("_modules", {}):
+                raise
+        return getattr(self.module, name)
+
+    def _alive(self) -> nn.Module:
+        module = self._modules.get("module")
+        if module is None:
+            raise StateError("the engine is destroyed; make a new one with outpace.init_inference")
+        return module
+
+    def _here(self, value: Any) -> Any:
+        return moved(value, self._device)
+
+    def _cuda_devices(self) -> list[torch.device]:
+        return [self._device] if self._device.type == "cuda" else []
+
+    def _make_graphs(self, config: InferenceConfig) -> ForwardGraphs | None:
+        if not config.enable_cuda_graph:
+            return None
+        if self.info.graphs_itself:
+            chosen("cuda graphs", "local", "a submodule captures its own; the engine runs eager around it")
+            return None
+        return ForwardGraphs(
+            self.module, self._device, limit=config.max_cuda_graphs, static_output=config.graph_output == "static"
+        )
+
+
+def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
+    info = describe(module, config.config, find_experts=config.moe.enabled)
+    logger.info("model: %s (%s, %s experts)", type(module).__name__, info.kind, info.num_experts or "no")
+    return info
+
+
+def _convert(module: nn.Module, config: InferenceConfig) -> torch.dtype:
+    dtype, reason = (config.dtype, "asked for") if config.dtype else default_dtype(config.torch_device)
+    chosen("dtype", dtype, reason)
+    to_dtype(module, dtype)
+    return dtype
+
+
+def _place(module: nn.Module, config: InferenceConfig) -> torch.device:
+    if config.keep_module_on_host:
+        device, reason = torch.device("cpu"), "keep_module_on_host"
+    else:
+        device, reason = config.torch_device, "asked for" if config.device else "the first GPU, or else the CPU"
+    chosen("device", device, reason)
+    module.to(device)
+    return device

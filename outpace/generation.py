@@ -1,0 +1,193 @@
+"""What `generate` checks and rearranges before Hugging Face's loop runs, and undoes after it."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.config import InferenceConfig
+from outpace.errors import InputError, NotSupported
+from outpace.loading.inspect import ModelInfo, generation_config
+
+DEFAULT_NEW_TOKENS = 20  # Hugging Face's, when neither max_new_tokens nor max_length is given
+_PER_TOKEN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call of generate."""
+
+    kwargs: dict[str, Any]
+    prompt: torch.Tensor | None = None
+    """The caller's right-padded prompt, where it had to be moved to the right."""
+
+    def restore(self, output: Any) -> Any:
+        """The output with the caller's own prompt in front of the new tokens."""
+        if self.prompt is None:
+            return output
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        batch, length = self.prompt.shape
+        sequences[:, :length] = self.prompt.repeat_interleave(sequences.shape[0] // batch, dim=0)
+        return output
+
+
+def check_call(
+    module: nn.Module, info: ModelInfo, config: InferenceConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Call:
+    """Refuse what cannot work, before anything is allocated; pad on the left what was padded on the right."""
+    if not info.can_generate:
+        raise NotSupported(f"generate: {type(module).__name__} is not a generative model; call the engine itself")
+    named = _by_name(module, args, kwargs)
+    settings = _Settings(named, generation_config(module))
+    if (settings.get("num_beams") or 1) > 1:
+        raise NotSupported("num_beams: beam search is not supported; leave num_beams at 1")
+    ids = _check_ids(named, info)
+    mask = _check_mask(named, ids)
+    _check_length(named, ids, settings, info, config)
+    if info.kind == "causal":
+        return _pad_left(named, ids, mask if mask is not None else _implied_mask(ids, settings))
+    return Call(named)
+
+
+class _Settings:
+    """Generation settings as Hugging Face resolves them: keyword, then given config, then the model's own."""
+
+    def __init__(self, named: Mapping[str, Any], own: Any) -> None:
+        self._sources = [named, _fields(named.get("generation_config")), _fields(own)]
+
+    def get(self, name: str) -> Any:
+        return next((source[name] for source in self._sources if source.get(name) is not None), None)
+
+
+def _fields(config: Any) -> Mapping[str, Any]:
+    return {} if config is None else vars(config)
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by keyword, so that a positional prompt is checked like any other."""
+    generate: Any = module.generate
+    names = [
+        name
+        for name, parameter in inspect.signature(generate).parameters.items()
+        if parameter.kind != parameter.VAR_KEYWORD
+    ]
+    if len(args) > len(names):
+        raise InputError(f"generate: takes at most {len(names)} positional arguments, got {len(args)}")
+    positional = dict(zip(names, args, strict=False))
+    twice = sorted(positional.keys() & kwargs.keys())
+    if twice:
+        raise InputError(f"{twice[0]} is given twice, by position and by name; give it once")
+    return {**positional, **kwargs}
+
+
+def _check_ids(named: Mapping[str, Any], info: ModelInfo) -> torch.Tensor | None:
+    """The token ids of the prompt, if it is given as ids."""
+    if named.get("inputs") is not None and named.get("input_ids") is not None:
+        raise InputError("input_ids is given twice, by position (inputs) and by name; give it once")
+    name = "inputs" if named.get("inputs") is not None else "input_ids"
+    ids = named.get(name)
+    if ids is None:
+        return None
+    if not isinstance(ids, torch.Tensor):
+        hint = "unpack it: generate(**inputs)" if isinstance(ids, Mapping) else "make it a tensor: torch.tensor([ids])"
+        raise InputError(f"input_ids: expected a tensor of token ids [batch, length], got {type(ids).__name__}; {hint}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        if info.kind == "encoder-decoder" and name == "inputs":
+            return None  # features of speech or of an image
+        raise InputError(f"input_ids: expected integer token ids, got {ids.dtype}")
+    if ids.dim() != 2:
+        raise InputError(
+            f"input_ids: expected shape [batch, length], got {list(ids.shape)}; use input_ids.unsqueeze(0)?"
+        )
+    if ids.numel() == 0:
+        raise InputError(f"input_ids: the prompt is empty (shape {list(ids.shape)}); give at least one token")
+    if info.vocab_size is not None:
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < 0 or high >= info.vocab_size:
+            wrong = low if low < 0 else high
+            raise InputError(f"input_ids: token id {wrong} is outside the model's vocabulary of {info.vocab_size}")
+    return ids
+
+
+def _check_mask(named: Mapping[str, Any], ids: torch.Tensor | None) -> torch.Tensor | None:
+    mask = named.get("attention_mask")
+    if mask is None or ids is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        raise InputError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
+    if mask.shape[0] != ids.shape[0] or mask.dim() != 2 or mask.shape[1] < ids.shape[1]:
+        raise InputError(f"attention_mask: expected the shape of input_ids {list(ids.shape)}, got {list(mask.shape)}")
+    empty = (mask != 0).sum(dim=1).eq(0)
+    if bool(empty.any()):
+        raise InputError(f"attention_mask: row {int(empty.nonzero()[0])} masks every token of its prompt")
+    return mask
+
+
+def _check_length(
+    named: Mapping[str, Any], ids: torch.Tensor | None, settings: _Settings, info: ModelInfo, config: InferenceConfig
+) -> None:
+    """Prompt plus new tokens must fit, whichever way each of them was given."""
+    prompt = _prompt_length(named, ids, info)
+    new, total = settings.get("max_new_tokens"), settings.get("max_length")
+    if new is not None or total is None:
+        total = prompt + (new if new is not None else DEFAULT_NEW_TOKENS)
+    limit = config.max_out_tokens
+    if not isinstance(total, int):
+        raise InputError(f"max_new_tokens: expected an integer, got {new!r}")
+    if prompt + config.min_out_tokens > limit:
+        raise InputError(
+            f"input_ids: a prompt of {prompt} tokens leaves no room for {config.min_out_tokens} new ones in "
+            f"max_out_tokens={limit}; give init_inference a larger max_out_tokens, or shorten the prompt"
+        )
+    if total > limit:
+        raise InputError(
+            f"max_new_tokens: a prompt of {prompt} tokens and {total - prompt} new ones make {total}, more than "
+            f"max_out_tokens={limit}; give init_inference max_out_tokens={total}, or ask for fewer"
+        )
+    if info.kind == "causal" and info.max_positions is not None and total > info.max_positions:
+        raise InputError(
+            f"max_new_tokens: a prompt of {prompt} tokens and {total - prompt} new ones make {total}, more than the "
+            f"{info.max_positions} positions of the model; ask for fewer"
+        )
+
+
+def _prompt_length(named: Mapping[str, Any], ids: torch.Tensor | None, info: ModelInfo) -> int:
+    """Tokens that the decoder starts from."""
+    if info.kind == "encoder-decoder":
+        start = named.get("decoder_input_ids")
+        return start.shape[-1] if isinstance(start, torch.Tensor) else 1
+    if ids is not None:
+        return ids.shape[1]
+    embeds = named.get("inputs_embeds")
+    return embeds.shape[1] if isinstance(embeds, torch.Tensor) else 1
+
+
+def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor | None:
+    """Hugging Face's rule: without a mask, padding is what equals the pad token, unless that ends sequences too."""
+    pad, end = settings.get("pad_token_id"), settings.get("eos_token_id")
+    ends = end if isinstance(end, list) else [end]
+    if ids is None or pad is None or pad in ends:
+        return None
+    mask = ids.ne(pad)
+    return mask.long() if bool(mask.any(dim=1).all()) else None
+
+
+def _pad_left(named: dict[str, Any], ids: torch.Tensor | None, mask: torch.Tensor | None) -> Call:
+    """Decoders continue from the last column: move padding that stands there to the front."""
+    if mask is None or ids is None or named.get("past_key_values") is not None or mask.shape != ids.shape:
+        return Call(named)
+    trailing = mask.flip(1).ne(0).to(torch.int64).argmax(dim=1)  # [batch] masked columns at the end of each row
+    if not bool(trailing.any()):
+        return Call(named)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    source = (columns[None, :] - trailing[:, None]) % ids.shape[1]
+    moved = dict(named, attention_mask=mask)
+    for name in _PER_TOKEN:
+        tensor = moved.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.shape[:2] == ids.shape:
+            index = source.reshape(*source.shape, *([1] * (tensor.dim() - 2))).expand_as(tensor)
+            moved[name] = tensor.gather(1, index)
+    return Call(moved, prompt=ids)

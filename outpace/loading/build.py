@@ -1,0 +1,166 @@
+"""Load a model, read top to bottom: find it, check it, choose the dtype, build it, place it."""
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from outpace.errors import ModelError
+from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
+from outpace.loading.default_model import DEFAULT_MODEL, default_model_path
+from outpace.loading.dtypes import choose_dtype, short
+from outpace.loading.gguf import GGUFModel, read_gguf, skeleton
+from outpace.log import chosen, logger
+
+# What transformers and the libraries under it raise for files that are not what they should be.
+_LOAD_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, AttributeError, EOFError),
+    *(SafetensorError, pickle.UnpicklingError),
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and what was decided on the way."""
+
+    model: nn.Module  # in eval mode, on its device
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    path: Path | None
+    dtype: torch.dtype
+    dtype_reason: str
+
+
+def load(source: str | Path | None, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Loaded:
+    """Load a folder, a .gguf file, a Hugging Face id, or (None) the default model."""
+    device = device or _choose_device()
+    path = None if source is None else local_path(source)
+    if source is None or (path is None and source == DEFAULT_MODEL):
+        return _load_folder(default_model_path(), DEFAULT_MODEL, dtype, device)
+    if path is None:
+        return _load_folder(fetch(str(source)), str(source), dtype, device)
+    if path.is_dir():
+        return _load_folder(path, path.resolve().name, dtype, device)
+    if path.suffix.lower() == ".gguf":
+        return _load_gguf(path, dtype, device)
+    raise ModelError(f"model: {path} is neither a folder nor a .gguf file; name the folder that holds the model")
+
+
+def _load_folder(folder: Path, name: str, dtype: torch.dtype | None, device: torch.device) -> Loaded:
+    checkpoint = open_checkpoint(folder)
+    config = _read_config(folder)
+    dtype, reason = _decide_dtype(dtype, _own_dtype(config, checkpoint), device)
+    tokenizer = _read_tokenizer(checkpoint)  # before the weights: it fails sooner
+    model = _read_weights(checkpoint, config, dtype).to(device)  # type: ignore[arg-type]
+    return Loaded(_ready(model), tokenizer, name, folder, dtype, reason)
+
+
+def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Loaded:
+    file = read_gguf(path)
+    dtype, reason = _decide_dtype(dtype, None, device)
+    if (tokenizer := file.tokenizer) is None:
+        chosen("tokenizer", None, f"{path.name} holds none; pass token ids")
+    model = _fill(skeleton(file.config, dtype), file, dtype, device)
+    return Loaded(_ready(model), tokenizer, path.stem, path, dtype, reason)
+
+
+def _fill(model: PreTrainedModel, file: GGUFModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Replace every parameter of a skeleton by the file's, one at a time, and its buffers by computed ones."""
+    for name, tensor in file.tensors(dtype):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(device), requires_grad=False))
+    model.tie_weights()
+    rotary = model.get_submodule("model.rotary_emb")
+    model.set_submodule("model.rotary_emb", type(rotary)(config=model.config).to(device))
+    empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
+    assert not empty, f"never filled: {empty}"
+    return model
+
+
+def _ready(model: nn.Module) -> nn.Module:
+    return model.eval().requires_grad_(False)
+
+
+def _choose_device() -> torch.device:
+    found = torch.cuda.is_available()
+    device = torch.device("cuda" if found else "cpu")
+    chosen("device", device, "torch sees a GPU" if found else "torch sees no GPU")
+    return device
+
+
+def _decide_dtype(asked: torch.dtype | None, own: torch.dtype | None, device: torch.device) -> tuple[torch.dtype, str]:
+    dtype, reason = (asked, "asked for") if asked is not None else choose_dtype(own, device)
+    chosen("dtype", short(dtype), reason)
+    return dtype, reason
+
+
+def _own_dtype(config: PreTrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    own = config.dtype or checkpoint.stored_dtype() or torch.float32
+    return own if isinstance(own, torch.dtype) else getattr(torch, str(own))
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot use {folder / 'config.json'} ({_line(error)}); {_CODE}") from error
+    return config
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    if not checkpoint.has_tokenizer:
+        chosen("tokenizer", None, f"{checkpoint.folder} holds none; pass token ids")
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot use the tokenizer in {checkpoint.folder} ({_line(error)}); {_CODE}") from error
+    return tokenizer
+
+
+def _read_weights(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        loaded: Any = auto.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=checkpoint.safetensors,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot load {checkpoint.folder} ({_line(error)}); {_CODE}") from error
+    model: PreTrainedModel = loaded[0]
+    report = loaded[1]
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"model: the weights in {checkpoint.folder} lack {len(missing)} parameters of the model "
+            f"({', '.join(missing[:5])} ..); it would run with random ones, so it does not"
+        )
+    if unexpected := sorted(report["unexpected_keys"]):
+        logger.warning("weights that this model has no place for: %s (%d)", ", ".join(unexpected[:5]), len(unexpected))
+    return model
+
+
+_CODE = "download the model again, or use one that transformers runs by itself: Outpace never runs code from a model"
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -1,0 +1,130 @@
+"""What lies in a model folder, checked before anything large is read; and how a name becomes such a folder."""
+
+import json
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from outpace.errors import ModelError
+from outpace.log import chosen
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+)
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that holds a whole Hugging Face model."""
+
+    folder: Path
+    weights: tuple[Path, ...]
+    safetensors: bool
+    has_tokenizer: bool
+
+    def stored_dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating tensor, None where only reading all of it would tell."""
+        if not self.safetensors:
+            return None
+        with safe_open(self.weights[0], framework="pt") as file:
+            found = (_DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+            return next((dtype for dtype in found if dtype is not None), None)
+
+
+def local_path(source: str | Path) -> Path | None:
+    """The file or folder `source` names, or None if it can only be a Hugging Face id."""
+    if not str(source):
+        raise ModelError("model: the name is empty; name a folder, a .gguf file or a Hugging Face id")
+    try:
+        path = Path(source).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # a name too long, no rights, no such user
+        raise ModelError(
+            f"model: {str(source)[:200]!r} cannot be a file or folder ({error}); check the name"
+        ) from error
+    is_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix.lower() != ".gguf"
+    if is_id:
+        return None
+    raise ModelError(f"model: no such file or folder {str(source)!r}{close_names(path)}")
+
+
+def close_names(path: Path) -> str:
+    """`; did you mean ...`, when the folder it would lie in holds something with a name like it."""
+    if not path.parent.is_dir():
+        return f"; {path.parent} does not exist either"
+    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(str(path.parent / name) for name in near)}?" if near else "; check the name"
+
+
+def fetch(name: str) -> Path:
+    """The folder of a model on Hugging Face, downloaded if it is not in their cache; honours HF_HUB_OFFLINE."""
+    skip = ["*/*", "consolidated*"]  # other formats of the same weights
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=skip))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=skip)
+    except Exception as error:  # the hub's client raises the errors of several libraries
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"model: {name!r} is no local file or folder, and cannot be fetched from Hugging Face ({line}); "
+            "check the name and the connection, or name a local folder or .gguf file"
+        ) from error
+    return folder
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Check that the folder holds a config and complete weight files."""
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.name for path in folder.glob("*.gguf"))
+        remedy = f"name the file itself: {folder / inside[0]}" if inside else "name the folder that holds the model"
+        raise ModelError(f"model: {folder} has no config.json; {remedy}")
+    safe = _weight_files(folder, "model.safetensors")
+    weights = safe or _weight_files(folder, "pytorch_model.bin")
+    if not weights:
+        raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
+    for path in weights:
+        _check_file(path, is_safetensors=bool(safe))
+    if not safe:
+        chosen("weights", weights[0].name, "the folder has no safetensors; read with weights_only=True, never as code")
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return Checkpoint(folder, tuple(weights), bool(safe), has_tokenizer)
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """The one file called `name`, or all those its index lists."""
+    if (folder / name).is_file():
+        return [folder / name]
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return []
+    try:
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"model: {index} is not a weight index ({error}); download it again") from error
+    return [folder / Path(entry).name for entry in sorted(listed)]
+
+
+def _check_file(path: Path, *, is_safetensors: bool) -> None:
+    if not path.is_file():
+        raise ModelError(f"model: {path} is missing, though the index lists it; download the model again")
+    if not is_safetensors:
+        return
+    try:
+        with safe_open(path, framework="pt"):  # reads the header, and compares it with the size of the file
+            pass
+    except SafetensorError as error:
+        raise ModelError(f"model: {path} is damaged or incomplete ({error}); download it again") from error

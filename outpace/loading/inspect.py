@@ -1,0 +1,102 @@
+"""What Outpace knows about somebody else's model, found out once, so that nothing else has to guess."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from outpace.errors import ModelError
+
+Kind = Literal["causal", "encoder-decoder", "encoder", "plain"]
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The facts the engine needs about a model."""
+
+    kind: Kind
+    can_generate: bool
+    vocab_size: int | None
+    max_positions: int | None
+    num_experts: int
+    """Largest number of experts in a layer; 0: no expert layers, or not looked for."""
+    graphs_itself: bool
+    """Some submodule captures CUDA graphs of its own."""
+
+
+def describe(model: nn.Module, overrides: Mapping[str, Any] | None = None, *, find_experts: bool = True) -> ModelInfo:
+    """Read a model's config, with `overrides` in place of entries of the same name."""
+    config = getattr(model, "config", None)
+
+    def read(name: str) -> Any:
+        return overrides[name] if overrides and name in overrides else getattr(config, name, None)
+
+    return ModelInfo(
+        kind=_kind(model, read("is_encoder_decoder")),
+        can_generate=_can_generate(model),
+        vocab_size=_int_or_none(read("vocab_size")),
+        max_positions=_int_or_none(read("max_position_embeddings")),
+        num_experts=max((_int_or_none(read(name)) or 0 for name in _EXPERT_COUNTS), default=0) if find_experts else 0,
+        graphs_itself=any(getattr(module, "enable_cuda_graph", False) is True for module in model.modules()),
+    )
+
+
+def check_model(model: object) -> nn.Module:
+    """The model itself, if it is one that can be run; otherwise an error that says what to do."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: expected a torch.nn.Module, got {type(model).__name__}; to start from a name, a folder or a .gguf "
+            "file use outpace.LLM, or load it first"
+        )
+    for name, tensor in _tensors(model):
+        if tensor.is_meta:
+            raise ModelError(f"model: {name} is on the meta device and has no values; load the weights first")
+    if getattr(model, "is_quantized", False):
+        raise ModelError("model: it is quantized already, and its dtype must not be changed; load it unquantized")
+    return model
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Names of the parameters and buffers that must stay float32 when the model runs in `dtype`."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return set()
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {name for name, _ in _tensors(model) if any(_has_path(name, pattern) for pattern in patterns)}
+
+
+def generation_config(model: nn.Module) -> Any:
+    """The model's own generation config, or None."""
+    return getattr(model, "generation_config", None)
+
+
+def _has_path(name: str, pattern: str) -> bool:
+    """Whether the dotted `pattern` occurs in the dotted `name` at whole steps."""
+    return f".{pattern}." in f".{name}."
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _can_generate(model: nn.Module) -> bool:
+    says = getattr(model, "can_generate", None)
+    return bool(says()) if callable(says) else callable(getattr(model, "generate", None))
+
+
+def _kind(model: nn.Module, is_encoder_decoder: object) -> Kind:
+    if getattr(model, "config", None) is None:
+        return "plain"
+    if is_encoder_decoder:
+        return "encoder-decoder"
+    return "causal" if _can_generate(model) else "encoder"
+
+
+def _int_or_none(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

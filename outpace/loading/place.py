@@ -1,0 +1,39 @@
+"""A model's last two steps before it runs: its dtype and its device."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.loading.inspect import kept_in_fp32
+
+
+def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert in place what Hugging Face would have loaded in `dtype`: one tensor at a time, ties kept.
+
+    What its author keeps in float32 stays so, and so do buffers that are not in the checkpoint (rotary frequencies,
+    scales): they are made in float32 whatever the weights' dtype, and rounding them changes every position.
+    """
+    keep = kept_in_fp32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if name in keep else dtype)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set and full not in keep:
+                buffer.data = buffer.data.to(dtype)
+    _tell_config(model, dtype)
+
+
+def _tell_config(model: nn.Module, dtype: torch.dtype) -> None:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "dtype"):
+        config.dtype = dtype
+
+
+def default_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype of `init_inference` when none is asked for, and the reason."""
+    if device.type == "cuda":
+        return torch.float16, "DeepSpeed's default on a GPU; give dtype= for another"
+    return torch.float32, "a CPU is fastest and exact in it; give dtype= for another"

@@ -1,0 +1,93 @@
+"""CUDA graphs of a whole `forward`: one for each input signature, a bounded number of them."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from outpace.log import logger
+from outpace.tree import map_tensors, signature, tensors
+
+WARM_UPS = 3  # torch asks for warm-up on a side stream: lazy initialisation must not be captured
+
+
+class ForwardGraphs:
+    """Runs a function of tensors from captured graphs; what cannot be captured runs as it is, and the log says why."""
+
+    def __init__(self, run: Callable[..., Any], device: torch.device, *, limit: int, static_output: bool) -> None:
+        self._run = run
+        self._device = device
+        self._limit = limit
+        self._static_output = static_output
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._lock = threading.Lock()  # the static buffers belong to one call at a time
+        self.uncapturable: str | None = None
+        """Why graphs are not used, once a capture has failed."""
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = signature((args, kwargs)) if self.uncapturable is None else None
+        if key is None:  # a cache or another object with state: every such call is a new one
+            return self._run(*args, **kwargs)
+        with self._lock, torch.cuda.device(self._device):
+            captured = self._graphs.get(key)
+            if captured is None:
+                captured = self._add(key, args, kwargs)
+            if captured is not None:
+                self._graphs.move_to_end(key)
+                output = captured.replay((args, kwargs))
+                return output if self._static_output else map_tensors(torch.clone, output)
+        return self._run(*args, **kwargs)
+
+    def clear(self) -> None:
+        """Forget every graph and give its memory back."""
+        self._graphs.clear()
+
+    def _add(self, key: Hashable, args: Any, kwargs: Any) -> "_Captured | None":
+        static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
+        _warm_up(lambda: self._run(*static[0], **static[1]), self._device)  # an error here is the model's own
+        while len(self._graphs) >= self._limit:
+            self._graphs.popitem(last=False)
+        try:
+            captured = _Captured(self._run, static, self._pool)
+        except Exception as error:
+            torch.cuda.synchronize(self._device)
+            self.uncapturable = str(error).splitlines()[0] if str(error) else type(error).__name__
+            logger.warning(
+                "enable_cuda_graph: this model cannot be captured, running without graphs (%s)", self.uncapturable
+            )
+            self.clear()
+            return None
+        self._graphs[key] = captured
+        return captured
+
+
+class _Captured:
+    """One graph with its static inputs and outputs."""
+
+    def __init__(self, run: Callable[..., Any], static: tuple[Any, Any], pool: Any) -> None:
+        self._inputs = list(tensors(static))
+        self._graph = torch.cuda.CUDAGraph()
+        args, kwargs = static
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._output = run(*args, **kwargs)
+
+    def replay(self, inputs: Any) -> Any:
+        for static, given in zip(self._inputs, tensors(inputs), strict=True):
+            static.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._output
+
+
+def _warm_up(run: Callable[[], Any], device: torch.device) -> None:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
