@@ -1,32 +1,53 @@
-"""Outpace runs and serves PyTorch models near the speed of the hardware."""
+"""Outpace runs and serves PyTorch models near the speed of the hardware.
+
+Names are imported when they are first used, so that `import outpace` and `outpace --help` do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from outpace._version import __version__
-from outpace.api import init_inference
-from outpace.config import InferenceConfig, default_inference_config
-from outpace.engine import InferenceEngine
-from outpace.errors import (
-    ConfigError,
-    DownloadError,
-    InputError,
-    ModelError,
-    NotSupported,
-    NotSupportedYet,
-    OutpaceError,
-    StateError,
-)
 
-__all__ = [
-    "ConfigError",
-    "DownloadError",
-    "InferenceConfig",
-    "InferenceEngine",
-    "InputError",
-    "ModelError",
-    "NotSupported",
-    "NotSupportedYet",
-    "OutpaceError",
-    "StateError",
-    "__version__",
-    "default_inference_config",
-    "init_inference",
-]
+if TYPE_CHECKING:
+    from outpace.api import init_inference as init_inference
+    from outpace.config import InferenceConfig as InferenceConfig
+    from outpace.config import default_inference_config as default_inference_config
+    from outpace.engine import InferenceEngine as InferenceEngine
+    from outpace.errors import ConfigError as ConfigError
+    from outpace.errors import DownloadError as DownloadError
+    from outpace.errors import InputError as InputError
+    from outpace.errors import ModelError as ModelError
+    from outpace.errors import NotSupported as NotSupported
+    from outpace.errors import NotSupportedYet as NotSupportedYet
+    from outpace.errors import OutpaceError as OutpaceError
+    from outpace.errors import StateError as StateError
+    from outpace.llm import LLM as LLM
+    from outpace.types import CompletionOutput as CompletionOutput
+    from outpace.types import FinishReason as FinishReason
+    from outpace.types import RequestOutput as RequestOutput
+    from outpace.types import SamplingParams as SamplingParams
+
+_WHERE = {
+    "outpace.api": ("init_inference",),
+    "outpace.config": ("InferenceConfig", "default_inference_config"),
+    "outpace.engine": ("InferenceEngine",),
+    "outpace.errors": (
+        *("ConfigError", "DownloadError", "InputError", "ModelError"),
+        *("NotSupported", "NotSupportedYet", "OutpaceError", "StateError"),
+    ),
+    "outpace.llm": ("LLM",),
+    "outpace.types": ("CompletionOutput", "FinishReason", "RequestOutput", "SamplingParams"),
+}
+
+__all__ = ["__version__", *(name for names in _WHERE.values() for name in names)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WHERE.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'outpace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -125,7 +125,7 @@ class Profiler:
                 record(open_spans.pop()())
 
         self._handles.append(module.register_forward_pre_hook(before))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _begin(self) -> Callable[[], Span]:
         """Start the clock; the result stops it and gives the span."""

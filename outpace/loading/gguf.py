@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ class GGUFModel:
 
     path: Path
     config: PreTrainedConfig
-    metadata: dict[str, Any]
     entries: dict[str, ReaderTensor]  # by Hugging Face name
     permuted: bool
+    tokenizer: PreTrainedTokenizerFast | None  # None: the file holds none
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, tensor); one tensor is dequantized at a time."""
@@ -39,17 +38,9 @@ class GGUFModel:
                 values = _halves_from_pairs(values, heads)
             tensor = torch.from_numpy(np.require(values, requirements=["C", "W", "O"])).to(dtype)
             if not torch.isfinite(tensor).all():
-                raise ModelError(
-                    f"{entry.name}: holds values that are not finite in {dtype}; use float32, or another file"
-                )
+                where = f"model: {self.path.name}: {entry.name}"
+                raise ModelError(f"{where}: holds values that are not finite in {dtype}; use float32, or another file")
             yield name, tensor
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerFast | None:
-        """The tokenizer in the file, None when it has none."""
-        if "tokenizer.ggml.model" not in self.metadata:
-            return None
-        return build_tokenizer(self.metadata, self.config.max_position_embeddings, self.config.vocab_size)
 
     def _rotated_heads(self, name: str) -> int:
         """How many heads the rows of this tensor are, if rope turns them; else 0."""
@@ -125,7 +116,9 @@ def _read(path: Path, reader: GGUFReader) -> GGUFModel:
     config.vocab_size = int(embedding.shape[-1])
     entries = _match(config, by_name)
     _check_types(entries)
-    return GGUFModel(path, config, metadata, entries, architecture.permuted)
+    has_tokenizer = "tokenizer.ggml.model" in metadata
+    tokenizer = build_tokenizer(metadata, config.max_position_embeddings, config.vocab_size) if has_tokenizer else None
+    return GGUFModel(path, config, entries, architecture.permuted, tokenizer)
 
 
 def _contents(field: Any) -> Any:
@@ -136,7 +129,7 @@ def _contents(field: Any) -> Any:
 
 def _refuse_parts(metadata: dict[str, Any]) -> None:
     if (kind := metadata.get("general.type", "model")) != "model":
-        raise ModelError(f"general.type: this file holds a {kind}, not a model; name the file of the model")
+        raise ModelError(f"general.type: this file holds {kind!r}, not a model; name the file of the model")
     if (parts := metadata.get("split.count", 0)) > 1:
         raise ModelError(f"split.count: the model is split over {parts} files; join them with llama-gguf-split --merge")
 

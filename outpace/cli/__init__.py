@@ -1,0 +1,5 @@
+"""The command `outpace`: one file per subcommand."""
+
+from outpace.cli.app import main
+
+__all__ = ["main"]

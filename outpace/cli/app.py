@@ -1,0 +1,65 @@
+"""The command line: its subcommands, its version, and how it says that something went wrong."""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from outpace._version import __version__
+from outpace.cli import generate, info, models
+from outpace.errors import OutpaceError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Run and serve PyTorch models near the speed of the hardware.",
+)
+app.command("generate")(generate.command)
+app.command("info")(info.command)
+app.command("models")(models.command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"outpace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say every automatic choice and its reason.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    if verbose or debug:
+        handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+        logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
+
+
+def main() -> None:
+    """Run the command; an error is one line and exit code 1, with a traceback only after --debug."""
+    try:
+        app()
+    except OutpaceError as error:
+        if "--debug" in sys.argv:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _escaped(error: OutpaceError) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))

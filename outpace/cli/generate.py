@@ -1,0 +1,69 @@
+"""`outpace generate`: answer one prompt and say how fast that went."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from outpace.llm import LLM
+    from outpace.types import RequestOutput, SamplingParams
+
+
+def command(
+    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="A folder, a .gguf file or a Hugging Face id. [default: SmolLM2-135M-Instruct]"
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this much probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16. [default: the checkpoint's own]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: the first GPU]")] = None,
+) -> None:
+    """Answer a prompt: text on standard output as it comes, figures on standard error."""
+    from outpace.llm import LLM
+    from outpace.types import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    begin = time.perf_counter()
+    llm = LLM(model, dtype=dtype, device=device)
+    ready = time.perf_counter() - begin
+    output = _answer(llm, sys.stdin.read() if prompt == "-" else prompt, system, raw, params)
+    _report(Console(stderr=True), llm, output, ready)
+
+
+def _answer(llm: "LLM", prompt: str, system: str | None, raw: bool, params: "SamplingParams") -> "RequestOutput":
+    messages = [{"role": "system", "content": system}] if system else []
+    asked = prompt if raw else llm.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+    shown = 0
+    for output in llm.stream(asked, params):
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    sys.stdout.write("\n")
+    return output
+
+
+def _report(console: Console, llm: "LLM", output: "RequestOutput", ready: float) -> None:
+    answer, first, speed = output.outputs[0], output.metrics.time_to_first_token, output.decode_tokens_per_second
+    engine = llm.engine
+    console.print(
+        f"[dim]{llm.name} on {engine.device} in {str(engine.dtype).removeprefix('torch.')} ({llm.dtype_reason})\n"
+        f"{len(output.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} new ({answer.finish_reason}) · "
+        f"{f'{speed:.1f} tokens/s' if speed else 'one token'} · first token after {(first or 0) * 1e3:.0f} ms · "
+        f"ready after {ready:.1f} s[/]",
+        highlight=False,
+    )

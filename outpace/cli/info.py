@@ -1,0 +1,69 @@
+"""`outpace info`: the machine, the versions, and what Outpace would use here and why."""
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+from outpace._version import __version__
+
+PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "gguf", "pydantic")
+
+
+def command() -> None:
+    """Print the device, the versions, and what would be chosen on this machine, with the reasons."""
+    console = Console()
+    console.print(_table("Machine", ("", ""), _machine()))
+    console.print(_table("Versions", ("", ""), _versions()))
+    console.print(_table("What is used here", ("what", "choice", "why"), _choices()))
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _machine() -> Iterator[tuple[str, ...]]:
+    import torch
+
+    from outpace.loading.cache import cache_dir
+
+    yield "system", f"{platform.system()} {platform.machine()}"
+    yield "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        yield (
+            f"cuda:{index}",
+            f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, capability {facts.major}.{facts.minor}",
+        )
+    yield "cache", str(cache_dir())
+
+
+def _versions() -> Iterator[tuple[str, ...]]:
+    yield "outpace", __version__
+    yield "python", platform.python_version()
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _choices() -> Iterator[tuple[str, ...]]:
+    from outpace.config import InferenceConfig
+    from outpace.loading.place import default_dtype
+
+    device = InferenceConfig().torch_device
+    dtype, reason = default_dtype(device)
+    yield "device", str(device), "torch sees a GPU" if device.type == "cuda" else "torch sees no GPU"
+    yield "dtype", str(dtype).removeprefix("torch."), f"init_inference: {reason}"
+    yield "attention", "the model's own (sdpa where it can)", "fused layers are not in this release yet"
+    yield "kernels", "torch", "kernel injection is not in this release yet"
+    graphs = "on request" if device.type == "cuda" else "no"
+    yield "cuda graphs", graphs, "enable_cuda_graph=True" if device.type == "cuda" else "a CPU has none"

@@ -1,0 +1,189 @@
+"""Activations: the gated product of two halves of a row, and an activation behind a bias."""
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outpace.errors import NotSupported
+from outpace.kernels.triton_stub import tl, triton
+
+# Every name an activation is known by (Hugging Face's ACT2FN, and our own) → the kind that computes it.
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_python": "gelu",
+        "gelu_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_accurate": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh",
+        "quick_gelu": "quick_gelu",
+        "relu": "relu",
+        "relu2": "relu2",
+        "sigmoid": "sigmoid",
+    }
+)
+
+_TORCH: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+        "relu": torch.relu,
+        "relu2": lambda x: torch.relu(x).square(),
+        "sigmoid": torch.sigmoid,
+    }
+)
+
+
+def activation_kind(name: str) -> str:
+    """The kind that computes the activation of this name."""
+    if name not in ACTIVATIONS:
+        raise NotSupported(f"activation {name!r} has no kernel; known: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+def gated_act_ref(
+    x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None, interleaved: bool = False
+) -> torch.Tensor:
+    """act(gate) * up of x: [T, 2I] → [T, I]; gate and up are halves, or even and odd columns when interleaved."""
+    gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=1)
+    y = (_TORCH[activation_kind(kind)](gate.float()) * up.float()).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def bias_act_ref(
+    x: torch.Tensor, bias: torch.Tensor | None, kind: str, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """act(x + bias). x: [T, I], bias: [I]."""
+    x32 = x.float() if bias is None else x.float() + bias.float()
+    y = _TORCH[activation_kind(kind)](x32).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+@triton.jit
+def activate(x: Any, kind: tl.constexpr) -> Any:
+    """The activation of this kind, in fp32."""
+    if kind == "silu":
+        y = x * tl.sigmoid(x)
+    elif kind == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif kind == "gelu_tanh":  # 0.5 * (1 + tanh(u)) = sigmoid(2u)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif kind == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    elif kind == "relu":
+        y = tl.where(x < 0, 0.0, x)  # keeps NaN, which maximum() drops
+    elif kind == "relu2":
+        y = tl.where(x < 0, 0.0, x * x)
+    else:
+        tl.static_assert(kind == "sigmoid", "unknown activation")
+        y = tl.sigmoid(x)
+    return y
+
+
+@triton.jit
+def _gated_act_kernel(
+    x_ptr: Any,
+    out_ptr: Any,
+    width: Any,
+    x_stride: Any,
+    out_stride: Any,
+    kind: tl.constexpr,
+    interleaved: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * block + tl.arange(0, block)  # [I]
+    mask = col < width
+    gate_ptr = x_ptr + row * x_stride + (2 * col if interleaved else col)
+    up_ptr = gate_ptr + (1 if interleaved else width)
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr, mask=mask, other=0.0).to(tl.float32)
+    y = activate(gate, kind) * up
+    tl.store(out_ptr + row * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bias_act_kernel(
+    x_ptr: Any,
+    bias_ptr: Any,
+    out_ptr: Any,
+    width: Any,
+    x_stride: Any,
+    out_stride: Any,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * block + tl.arange(0, block)  # [I]
+    mask = col < width
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    y = activate(x, kind)
+    tl.store(out_ptr + row * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def act_config(width: int) -> dict[str, int]:
+    """Tile of the element-wise kernels: one row, up to 1024 columns."""
+    return {"block": min(1024, triton.next_power_of_2(width)), "num_warps": 4}
+
+
+def _check(x: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device) if out is None else out
+    assert x.dim() == 2 and x.stride(1) == 1 and out.stride(1) == 1, "rows must be contiguous"
+    assert out.shape == (x.shape[0], width) and out.dtype == x.dtype
+    return out
+
+
+def gated_act_triton(
+    x: torch.Tensor,
+    kind: str,
+    *,
+    out: torch.Tensor | None = None,
+    interleaved: bool = False,
+    config: Mapping[str, int] | None = None,
+) -> torch.Tensor:
+    """gated_act_ref in one kernel."""
+    kind = activation_kind(kind)
+    assert x.shape[1] % 2 == 0, f"{x.shape[1]} columns have no two halves"
+    width = x.shape[1] // 2
+    out = _check(x, out, width)
+    if out.numel() == 0:
+        return out
+    meta = {**act_config(width), **(config or {})}
+    grid = (x.shape[0], triton.cdiv(width, meta["block"]))
+    _gated_act_kernel[grid](
+        x, out, width, x.stride(0), out.stride(0), kind=kind, interleaved=interleaved, **meta
+    )
+    return out
+
+
+def bias_act_triton(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    *,
+    out: torch.Tensor | None = None,
+    config: Mapping[str, int] | None = None,
+) -> torch.Tensor:
+    """bias_act_ref in one kernel; out may be x."""
+    kind = activation_kind(kind)
+    width = x.shape[1]
+    out = _check(x, out, width)
+    assert bias is None or (bias.shape == (width,) and bias.is_contiguous())
+    if out.numel() == 0:
+        return out
+    meta = {**act_config(width), **(config or {})}
+    grid = (x.shape[0], triton.cdiv(width, meta["block"]))
+    _bias_act_kernel[grid](x, bias, out, width, x.stride(0), out.stride(0), kind=kind, **meta)
+    return out

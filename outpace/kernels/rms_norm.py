@@ -1,0 +1,155 @@
+"""Root-mean-square norm of rows, with the residual add that precedes it; also the per-head norm of queries and keys."""
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from outpace.kernels.triton_stub import tl, triton
+
+MAX_WIDTH = 65536  # a program holds whole rows in registers
+
+
+def rms_norm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm of x (+ residual), times offset + weight: (y, the sum that was normed). x: [T, H] or [T, N, D]."""
+    if residual is not None:
+        x = torch.add(x, residual, out=residual_out)  # rounded to the model's dtype, as Hugging Face's layers do
+    x32 = x.float()
+    y = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = (y.to(x.dtype) if round_before_weight else y) * (weight.float() + weight_offset)
+    y = y.to(x.dtype)
+    return (y if out is None else out.copy_(y)), x
+
+
+@triton.jit
+def scale_normed(y: Any, weight: Any, offset: Any, dtype: tl.constexpr, round_first: tl.constexpr) -> Any:
+    """y * (offset + weight) in dtype, rounding y first (Llama) or only the product (Gemma). y, weight: [R, H]."""
+    if round_first:
+        y = y.to(dtype).to(tl.float32)
+    return (y * (offset + weight.to(tl.float32))).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr: Any,
+    weight_ptr: Any,
+    residual_ptr: Any,
+    out_ptr: Any,
+    sum_ptr: Any,
+    num_rows: Any,
+    inner: Any,
+    x_outer: Any,
+    x_inner: Any,
+    residual_outer: Any,
+    residual_inner: Any,
+    out_outer: Any,
+    out_inner: Any,
+    sum_outer: Any,
+    sum_inner: Any,
+    eps: Any,
+    weight_offset: Any,
+    width: tl.constexpr,
+    round_first: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * rows + tl.arange(0, rows)  # [R]
+    col = tl.arange(0, block)[None, :]  # [1, H]
+    mask = (row < num_rows)[:, None] & (col < width)
+    outer = (row // inner).to(tl.int64)[:, None]
+    head = (row % inner).to(tl.int64)[:, None]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+
+    x = tl.load(x_ptr + outer * x_outer + head * x_inner + col, mask=mask, other=0.0).to(tl.float32)  # [R, H]
+    if residual_ptr is not None:
+        r = tl.load(residual_ptr + outer * residual_outer + head * residual_inner + col, mask=mask, other=0.0)
+        total = (x + r.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + outer * sum_outer + head * sum_inner + col, total, mask=mask)
+        x = total.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=col < width, other=0.0)  # [1, H]
+        y = scale_normed(y, weight, weight_offset, dtype, round_first)
+    tl.store(out_ptr + outer * out_outer + head * out_inner + col, y.to(dtype), mask=mask)
+
+
+def row_config(width: int) -> dict[str, int]:
+    """Tile of the row norms: whole rows, several per program when they are narrow."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 1024 // block)
+    return {"rows": rows, "block": block, "num_warps": min(16, max(1, rows * block // 512))}
+
+
+def row_counts(x: torch.Tensor) -> tuple[int, int]:
+    """(rows in all, rows per step of the outer index) of x: [T, H] or [T, N, D]."""
+    rows = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+    return rows, 1 if x.dim() == 2 or x.shape[0] == 1 else x.shape[1]
+
+
+def row_strides(x: torch.Tensor | None) -> tuple[int, int]:
+    """(outer, inner) row strides of x, in step with row_counts."""
+    if x is None:
+        return 0, 0
+    assert x.dim() in (2, 3), f"rows of shape {tuple(x.shape)}"
+    assert x.stride(-1) == 1 or x.shape[-1] == 1, "the last dimension must be contiguous"
+    if x.dim() == 3 and x.shape[0] > 1:
+        return x.stride(0), x.stride(1)
+    return x.stride(-2), 0
+
+
+def rms_norm_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    config: Mapping[str, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm_ref in one kernel; out may be x, and residual_out may be residual."""
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if residual is not None and residual_out is None:
+        residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = residual_out if residual is not None else None
+    num_rows, inner = row_counts(x)
+    if x.numel() == 0:
+        return out, x if total is None else total
+    assert width <= MAX_WIDTH, f"rows of {width} are wider than {MAX_WIDTH}"
+    assert weight is None or (weight.shape == (width,) and weight.is_contiguous())
+    assert all(t is None or (t.shape == x.shape and t.dtype == x.dtype) for t in (residual, out, total))
+    meta = {**row_config(width), **(config or {})}
+    _rms_norm_kernel[(triton.cdiv(num_rows, meta["rows"]),)](
+        x,
+        weight,
+        residual,
+        out,
+        total,
+        num_rows,
+        inner,
+        *row_strides(x),
+        *row_strides(residual),
+        *row_strides(out),
+        *row_strides(total),
+        eps,
+        weight_offset,
+        width=width,
+        round_first=round_before_weight,
+        **meta,
+    )
+    return out, x if total is None else total
