@@ -140,8 +140,8 @@ def act_config(width: int) -> dict[str, int]:
 
 def _check(x: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device) if out is None else out
-    assert x.dim() == 2 and x.stride(1) == 1 and out.stride(1) == 1, "rows must be contiguous"
-    assert out.shape == (x.shape[0], width) and out.dtype == x.dtype
+    assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
+    assert (out.shape, out.dtype) == ((x.shape[0], width), x.dtype)
     return out
 
 
@@ -162,9 +162,7 @@ def gated_act_triton(
         return out
     meta = {**act_config(width), **(config or {})}
     grid = (x.shape[0], triton.cdiv(width, meta["block"]))
-    _gated_act_kernel[grid](
-        x, out, width, x.stride(0), out.stride(0), kind=kind, interleaved=interleaved, **meta
-    )
+    _gated_act_kernel[grid](x, out, width, x.stride(0), out.stride(0), kind=kind, interleaved=interleaved, **meta)
     return out
 
 

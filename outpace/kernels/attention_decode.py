@@ -1,10 +1,11 @@
 """Decode attention over pages: one query per sequence, the keys of a sequence split over programs, then combined.
 
-The grid depends on (batch, KV heads, splits) alone and each program reads its sequence's length on the device, so a CUDA
-graph can hold the launch while sequences grow. Scores are kept in units of log2, so that `exp2` needs no multiplication.
+The grid depends on (batch, KV heads, splits) alone and each program reads its sequence's length on the device, so that
+a CUDA graph can hold the launch while sequences grow. Scores are kept in log2 units: `exp2` then needs no factor.
 """
-# ruff: noqa: N803
+# mypy: disallow-untyped-decorators=False
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,12 +18,12 @@ from outpace.kernels.triton_stub import tl, triton
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet never computes inf - inf
 COMBINE_CHUNK = 16  # splits combined at a time: constant, so that the order of additions never depends on the batch
-MIN_SPLIT = 64  # tokens: a shorter split costs more to combine than it saves
+MIN_SPLIT = 64  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How one program of the decode kernel is cut: keys per step, warps, and steps in flight."""
+    """How one program of the decode kernel works: keys per step, warps, and steps in flight."""
 
     block_n: int
     num_warps: int = 4
@@ -36,169 +37,183 @@ def decode_tiles(head_dim: int, v_head_dim: int, itemsize: int) -> DecodeTiles:
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> int:
-    """How many programs share one (sequence, KV head): enough for two waves of two programs per SM, else 1."""
+    """How many programs share one (sequence, KV head): together at most four programs per SM, and at least 1."""
     wanted = 4 * num_sms // max(1, batch * num_kv_heads)
     return max(1, min(wanted, -(-max_len // MIN_SPLIT)))
 
 
 @cache
-def num_sms(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """The number of SMs of a device; 1 where there are none (Triton's interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def score_scales(scale: float, softcap: float) -> tuple[float, float]:
+    """The two numbers `shape_scores` takes, from the natural scale and cap."""
+    log2e = math.log2(math.e)
+    return (2.0 * log2e * scale / softcap, log2e * softcap) if softcap > 0 else (log2e * scale, 0.0)
+
+
+def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> dict[str, int]:
+    """What both attention kernels are compiled for: strides and sizes, so that the compiler sees every alignment."""
+    assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1
+    names = ("q_row", "q_head", "out_row", "out_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head")
+    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3])
+    dim, v_dim = k_pages.shape[3], v_pages.shape[3]
+    return dict(zip(names, strides, strict=True)) | {
+        "dim": dim,
+        "v_dim": v_dim,
+        "block_d": max(16, triton.next_power_of_2(dim)),
+        "block_dv": max(16, triton.next_power_of_2(v_dim)),
+        "page_size": k_pages.shape[1],
+        "group": q.shape[1] // k_pages.shape[2],
+    }
+
+
 @triton.jit
-def shape_scores(s: Any, distance: Any, slopes: Any, scale: Any, cap: Any, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr) -> Any:
-    """Raw q·k to log2 units: scale, cap, bias. With a cap c, `scale` is 2·log2e·scale/c and `cap` is c·log2e."""
+def shape_scores(s: Any, distance: Any, slopes: Any, scale: Any, cap: Any, has_cap: tl.constexpr) -> Any:
+    """Raw q·k to log2 units: scale, cap c (`scale` is then 2·log2e·scale/c and `cap` c·log2e), bias. s: [M, N]."""
     s = s * scale
-    if SOFTCAP:
+    if has_cap:
         s = cap - 2.0 * cap / (1.0 + tl.exp2(s))  # c * tanh(x) = c - 2c / (1 + exp(2x))
-    if ALIBI:
+    if slopes is not None:
         s += slopes[:, None] * distance
     return s
 
 
-def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """The two numbers `shape_scores` takes, from the natural scale and cap."""
-    log2e = LOG2E.value
-    return (2.0 * log2e * scale / softcap, log2e * softcap) if softcap > 0 else (log2e * scale, 0.0)
+@triton.jit
+def _key_tiles(length: Any, window: Any, has_window: tl.constexpr, block_n: tl.constexpr) -> Any:
+    """First visible key, the tile it is in, and the number of tiles from there to the end."""
+    first = tl.maximum(length - window, 0) if has_window else length * 0
+    return first, first // block_n, tl.cdiv(length, block_n) - first // block_n
 
 
 @triton.jit
-def _key_tiles(length: Any, window: Any, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr) -> Any:
-    """First visible key, the tile it is in, and the number of tiles up to `length`."""
-    first = tl.maximum(length - window, 0) if WINDOW else length * 0
-    tile_0 = first // BLOCK_N
-    return first, tile_0, tl.cdiv(length, BLOCK_N) - tile_0
-
-
-@triton.jit
-def _num_parts(tiles: Any, num_splits: Any, FIXED_TILES: tl.constexpr) -> Any:
+def _num_parts(tiles: Any, num_splits: Any, fixed_tiles: tl.constexpr) -> Any:
     """How many splits of a sequence have work; they are the first ones."""
-    return tl.minimum(tl.cdiv(tiles, FIXED_TILES) if FIXED_TILES else tiles, num_splits)
+    return tl.minimum(tl.cdiv(tiles, fixed_tiles) if fixed_tiles else tiles, num_splits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "table_stride", "num_splits", "window"])
 def _decode_kernel(
-    out_ptr: Any,  # [T, Hq, Dv]; with PARTIAL: fp32 [B, Hq, S, Dv]
-    lse_ptr: Any,  # with PARTIAL: fp32 [B, Hq, S]
+    out_ptr: Any,  # [T, Hq, Dv]; when partial: fp32 [B, Hq, S, Dv]
+    lse_ptr: Any,  # when partial: fp32 [B, Hq, S]
     q_ptr: Any,  # [T, Hq, D]
-    k_ptr: Any,  # [N, PAGE, Hkv, D]
-    v_ptr: Any,  # [N, PAGE, Hkv, Dv]
+    k_ptr: Any,  # [N, page_size, Hkv, D]
+    v_ptr: Any,  # [N, page_size, Hkv, Dv]
     table_ptr: Any,  # [B, M]
     lens_ptr: Any,  # [B]
     cu_q_ptr: Any,  # [B + 1]
-    slopes_ptr: Any,  # [Hq]
-    sinks_ptr: Any,  # [Hq]
+    slopes_ptr: Any,  # [Hq] or None
+    sinks_ptr: Any,  # [Hq] or None
     batch: Any,
     table_stride: Any,
     num_splits: Any,
     window: Any,
     scale: Any,
     cap: Any,
-    Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    OUT_ROW: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    K_PAGE: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_PAGE: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    PDL: tl.constexpr,
+    q_row: tl.constexpr,
+    q_head: tl.constexpr,
+    out_row: tl.constexpr,
+    out_head: tl.constexpr,
+    k_page: tl.constexpr,
+    k_row: tl.constexpr,
+    k_head: tl.constexpr,
+    v_page: tl.constexpr,
+    v_row: tl.constexpr,
+    v_head: tl.constexpr,
+    dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    group: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    block_dv: tl.constexpr,
+    fixed_tiles: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    partial: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
-    if PDL:
+    if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(cu_q_ptr + seq)
     has_query = tl.load(cu_q_ptr + seq + 1) > row
     length = tl.where(has_query, tl.load(lens_ptr + seq), 0)
-    first, tile_0, tiles = _key_tiles(length, window, WINDOW, BLOCK_N)
-
-    parts = _num_parts(tiles, num_splits, FIXED_TILES)
-    if PARTIAL and split >= parts:
-        return  # the combine kernel knows not to read this split
-    if FIXED_TILES:
-        begin = tile_0 + split * FIXED_TILES
-        end = tl.minimum(begin + FIXED_TILES, tile_0 + tiles)
+    first, tile_0, tiles = _key_tiles(length, window, has_window, block_n)
+    parts = _num_parts(tiles, num_splits, fixed_tiles)
+    if fixed_tiles:
+        begin = split * fixed_tiles
+        end = tl.minimum(begin + fixed_tiles, tiles)
     else:
-        begin = tile_0 + split * tiles // tl.maximum(parts, 1)
-        end = tile_0 + (split + 1) * tiles // tl.maximum(parts, 1)
+        begin = split * tiles // tl.maximum(parts, 1)
+        end = (split + 1) * tiles // tl.maximum(parts, 1)
+    if (split >= parts) & partial:
+        return  # the combine kernel reads no split past the parts
 
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    heads = kv_head * GROUP + m
-    real = (m < GROUP) & has_query
-    q_at = row.to(tl.int64) * Q_ROW + heads[:, None] * Q_HEAD + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=real[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    m = tl.arange(0, block_m)
+    d = tl.arange(0, block_d)
+    dv = tl.arange(0, block_dv)
+    heads = kv_head * group + m
+    real = (m < group) & has_query
+    q_at = row.to(tl.int64) * q_row + heads[:, None] * q_head + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=real[:, None] & (d < dim)[None, :], other=0.0)  # [M, D]
 
-    slopes = tl.load(slopes_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E if ALIBI else 0.0
-    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS and split == 0:  # the sink is one more key, seen by the first split, that adds no value
-        m_i = tl.load(sinks_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
-        l_i += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
+    m_i = tl.full([block_m], LOWEST, tl.float32)
+    l_i = tl.zeros([block_m], tl.float32)
+    if sinks_ptr is not None:  # a sink is one more key, seen by the first split, that adds no value
+        sinks = tl.load(sinks_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
+        m_i = tl.where(split == 0, sinks, m_i)
+        l_i = tl.where(split == 0, l_i + 1.0, l_i)
+    acc = tl.zeros([block_m, block_dv], tl.float32)
 
     table_ptr += seq.to(tl.int64) * table_stride
-    k_ptr += kv_head * K_HEAD
-    v_ptr += kv_head * V_HEAD
-    n = begin * BLOCK_N + tl.arange(0, BLOCK_N)  # key positions
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    n = (tile_0 + begin) * block_n + tl.arange(0, block_n)  # key positions
     seen = (n >= first) & (n < length)
-    page = tl.load(table_ptr + n // PAGE, mask=seen, other=0).to(tl.int64)
+    page = tl.load(table_ptr + n // page_size, mask=seen, other=0).to(tl.int64)
     for _ in range(begin, end):
-        k_at = page * K_PAGE + n % PAGE * K_ROW
-        v_at = page * V_PAGE + n % PAGE * V_ROW
-        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_ptr + v_at[:, None] + dv[None, :], mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        s = shape_scores(s, (n - length + 1)[None, :], slopes, scale, cap, ALIBI, SOFTCAP)
+        k_at = page * k_page + n % page_size * k_row
+        v_at = page * v_page + n % page_size * v_row
+        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=seen[:, None] & (d < dim)[None, :], other=0.0)
+        v = tl.load(v_ptr + v_at[:, None] + dv[None, :], mask=seen[:, None] & (dv < v_dim)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        s = shape_scores(s, (n - length + 1)[None, :], slopes, scale, cap, has_cap)
         s = tl.where(seen[None, :], s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [M, Dv]
         m_i = m_new
-        n += BLOCK_N
+        n += block_n
         seen = (n >= first) & (n < length)
-        page = tl.load(table_ptr + n // PAGE, mask=seen, other=0).to(tl.int64)  # a step ahead of its use
+        page = tl.load(table_ptr + n // page_size, mask=seen, other=0).to(tl.int64)  # a step ahead of its use
 
     acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
-    keep = real[:, None] & (dv < DV)[None, :]
-    if PARTIAL:
-        at = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * num_splits + split
+    columns = (dv < v_dim)[None, :]
+    if partial:
+        at = (seq.to(tl.int64) * tl.num_programs(0) * group + heads) * num_splits + split
         tl.store(lse_ptr + at, m_i + tl.log2(l_i), mask=real)
-        tl.store(out_ptr + at[:, None] * DV + dv[None, :], acc, mask=keep)
+        tl.store(out_ptr + at[:, None] * v_dim + dv[None, :], acc, mask=real[:, None] & columns)
     else:
-        out_at = heads[:, None] * OUT_HEAD + dv[None, :]
-        tl.store(out_ptr + row.to(tl.int64) * OUT_ROW + out_at, acc.to(out_ptr.dtype.element_ty), mask=keep)
-        if seq >= tl.load(cu_q_ptr + batch):  # a row of no sequence (padding)
-            zero = tl.zeros([BLOCK_M, BLOCK_DV], out_ptr.dtype.element_ty)
-            no_row = (m < GROUP)[:, None] & (dv < DV)[None, :]
-            tl.store(out_ptr + seq.to(tl.int64) * OUT_ROW + out_at, zero, mask=no_row)
+        out_ptr += heads[:, None] * out_head + dv[None, :]
+        tl.store(out_ptr + row.to(tl.int64) * out_row, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & columns)
+        if seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
+            zeros = tl.zeros([block_m, block_dv], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + seq.to(tl.int64) * out_row, zeros, mask=(m < group)[:, None] & columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_splits", "window"])
 def _combine_kernel(
     out_ptr: Any,  # [T, Hq, Dv]
     part_ptr: Any,  # [B, Hq, S, Dv]
@@ -208,55 +223,56 @@ def _combine_kernel(
     batch: Any,
     num_splits: Any,
     window: Any,
-    OUT_ROW: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    out_row: tl.constexpr,
+    out_head: tl.constexpr,
+    v_dim: tl.constexpr,
+    block_n: tl.constexpr,
+    block_dv: tl.constexpr,
+    chunk: tl.constexpr,
+    fixed_tiles: tl.constexpr,
+    has_window: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
     seq = tl.program_id(1)
-    if PDL:
+    if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(cu_q_ptr + seq)
     has_query = tl.load(cu_q_ptr + seq + 1) > row
     length = tl.where(has_query, tl.load(lens_ptr + seq), 0)
-    _, _, tiles = _key_tiles(length, window, WINDOW, BLOCK_N)
-    parts = _num_parts(tiles, num_splits, FIXED_TILES)
+    _, _, tiles = _key_tiles(length, window, has_window, block_n)
+    parts = _num_parts(tiles, num_splits, fixed_tiles)
 
-    dv = tl.arange(0, BLOCK_DV)
+    dv = tl.arange(0, block_dv)
     base = (seq.to(tl.int64) * tl.num_programs(0) + head) * num_splits
     m_i = tl.full([1], LOWEST, tl.float32)
     l_i = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(0, parts, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        live = s < parts
-        lse = tl.load(lse_ptr + base + s, mask=live, other=float("-inf"))
-        at = (base + s)[:, None] * DV + dv[None, :]
-        part = tl.load(part_ptr + at, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+    acc = tl.zeros([block_dv], tl.float32)
+    for start in range(0, parts, chunk):
+        s = start + tl.arange(0, chunk)
+        lse = tl.load(lse_ptr + base + s, mask=s < parts, other=float("-inf"))
+        at = (base + s)[:, None] * v_dim + dv[None, :]
+        part = tl.load(part_ptr + at, mask=(s < parts)[:, None] & (dv < v_dim)[None, :], other=0.0)  # [chunk, Dv]
         m_new = tl.maximum(m_i, tl.max(lse, 0))
         weight = tl.exp2(lse - m_new)
         alpha = tl.exp2(m_i - m_new)
-        acc = acc * alpha + tl.sum(weight[:, None] * part, 0)
         l_i = l_i * alpha + tl.sum(weight, 0)
+        acc = acc * alpha + tl.sum(weight[:, None] * part, 0)
         m_i = m_new
     out = (acc / tl.where(l_i > 0.0, l_i, 1.0)).to(out_ptr.dtype.element_ty)
-    out_ptr += head * OUT_HEAD
-    tl.store(out_ptr + row.to(tl.int64) * OUT_ROW + dv, out, mask=(dv < DV) & has_query)
-    if seq >= tl.load(cu_q_ptr + batch):  # a row of no sequence (padding)
-        tl.store(out_ptr + seq.to(tl.int64) * OUT_ROW + dv, tl.zeros_like(out), mask=dv < DV)
+    out_ptr += head * out_head + dv
+    tl.store(out_ptr + row.to(tl.int64) * out_row, out, mask=(dv < v_dim) & has_query)
+    if seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
+        tl.store(out_ptr + seq.to(tl.int64) * out_row, tl.zeros_like(out), mask=dv < v_dim)
 
 
-def decode_workspace(batch: int, num_heads: int, v_head_dim: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial outputs [B, Hq, S, Dv] and their log-sum-exps [B, Hq, S], for as many splits as any launch will use."""
-    parts = torch.empty(batch, num_heads, splits, v_head_dim, device=device, dtype=torch.float32)
-    return parts, torch.empty(batch, num_heads, splits, device=device, dtype=torch.float32)
+def decode_workspace(
+    batch: int, num_heads: int, v_dim: int, splits: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Partial outputs [B, Hq, S, Dv] and their log-sum-exps [B, Hq, S]; good for every launch that needs no more."""
+    shape = (batch, num_heads, splits)
+    return torch.empty(*shape, v_dim, device=device), torch.empty(shape, device=device)
 
 
 def paged_attention_decode(
@@ -286,43 +302,49 @@ def paged_attention_decode(
     `max_len` bounds seq_lens (0: what the block table can hold). `fixed_split` tokens per split make the result of a
     sequence independent of its batch, bit for bit. `num_splits`, `workspace` and `tiles` are chosen here unless given.
     """
-    (rows, num_heads, dim), (_, page, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
-    assert max_q == 1, max_q
+    (rows, num_heads, dim), (_, page_size, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
+    assert max_q <= 1, max_q
     assert rows == batch, (rows, batch)
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if batch == 0:
         return out
     tiles = tiles or decode_tiles(dim, v_dim, q.element_size())
-    reach = min(max_len or block_table.shape[1] * page, window + 2 * tiles.block_n if window else 1 << 30)
+    reach = max_len or block_table.shape[1] * page_size
+    reach = min(reach, window + tiles.block_n) if window else reach  # the window may begin inside a tile
     if fixed_split:
         assert fixed_split % tiles.block_n == 0, (fixed_split, tiles.block_n)
         num_splits = -(-reach // fixed_split)
-    splits = num_splits or decode_splits(batch, kv_heads, reach, num_sms(q.device))
+    splits = num_splits or decode_splits(batch, kv_heads, reach, sm_count(q.device))
     partial = splits > 1 or fixed_split > 0
-    parts, lse = out, out
+    parts = lse = out
     if partial:
         parts, lse = workspace or decode_workspace(batch, num_heads, v_dim, splits, q.device)
         assert lse.numel() >= batch * num_heads * splits, (lse.shape, splits)
         assert parts.numel() >= batch * num_heads * splits * v_dim, (parts.shape, splits)
 
-    group = num_heads // kv_heads
     pre, cap = score_scales(scale, softcap)
-    shared = dict(
-        DV=v_dim,
-        BLOCK_N=tiles.block_n,
-        BLOCK_DV=triton.next_power_of_2(v_dim),
-        FIXED_TILES=fixed_split // tiles.block_n,
-        WINDOW=window > 0,
-        OUT_ROW=out.stride(0),
-        OUT_HEAD=out.stride(1),
-        PDL=pdl,
-    )
+    constants = kernel_constants(q, k_pages, v_pages, out)
+    fixed_tiles = fixed_split // tiles.block_n
+    both = {"block_n": tiles.block_n, "fixed_tiles": fixed_tiles, "has_window": window > 0, "pdl": pdl}
     launch = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(kv_heads, splits, batch)](
-        *(parts, lse, q, k_pages, v_pages, block_table, seq_lens, cu_q),
-        *(q if alibi_slopes is None else alibi_slopes, q if sinks is None else sinks),
+        *(parts, lse, q, k_pages, v_pages, block_table, seq_lens, cu_q, alibi_slopes, sinks),
         *(batch, block_table.stride(0), splits, window, pre, cap),
-        *(q.stride(0), q.stride(1)),
-        K_PAGE=k_pages.stride(0),
+        **constants,
+        **both,
+        block_m=max(16, triton.next_power_of_2(constants["group"])),
+        has_cap=softcap > 0,
+        partial=partial,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **launch,
     )
+    if partial:
+        _combine_kernel[(num_heads, batch)](
+            *(out, parts, lse, seq_lens, cu_q, batch, splits, window),
+            **{name: constants[name] for name in ("out_row", "out_head", "v_dim", "block_dv")},
+            **both,
+            chunk=COMBINE_CHUNK,
+            **launch,
+        )
     return out

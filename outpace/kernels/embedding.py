@@ -81,11 +81,13 @@ def embed_triton(
     out = torch.empty(shape, dtype=table.dtype, device=table.device) if out is None else out
     if out.numel() == 0:
         return out
-    assert out.shape == shape and out.dtype == table.dtype
-    assert table.stride(1) == 1 and out.stride(1) == 1 and ids.is_contiguous(), "rows must be contiguous"
+    assert (out.shape, out.dtype) == (shape, table.dtype)
+    assert table.stride(1) == out.stride(1) == ids.stride(0) == 1, "rows must be contiguous"
     if position_table is not None:
-        assert positions is not None and positions.is_contiguous() and positions.shape == ids.shape
-        assert position_table.stride(1) == 1 and position_table.shape[1] == shape[1]
+        assert positions is not None, "a position table needs positions"
+        assert positions.shape == ids.shape
+        assert position_table.stride(1) == positions.stride(0) == 1, "rows must be contiguous"
+        assert (position_table.shape[1], position_table.dtype) == (shape[1], table.dtype)
     meta = {**copy_config(shape[1]), **(config or {})}
     _embed_kernel[(shape[0], triton.cdiv(shape[1], meta["block"]))](
         ids,

@@ -44,8 +44,8 @@ def gather_rows_triton(
     out = torch.empty((count, width), dtype=x.dtype, device=x.device) if out is None else out
     if out.numel() == 0:
         return out
-    assert x.stride(1) == 1 and out.stride(1) == 1 and rows.is_contiguous(), "rows must be contiguous"
-    assert out.shape == (count, width) and out.dtype == x.dtype
+    assert x.stride(1) == out.stride(1) == rows.stride(0) == 1, "rows must be contiguous"
+    assert (out.shape, out.dtype) == ((count, width), x.dtype)
     meta = {**copy_config(width), **(config or {})}
     grid = (count, triton.cdiv(width, meta["block"]))
     _gather_rows_kernel[grid](x, rows, out, width, x.stride(0), out.stride(0), **meta)

@@ -27,8 +27,9 @@ def layer_norm_ref(
         for term in (input_bias, residual):
             total = total if term is None else total + term.float()
         x = total.to(x.dtype) if residual_out is None else residual_out.copy_(total)  # the sum rounds once
-    affine = [None if t is None else t.float() for t in (weight, bias)]
-    y = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], *affine, eps=eps)
+    weight = None if weight is None else weight.float()
+    bias = None if bias is None else bias.float()
+    y = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
     return (y.to(x.dtype) if out is None else out.copy_(y)), x
 
 

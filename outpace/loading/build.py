@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -28,7 +29,7 @@ from outpace.log import chosen, logger
 # What transformers and the libraries under it raise for files that are not what they should be.
 _LOAD_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, AttributeError, EOFError),
-    *(SafetensorError, pickle.UnpicklingError),
+    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from outpace.errors import ModelError
@@ -103,18 +104,20 @@ def build_config(metadata: Metadata, tensors: frozenset[str], rope_freqs: np.nda
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     head_dim = _whole(prefix, keys, "attention.key_length", hidden // heads)
     _refuse_odd_shapes(prefix, keys, head_dim)
-    return AutoConfig.for_model(
-        architecture.model_type,
-        architectures=[architecture.model_class],
+    fields = {
         **sizes,
-        num_key_value_heads=_whole(prefix, keys, "attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_norm_eps=_decimal(_required(prefix, keys, "attention.layer_norm_rms_epsilon")),
-        rope_parameters=_rope(prefix, keys, head_dim, rope_freqs),
-        tie_word_embeddings="output.weight" not in tensors,
+        "num_key_value_heads": _whole(prefix, keys, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _decimal(_required(prefix, keys, "attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope(prefix, keys, head_dim, rope_freqs),
+        "tie_word_embeddings": "output.weight" not in tensors,
         **_biases(architecture, tensors),
         **_token_ids(metadata),
-    )
+    }
+    try:
+        return AutoConfig.for_model(architecture.model_type, architectures=[architecture.model_class], **fields)
+    except StrictDataclassError as error:  # the last line says what is wrong, those before it where it was found
+        raise ModelError(f"{prefix}*: {str(error).splitlines()[-1].strip()}") from error
 
 
 def _refuse_unknown(prefix: str, keys: Metadata) -> None:

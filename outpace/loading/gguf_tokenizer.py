@@ -156,18 +156,20 @@ def _merges_of_scores(tokens: list[str], scores: list[float], kinds: list[int]) 
 
 def _ends(metadata: Mapping[str, Any], tokens: list[str], *, add_bos: bool) -> processors.PostProcessor | None:
     """Put the begin and end tokens around a text, as the file asks."""
-    bos, eos = (_named(metadata, _ROLES[role], tokens) for role in ("bos", "eos"))
-    begin = bos if metadata.get("tokenizer.ggml.add_bos_token", add_bos and bos is not None) else None
-    end = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
-    for key, asked, token in (("bos", "add_bos_token", bos), ("eos", "add_eos_token", eos)):
-        if metadata.get(f"tokenizer.ggml.{asked}") and token is None:
-            raise ModelError(f"tokenizer.ggml.{asked}: is set, but the file names no {key} token")
-    around = [token for token in (begin, end) if token is not None]
-    if not around:
+    ends = {}
+    for role, default in (("bos", add_bos), ("eos", False)):
+        token = _named(metadata, _ROLES[role], tokens)
+        asked = metadata.get(f"tokenizer.ggml.add_{role}_token")
+        if asked and token is None:
+            raise ModelError(f"tokenizer.ggml.add_{role}_token: is set, but the file names no {role} token")
+        if token is not None and (default if asked is None else asked):
+            ends[role] = token
+    if not ends:
         return None
-    single = [*([begin] if begin else []), "$A", *([end] if end else [])]
-    pair = [*single, *(f"{part}:1" for part in single)]
-    return processors.TemplateProcessing(single, pair, [(token, tokens.index(token)) for token in set(around)])
+    single = [*([ends["bos"]] if "bos" in ends else []), "$A", *([ends["eos"]] if "eos" in ends else [])]
+    second = [f"{'$B' if part == '$A' else part}:1" for part in single]
+    known = [(token, tokens.index(token)) for token in set(ends.values())]
+    return processors.TemplateProcessing(single, [*single, *second], known)
 
 
 def _named(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> str | None:

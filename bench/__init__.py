@@ -1,0 +1,1 @@
+"""What is measured and how; results lie in bench/results."""

@@ -1,0 +1,345 @@
+"""Rotary positions of queries and keys, their per-head norm before, and the write of keys and values to pages after."""
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from outpace.kernels.rms_norm import rms_norm_ref, scale_normed
+from outpace.kernels.triton_stub import tl, triton
+
+QKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def split_qkv(
+    qkv: QKV, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of a fused row or of three parts (2-D or 3-D)."""
+    if isinstance(qkv, torch.Tensor):
+        q_width, k_width = num_heads * head_dim, num_kv_heads * head_dim
+        qkv = (qkv[:, :q_width], qkv[:, q_width : q_width + k_width], qkv[:, q_width + k_width :])
+    q, k, v = (
+        part if part.dim() == 3 else part.view(part.shape[0], heads, part.shape[1] // heads)
+        for part, heads in zip(qkv, (num_heads, num_kv_heads, num_kv_heads), strict=True)
+    )
+    assert (q.shape[1:], k.shape[1:]) == ((num_heads, head_dim), (num_kv_heads, head_dim))
+    return q, k, v
+
+
+def _pairs(x: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two columns of each rotated pair: x [T, N, D] → two views [T, N, R/2]."""
+    half = rotary_dim // 2
+    if interleaved:
+        return x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+    return x[..., :half], x[..., half:rotary_dim]
+
+
+def rope_and_cache_ref(
+    qkv: QKV,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_pages: torch.Tensor | None,
+    v_pages: torch.Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    interleaved: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    q_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm, rotate q and k in place (q into q_out if given) and write k, v to pages: the views q, k, v.
+
+    cos, sin: fp32 [P, R/2], None to leave positions alone; slots: [T], -1 to write nothing; k_pages: [N, bs, Hkv, D].
+    """
+    q, k, v = split_qkv(qkv, num_heads, num_kv_heads, head_dim)
+    q = q if q_out is None else q_out.copy_(q)
+    for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        if weight is not None:
+            rms_norm_ref(x, weight, eps, weight_offset=weight_offset, round_before_weight=round_before_weight, out=x)
+    if cos is not None:
+        assert sin is not None, "cos without sin"
+        assert positions is not None, "a rotation needs positions"
+        assert 2 * cos.shape[1] == rotary_dim
+        cos, sin = cos[positions, None], sin[positions, None]  # [T, 1, R/2]
+        for x in (q, k):
+            first, second = _pairs(x, rotary_dim, interleaved)
+            turned = first.float() * cos - second.float() * sin, second.float() * cos + first.float() * sin
+            first.copy_(turned[0])
+            second.copy_(turned[1])
+    if k_pages is not None:
+        assert v_pages is not None, "k_pages without v_pages"
+        assert slots is not None, "a write to pages needs slots"
+        rows = (slots >= 0).nonzero().squeeze(1)
+        page, offset = slots[rows] // k_pages.shape[1], slots[rows] % k_pages.shape[1]
+        k_pages[page, offset] = k[rows]
+        v_pages[page, offset] = v[rows]
+    return q, k, v
+
+
+@triton.jit
+def _rope_heads(
+    x_ptr: Any,
+    x_stride: Any,
+    out_ptr: Any,
+    out_stride: Any,
+    page_ptr: Any,
+    page_stride: Any,
+    write_page: Any,
+    cos_ptr: Any,
+    sin_ptr: Any,
+    weight_ptr: Any,
+    eps: Any,
+    weight_offset: Any,
+    first_head: Any,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rotary_dim: tl.constexpr,
+    interleaved: tl.constexpr,
+    round_first: tl.constexpr,
+    heads: tl.constexpr,
+    block_pair: tl.constexpr,
+    block_rest: tl.constexpr,
+) -> None:
+    """Norms and rotates `heads` heads of one token. A head is two halves that turn [R/2] and a rest that does not."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    head = (first_head + tl.arange(0, heads)).to(tl.int64)[:, None]  # [N, 1]
+    live = head < num_heads
+    squares = tl.zeros([heads], tl.float32)
+    if rotary_dim > 0:
+        pair = tl.arange(0, block_pair)[None, :]  # [1, R/2]
+        a_col = 2 * pair if interleaved else pair
+        b_col = a_col + (1 if interleaved else rotary_dim // 2)
+        turns = pair < rotary_dim // 2
+        a = tl.load(x_ptr + head * x_stride + a_col, mask=live & turns, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + head * x_stride + b_col, mask=live & turns, other=0.0).to(tl.float32)
+        squares += tl.sum(a * a + b * b, axis=1)
+    if rotary_dim < head_dim:
+        c_col = rotary_dim + tl.arange(0, block_rest)[None, :]  # [1, D - R]
+        rests = c_col < head_dim
+        c = tl.load(x_ptr + head * x_stride + c_col, mask=live & rests, other=0.0).to(tl.float32)
+        squares += tl.sum(c * c, axis=1)
+
+    scale = tl.rsqrt(squares / head_dim + eps)[:, None]  # [N, 1]
+    if rotary_dim > 0:
+        if weight_ptr is not None:
+            a_weight = tl.load(weight_ptr + a_col, mask=turns, other=0.0)
+            b_weight = tl.load(weight_ptr + b_col, mask=turns, other=0.0)
+            a = scale_normed(a * scale, a_weight, weight_offset, dtype, round_first).to(tl.float32)
+            b = scale_normed(b * scale, b_weight, weight_offset, dtype, round_first).to(tl.float32)
+        cos = tl.load(cos_ptr + pair, mask=turns, other=0.0)
+        sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)
+        a_turned = (a * cos - b * sin).to(dtype)
+        b_turned = (b * cos + a * sin).to(dtype)
+        tl.store(out_ptr + head * out_stride + a_col, a_turned, mask=live & turns)
+        tl.store(out_ptr + head * out_stride + b_col, b_turned, mask=live & turns)
+        if page_ptr is not None:
+            tl.store(page_ptr + head * page_stride + a_col, a_turned, mask=live & turns & write_page)
+            tl.store(page_ptr + head * page_stride + b_col, b_turned, mask=live & turns & write_page)
+    if rotary_dim < head_dim:
+        if weight_ptr is not None:
+            c_weight = tl.load(weight_ptr + c_col, mask=rests, other=0.0)
+            c = scale_normed(c * scale, c_weight, weight_offset, dtype, round_first)
+        tl.store(out_ptr + head * out_stride + c_col, c.to(dtype), mask=live & rests)
+        if page_ptr is not None:
+            tl.store(page_ptr + head * page_stride + c_col, c.to(dtype), mask=live & rests & write_page)
+
+
+@triton.jit
+def _rope_and_cache_kernel(
+    q_ptr: Any,
+    k_ptr: Any,
+    v_ptr: Any,
+    q_out_ptr: Any,
+    cos_ptr: Any,
+    sin_ptr: Any,
+    positions_ptr: Any,
+    slots_ptr: Any,
+    k_pages_ptr: Any,
+    v_pages_ptr: Any,
+    q_weight_ptr: Any,
+    k_weight_ptr: Any,
+    q_token: Any,
+    q_head: Any,
+    k_token: Any,
+    k_head: Any,
+    v_token: Any,
+    v_head: Any,
+    q_out_token: Any,
+    q_out_head: Any,
+    table_stride: Any,
+    k_page: Any,
+    k_offset: Any,
+    k_page_head: Any,
+    v_page: Any,
+    v_offset: Any,
+    v_page_head: Any,
+    eps: Any,
+    weight_offset: Any,
+    page_size: tl.constexpr,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    rotary_dim: tl.constexpr,
+    interleaved: tl.constexpr,
+    round_first: tl.constexpr,
+    q_parts: tl.constexpr,
+    k_parts: tl.constexpr,
+    heads: tl.constexpr,
+    block_pair: tl.constexpr,
+    block_rest: tl.constexpr,
+    block_v: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)  # q_parts programs of `heads` query heads, then k_parts of key heads, then of value heads
+    cos_row = cos_ptr
+    sin_row = sin_ptr
+    if rotary_dim > 0:
+        position = tl.load(positions_ptr + token).to(tl.int64)
+        cos_row = cos_ptr + position * table_stride
+        sin_row = sin_ptr + position * table_stride
+    write = False
+    k_row = k_pages_ptr
+    v_row = v_pages_ptr
+    if k_pages_ptr is not None:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        write = slot >= 0
+        k_row = k_pages_ptr + (slot // page_size) * k_page + (slot % page_size) * k_offset
+        v_row = v_pages_ptr + (slot // page_size) * v_page + (slot % page_size) * v_offset
+
+    if part < q_parts:
+        q = q_ptr + token * q_token
+        q_out = q_out_ptr + token * q_out_token
+        _rope_heads(
+            q, q_head, q_out, q_out_head, None, 0, False, cos_row, sin_row, q_weight_ptr, eps, weight_offset,
+            part * heads, num_heads, head_dim, rotary_dim, interleaved, round_first, heads, block_pair, block_rest,
+        )  # fmt: skip
+    elif part < q_parts + k_parts:
+        k = k_ptr + token * k_token
+        _rope_heads(
+            k, k_head, k, k_head, k_row, k_page_head, write, cos_row, sin_row, k_weight_ptr, eps, weight_offset,
+            (part - q_parts) * heads, num_kv_heads, head_dim, rotary_dim, interleaved, round_first, heads, block_pair,
+            block_rest,
+        )  # fmt: skip
+    elif v_pages_ptr is not None:
+        head = ((part - q_parts - k_parts) * heads + tl.arange(0, heads)).to(tl.int64)[:, None]  # [N, 1]
+        col = tl.arange(0, block_v)[None, :]  # [1, Dv]
+        mask = (head < num_kv_heads) & (col < v_dim) & write
+        v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=mask)
+        tl.store(v_row + head * v_page_head + col, v, mask=mask)
+
+
+def rope_config(head_dim: int) -> dict[str, int]:
+    """Tile of the rotary kernel: heads of one token, about 1024 numbers per program."""
+    return {"heads": max(1, 1024 // triton.next_power_of_2(head_dim)), "num_warps": 4}
+
+
+def _page_strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
+    assert pages is None or pages.stride(3) == 1, "heads in a page must be contiguous"
+    return (0, 0, 0) if pages is None else (pages.stride(0), pages.stride(1), pages.stride(2))
+
+
+def _token_strides(x: torch.Tensor) -> tuple[int, int]:
+    assert x.stride(2) == 1, "heads must be contiguous"
+    return x.stride(0), x.stride(1)
+
+
+def rope_and_cache_triton(
+    qkv: QKV,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_pages: torch.Tensor | None,
+    v_pages: torch.Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    interleaved: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    q_out: torch.Tensor | None = None,
+    config: Mapping[str, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """rope_and_cache_ref in one kernel. Slots must be distinct."""
+    q, k, v = split_qkv(qkv, num_heads, num_kv_heads, head_dim)
+    out = q if q_out is None else q_out
+    num_tokens, v_dim = q.shape[0], v.shape[2]
+    turned = 0 if cos is None else rotary_dim
+    if cos is not None:
+        assert sin is not None, "cos without sin"
+        assert positions is not None, "a rotation needs positions"
+        assert (cos.shape, cos.stride()) == (sin.shape, sin.stride())
+        assert 2 * cos.shape[1] == rotary_dim <= head_dim
+        assert cos.dtype == sin.dtype == torch.float32
+        assert cos.stride(1) == positions.stride(0) == 1
+    if k_pages is not None:
+        assert v_pages is not None, "k_pages without v_pages"
+        assert slots is not None, "a write to pages needs slots"
+        assert slots.stride(0) == 1
+        assert k_pages.shape[1:] == (v_pages.shape[1], num_kv_heads, head_dim)
+        assert v_pages.shape[2:] == v.shape[1:]
+        assert k_pages.dtype == v_pages.dtype == k.dtype
+    assert all(w is None or (w.shape == (head_dim,) and w.is_contiguous()) for w in (q_norm_weight, k_norm_weight))
+
+    meta = {**rope_config(head_dim), **(config or {})}
+    q_work = cos is not None or q_norm_weight is not None or q_out is not None
+    k_work = cos is not None or k_norm_weight is not None or k_pages is not None
+    q_parts = triton.cdiv(num_heads, meta["heads"]) if q_work else 0
+    k_parts = triton.cdiv(num_kv_heads, meta["heads"]) if k_work else 0
+    v_parts = 0 if k_pages is None else k_parts
+    grid = (num_tokens, q_parts + k_parts + v_parts)
+    if 0 in grid:
+        return out, k, v
+    _rope_and_cache_kernel[grid](
+        q,
+        k,
+        v,
+        out,
+        cos,
+        sin,
+        None if cos is None else positions,
+        None if k_pages is None else slots,
+        k_pages,
+        v_pages,
+        q_norm_weight,
+        k_norm_weight,
+        *_token_strides(q),
+        *_token_strides(k),
+        *_token_strides(v),
+        *_token_strides(out),
+        0 if cos is None else cos.stride(0),
+        *_page_strides(k_pages),
+        *_page_strides(v_pages),
+        eps,
+        weight_offset,
+        page_size=1 if k_pages is None else k_pages.shape[1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_dim=v_dim,
+        rotary_dim=turned,
+        interleaved=interleaved,
+        round_first=round_before_weight,
+        q_parts=q_parts,
+        k_parts=k_parts,
+        block_pair=triton.next_power_of_2(max(1, turned // 2)),
+        block_rest=triton.next_power_of_2(max(1, head_dim - turned)),
+        block_v=triton.next_power_of_2(v_dim),
+        **meta,
+    )
+    return out, k, v

@@ -1,0 +1,46 @@
+"""Kernel tests run on the GPU where there is one, and in Triton's interpreter on the CPU elsewhere."""
+
+import logging
+import os
+import secrets
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any kernel file is imported
+
+
+def _round_to_bfloat16() -> None:
+    """Makes the interpreter round fp32 to bf16 as GPUs do, to the nearest even: it cuts the low bits off."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (float32, bfloat16):
+            return cast(self, src, dst_type)
+        rounded = torch.tensor(src.data).to(torch.bfloat16)
+        return TensorHandle(rounded.view(torch.uint16).numpy(), dst_type.scalar)
+
+    InterpreterBuilder.cast_impl = cast_impl
+
+
+if not torch.cuda.is_available():
+    _round_to_bfloat16()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels under test run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_numbers() -> None:
+    """New random inputs in every run; a failure shows the seed that repeats them."""
+    seed = int(os.environ.get("OUTPACE_TEST_SEED") or secrets.randbits(32))
+    logging.getLogger(__name__).warning("OUTPACE_TEST_SEED=%d repeats these inputs", seed)
+    torch.manual_seed(seed)
