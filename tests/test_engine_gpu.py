@@ -27,13 +27,14 @@ def _clean() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def llama(seed: int = 0, layers: int = 3) -> LlamaForCausalLM:
+def llama(seed: int = 0, layers: int = 3) -> nn.Module:
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
         vocab_size=1000, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).cuda().eval()
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.cuda().eval()
 
 
 def same(left: Any, right: Any) -> bool:
@@ -122,7 +123,8 @@ class Branches(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) if x.sum().item() > 0 else -self.linear(x)
+        y: torch.Tensor = self.linear(x)
+        return y if x.sum().item() > 0 else -y
 
 
 def test_what_cannot_be_captured_runs_without_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,9 +164,7 @@ def test_encoder_and_encoder_decoder_under_graphs() -> None:
     bert = BertModel(
         BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500)
     )
-    t5 = T5ForConditionalGeneration(
-        T5Config(d_model=64, d_kv=16, num_heads=4, num_layers=2, d_ff=128, vocab_size=500, decoder_start_token_id=0)
-    )
+    t5 = T5ForConditionalGeneration(T5Config(d_model=64, d_kv=16, num_heads=4, num_layers=2, d_ff=128, vocab_size=500))
     ids = torch.randint(3, 500, (2, 9), device="cuda")
     for model, extra in ((bert, {}), (t5, {"decoder_input_ids": ids[:, :3]})):
         plain = outpace.init_inference(model.eval())

@@ -1,0 +1,74 @@
+"""What the documents say is true: every command and example in the README is run, every table is up to date."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.config.describe import markdown
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^    ((?:scripts/|outpace ).*)$", README, re.MULTILINE)]
+RUN_BY_CI = ("scripts/test",)  # running it here would never end
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PATH": path}, text=True, capture_output=True, timeout=300, check=False
+    )
+
+
+def test_the_options_document_is_the_generated_one() -> None:
+    assert (ROOT / "docs/configuration.md").read_text() == markdown(), (
+        "run: python -m outpace.config.describe > docs/configuration.md"
+    )
+
+
+def test_the_readme_has_its_commands_and_examples() -> None:
+    assert {"scripts/demo", "scripts/test", "outpace info", "outpace models"} <= set(COMMANDS)
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.usefixtures("default_model_folder")
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in RUN_BY_CI])
+def test_commands_of_the_readme_run(command: str) -> None:
+    done = run(*shlex.split(command))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if "generate" in command or "demo" in command:
+        assert "tokens/s" in done.stderr
+        assert "first token after" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.usefixtures("default_model_folder")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_readme_run(example: str) -> None:
+    done = run(sys.executable, "-c", example)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 5
+    if "capital of France" in example:
+        assert "Paris" in done.stdout
+
+
+@pytest.mark.parametrize("command", RUN_BY_CI)
+def test_what_is_not_run_here_is_run_by_ci(command: str) -> None:
+    assert re.search(rf"^(time )?{command}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+def test_files_the_readme_names_exist() -> None:
+    tree = README.split("## Where things are")[1]
+    for name in re.findall(r"^      ([\w./]+)", tree, re.MULTILINE):
+        assert (ROOT / "outpace" / name).exists(), name
+    for name in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / name).exists(), name
