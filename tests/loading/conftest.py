@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from outpace.loading.build import Loaded, load
-from tests.fixtures_models import default_model_folder as default_model_folder
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ def tiny_model(architecture: str, **changes: Any) -> PreTrainedModel:
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(1 + 0.1 * torch.randn(value.shape) if "norm" in name else 0.1 * torch.randn(value.shape))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def token_metadata() -> dict[str, Any]:
@@ -83,7 +84,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     by_type = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(by_type[config.model_type], config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for name, value in model.state_dict().items():
         data = value.numpy().copy()
         projection = name.split(".")[-2]
@@ -91,7 +92,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
             halves = data.reshape(heads[projection], 2, -1, *data.shape[1:])
             data = halves.swapaxes(1, 2).reshape(data.shape)
         if not (name == "lm_head.weight" and config.tie_word_embeddings):
-            tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = data
+            tensors[str(names.get_name(name, try_suffixes=(".weight", ".bias")))] = data
     return tensors
 
 

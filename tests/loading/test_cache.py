@@ -1,0 +1,166 @@
+"""The cache folder: a folder appears whole or not at all, and once."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from outpace.errors import ModelError, OutpaceError
+from outpace.loading.cache import PROVENANCE, cache_dir, cached_models, install
+
+
+def fill(folder: Path) -> None:
+    (folder / "weights").write_bytes(b"12345678")
+    (folder / PROVENANCE).write_text(json.dumps({"dtype": "float16", "source": "a test"}))
+
+
+@pytest.mark.parametrize(
+    ("own", "shared", "expected"),
+    [
+        ("/a/b", "/c", "/a/b"),
+        (None, "/c", "/c/outpace"),
+        (None, None, "/home/somebody/.cache/outpace"),
+        ("", "", "/home/somebody/.cache/outpace"),
+        ("~/x", None, "/home/somebody/x"),
+        (None, "relative", "/home/somebody/.cache/outpace"),  # as the XDG specification asks
+    ],
+)
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, own: str | None, shared: str | None, expected: str) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for name, value in (("OUTPACE_CACHE", own), ("XDG_CACHE_HOME", shared)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert cache_dir() == Path(expected)
+
+
+def test_install_once(cache: Path) -> None:
+    calls: list[Path] = []
+
+    def make(folder: Path) -> None:
+        calls.append(folder)
+        fill(folder)
+
+    first, second = install("m", make), install("m", make)
+    assert first == second == cache / "models" / "m"
+    assert len(calls) == 1
+    assert not calls[0].exists()
+    assert first.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_under_way_is_not_a_model(cache: Path) -> None:
+    def make(folder: Path) -> None:
+        fill(folder)
+        assert cached_models() == []
+        assert not (cache / "models" / "m").exists()
+
+    install("m", make)
+    assert [model.name for model in cached_models()] == ["m"]
+
+
+@pytest.mark.parametrize("error", [ModelError("half way"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing_and_can_be_tried_again(cache: Path, error: BaseException) -> None:
+    def fail(folder: Path) -> None:
+        fill(folder)
+        raise error
+
+    with pytest.raises(type(error)):
+        install("m", fail)
+    assert cached_models() == []
+    assert [path for path in (cache / "models").iterdir() if path.is_dir()] == []
+    assert install("m", fill).is_dir()
+
+
+def test_leftovers_of_a_killed_process_are_removed(cache: Path) -> None:
+    leftover = cache / "models" / ".m.partial-abc"
+    other = cache / "models" / ".other.partial-abc"
+    for folder in (leftover, other):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"half")
+    install("m", fill)
+    assert not leftover.exists()
+    assert other.exists()  # another model's, which may be under way
+
+
+def test_threads_do_the_work_once(cache: Path) -> None:
+    calls: list[Path] = []
+    begun = threading.Barrier(4)
+
+    def make(folder: Path) -> None:
+        calls.append(folder)
+        fill(folder)
+
+    def ask(_: int) -> Path:
+        begun.wait(timeout=10)
+        return install("m", make)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(4))) == {cache / "models" / "m"}
+    assert len(calls) == 1
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from outpace.loading.cache import install
+
+def make(folder):
+    with open(os.environ["CALLS"], "a") as file:
+        file.write("x")
+    (folder / "weights").write_bytes(b"12345678")
+    if "die" in sys.argv:
+        os._exit(9)
+
+print(install("m", make))
+"""
+
+
+def run(calls: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CALLS": str(calls)}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+
+
+@pytest.mark.slow
+def test_processes_do_the_work_once_after_one_was_killed(cache: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    assert run(calls, "die").returncode == 9
+    assert cached_models() == []
+    with ThreadPoolExecutor(2) as pool:
+        outputs = [done.stdout.strip() for done in pool.map(run, [calls, calls])]
+    assert outputs == [str(cache / "models" / "m")] * 2
+    assert calls.read_text() == "xx"  # the killed one, and one of the two
+    assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == ["m"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(
+        OutpaceError, match=r"^OUTPACE_CACHE: cannot write to .*; free some space there, or set OUTPACE_CACHE"
+    ):
+        install("m", fill)
+    assert cached_models() == []
+
+
+def test_a_full_disk(cache: Path) -> None:
+    def make(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutpaceError, match=r"OUTPACE_CACHE.*No space left on device"):
+        install("m", make)
+
+
+def test_cached_models(cache: Path) -> None:
+    assert cached_models() == []
+    install("b", fill)
+    install("a", lambda folder: (folder / "x").touch())
+    first, second = cached_models()
+    assert (first.name, first.size, first.dtype, first.source) == ("a", 0, "unknown", "unknown")
+    size = 8 + (cache / "models" / "b" / PROVENANCE).stat().st_size
+    assert (second.name, second.size, second.dtype, second.source) == ("b", size, "float16", "a test")
