@@ -208,7 +208,8 @@ def test_profiling_times_are_positive_and_less_than_the_wall(graphs: bool, event
 
 
 def test_destroy_gives_the_memory_back() -> None:
-    gc.collect()
+    outpace.init_inference(nn.Linear(8, 8), enable_cuda_graph=True)(torch.randn(2, 8, device="cuda", dtype=torch.half))
+    gc.collect()  # what torch itself allocates once, such as cuBLAS's workspace, is there now
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = llama(layers=4)

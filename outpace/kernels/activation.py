@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +69,7 @@ def bias_act_ref(
 
 
 @triton.jit
-def activate(x: Any, kind: tl.constexpr) -> Any:
+def activate(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
     """The activation of this kind, in fp32."""
     if kind == "silu":
         y = x * tl.sigmoid(x)
@@ -92,11 +91,11 @@ def activate(x: Any, kind: tl.constexpr) -> Any:
 
 @triton.jit
 def _gated_act_kernel(
-    x_ptr: Any,
-    out_ptr: Any,
-    width: Any,
-    x_stride: Any,
-    out_stride: Any,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
     kind: tl.constexpr,
     interleaved: tl.constexpr,
     block: tl.constexpr,
@@ -114,12 +113,12 @@ def _gated_act_kernel(
 
 @triton.jit
 def _bias_act_kernel(
-    x_ptr: Any,
-    bias_ptr: Any,
-    out_ptr: Any,
-    width: Any,
-    x_stride: Any,
-    out_stride: Any,
+    x_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
     kind: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -133,9 +132,10 @@ def _bias_act_kernel(
     tl.store(out_ptr + row * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def act_config(width: int) -> dict[str, int]:
+def act_config(width: int, interleaved: bool = False) -> dict[str, int]:
     """Tile of the element-wise kernels: one row, up to 1024 columns."""
-    return {"block": min(1024, triton.next_power_of_2(width)), "num_warps": 4}
+    # H200, bf16, interleaved [8192, 28672]: 191 us with 8 warps, 249 us with 4; halves: 169 us with 4.
+    return {"block": min(1024, triton.next_power_of_2(width)), "num_warps": 8 if interleaved else 4}
 
 
 def _check(x: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ def gated_act_triton(
     out = _check(x, out, width)
     if out.numel() == 0:
         return out
-    meta = {**act_config(width), **(config or {})}
+    meta = {**act_config(width, interleaved), **(config or {})}
     grid = (x.shape[0], triton.cdiv(width, meta["block"]))
     _gated_act_kernel[grid](x, out, width, x.stride(0), out.stride(0), kind=kind, interleaved=interleaved, **meta)
     return out

@@ -1,22 +1,19 @@
 """Decode attention over pages: one query per sequence, the keys of a sequence split over programs, then combined.
 
 The grid depends on (batch, KV heads, splits) alone and each program reads its sequence's length on the device, so that
-a CUDA graph can hold the launch while sequences grow. Scores are kept in log2 units: `exp2` then needs no factor.
+a CUDA graph can hold the launch while sequences grow.
 """
 # mypy: disallow-untyped-decorators=False
 
-import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from outpace.kernels.attention_prefill import LOG2E, LOWEST, attend, kernel_constants, score_scales
 from outpace.kernels.triton_stub import tl, triton
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet never computes inf - inf
 COMBINE_CHUNK = 16  # splits combined at a time: constant, so that the order of additions never depends on the batch
 MIN_SPLIT = 64  # tokens
 
@@ -30,10 +27,10 @@ class DecodeTiles:
     num_stages: int = 3
 
 
-def decode_tiles(head_dim: int, v_head_dim: int, itemsize: int) -> DecodeTiles:
+def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int) -> DecodeTiles:
     """The default tiles: a step holds about 32 KiB of keys and values, so that two or more programs share an SM."""
-    row_bytes = itemsize * (triton.next_power_of_2(head_dim) + triton.next_power_of_2(v_head_dim))
-    return DecodeTiles(block_n=max(16, min(128, 32768 // row_bytes)))
+    width: int = triton.next_power_of_2(max(head_dim, v_head_dim))
+    return DecodeTiles(max(16, min(128, 16384 // (width * itemsize))), num_warps=4 if group <= 64 else 8)
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> int:
@@ -48,70 +45,37 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """The two numbers `shape_scores` takes, from the natural scale and cap."""
-    log2e = math.log2(math.e)
-    return (2.0 * log2e * scale / softcap, log2e * softcap) if softcap > 0 else (log2e * scale, 0.0)
-
-
-def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> dict[str, int]:
-    """What both attention kernels are compiled for: strides and sizes, so that the compiler sees every alignment."""
-    assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1
-    names = ("q_row", "q_head", "out_row", "out_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head")
-    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3])
-    dim, v_dim = k_pages.shape[3], v_pages.shape[3]
-    return dict(zip(names, strides, strict=True)) | {
-        "dim": dim,
-        "v_dim": v_dim,
-        "block_d": max(16, triton.next_power_of_2(dim)),
-        "block_dv": max(16, triton.next_power_of_2(v_dim)),
-        "page_size": k_pages.shape[1],
-        "group": q.shape[1] // k_pages.shape[2],
-    }
-
-
 @triton.jit
-def shape_scores(s: Any, distance: Any, slopes: Any, scale: Any, cap: Any, has_cap: tl.constexpr) -> Any:
-    """Raw q·k to log2 units: scale, cap c (`scale` is then 2·log2e·scale/c and `cap` c·log2e), bias. s: [M, N]."""
-    s = s * scale
-    if has_cap:
-        s = cap - 2.0 * cap / (1.0 + tl.exp2(s))  # c * tanh(x) = c - 2c / (1 + exp(2x))
-    if slopes is not None:
-        s += slopes[:, None] * distance
-    return s
-
-
-@triton.jit
-def _key_tiles(length: Any, window: Any, has_window: tl.constexpr, block_n: tl.constexpr) -> Any:
+def _key_tiles(length: tl.tensor, window: tl.tensor, has_window: tl.constexpr, block_n: tl.constexpr) -> tl.tensor:
     """First visible key, the tile it is in, and the number of tiles from there to the end."""
     first = tl.maximum(length - window, 0) if has_window else length * 0
     return first, first // block_n, tl.cdiv(length, block_n) - first // block_n
 
 
 @triton.jit
-def _num_parts(tiles: Any, num_splits: Any, fixed_tiles: tl.constexpr) -> Any:
+def _num_parts(tiles: tl.tensor, num_splits: tl.tensor, fixed_tiles: tl.constexpr) -> tl.tensor:
     """How many splits of a sequence have work; they are the first ones."""
     return tl.minimum(tl.cdiv(tiles, fixed_tiles) if fixed_tiles else tiles, num_splits)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride", "num_splits", "window"])
 def _decode_kernel(
-    out_ptr: Any,  # [T, Hq, Dv]; when partial: fp32 [B, Hq, S, Dv]
-    lse_ptr: Any,  # when partial: fp32 [B, Hq, S]
-    q_ptr: Any,  # [T, Hq, D]
-    k_ptr: Any,  # [N, page_size, Hkv, D]
-    v_ptr: Any,  # [N, page_size, Hkv, Dv]
-    table_ptr: Any,  # [B, M]
-    lens_ptr: Any,  # [B]
-    cu_q_ptr: Any,  # [B + 1]
-    slopes_ptr: Any,  # [Hq] or None
-    sinks_ptr: Any,  # [Hq] or None
-    batch: Any,
-    table_stride: Any,
-    num_splits: Any,
-    window: Any,
-    scale: Any,
-    cap: Any,
+    out_ptr: tl.tensor,  # [T, Hq, Dv]; when partial: fp32 [B, Hq, S, Dv]
+    lse_ptr: tl.tensor,  # when partial: fp32 [B, Hq, S]
+    q_ptr: tl.tensor,  # [T, Hq, D]
+    k_ptr: tl.tensor,  # [N, page_size, Hkv, D]
+    v_ptr: tl.tensor,  # [N, page_size, Hkv, Dv]
+    table_ptr: tl.tensor,  # [B, M]
+    lens_ptr: tl.tensor,  # [B]
+    cu_q_ptr: tl.tensor,  # [B + 1]
+    slopes_ptr: tl.tensor,  # [Hq] or None
+    sinks_ptr: tl.tensor,  # [Hq] or None
+    batch: tl.tensor,
+    table_stride: tl.tensor,
+    num_splits: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
     q_row: tl.constexpr,
     q_head: tl.constexpr,
     out_row: tl.constexpr,
@@ -160,7 +124,7 @@ def _decode_kernel(
     d = tl.arange(0, block_d)
     dv = tl.arange(0, block_dv)
     heads = kv_head * group + m
-    real = (m < group) & has_query
+    real = m < tl.where(has_query, group, 0)
     q_at = row.to(tl.int64) * q_row + heads[:, None] * q_head + d[None, :]
     q = tl.load(q_ptr + q_at, mask=real[:, None] & (d < dim)[None, :], other=0.0)  # [M, D]
 
@@ -172,33 +136,19 @@ def _decode_kernel(
     if sinks_ptr is not None:  # a sink is one more key, seen by the first split, that adds no value
         sinks = tl.load(sinks_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
         m_i = tl.where(split == 0, sinks, m_i)
-        l_i = tl.where(split == 0, l_i + 1.0, l_i)
+        l_i += 1.0  # vanishes in the other splits, next to any real key
     acc = tl.zeros([block_m, block_dv], tl.float32)
 
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
-    n = (tile_0 + begin) * block_n + tl.arange(0, block_n)  # key positions
-    seen = (n >= first) & (n < length)
-    page = tl.load(table_ptr + n // page_size, mask=seen, other=0).to(tl.int64)
-    for _ in range(begin, end):
-        k_at = page * k_page + n % page_size * k_row
-        v_at = page * v_page + n % page_size * v_row
-        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=seen[:, None] & (d < dim)[None, :], other=0.0)
-        v = tl.load(v_ptr + v_at[:, None] + dv[None, :], mask=seen[:, None] & (dv < v_dim)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-        s = shape_scores(s, (n - length + 1)[None, :], slopes, scale, cap, has_cap)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [M, Dv]
-        m_i = m_new
-        n += block_n
-        seen = (n >= first) & (n < length)
-        page = tl.load(table_ptr + n // page_size, mask=seen, other=0).to(tl.int64)  # a step ahead of its use
-
+    # fmt: off
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, q, length - 1 + m * 0, slopes, k_ptr, v_ptr, table_ptr, first, length,
+        tile_0 + begin, tile_0 + end, window, scale, cap, k_page, k_row, v_page, v_row, dim, v_dim, page_size,
+        block_n, block_d, block_dv, has_window, has_cap, True,
+    )
+    # fmt: on
     acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     columns = (dv < v_dim)[None, :]
     if partial:
@@ -215,14 +165,14 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["batch", "num_splits", "window"])
 def _combine_kernel(
-    out_ptr: Any,  # [T, Hq, Dv]
-    part_ptr: Any,  # [B, Hq, S, Dv]
-    lse_ptr: Any,  # [B, Hq, S]
-    lens_ptr: Any,
-    cu_q_ptr: Any,
-    batch: Any,
-    num_splits: Any,
-    window: Any,
+    out_ptr: tl.tensor,  # [T, Hq, Dv]
+    part_ptr: tl.tensor,  # [B, Hq, S, Dv]
+    lse_ptr: tl.tensor,  # [B, Hq, S]
+    lens_ptr: tl.tensor,
+    cu_q_ptr: tl.tensor,
+    batch: tl.tensor,
+    num_splits: tl.tensor,
+    window: tl.tensor,
     out_row: tl.constexpr,
     out_head: tl.constexpr,
     v_dim: tl.constexpr,
@@ -262,7 +212,7 @@ def _combine_kernel(
         m_i = m_new
     out = (acc / tl.where(l_i > 0.0, l_i, 1.0)).to(out_ptr.dtype.element_ty)
     out_ptr += head * out_head + dv
-    tl.store(out_ptr + row.to(tl.int64) * out_row, out, mask=(dv < v_dim) & has_query)
+    tl.store(out_ptr + row.to(tl.int64) * out_row, out, mask=dv < tl.where(has_query, v_dim, 0))
     if seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
         tl.store(out_ptr + seq.to(tl.int64) * out_row, tl.zeros_like(out), mask=dv < v_dim)
 
@@ -308,7 +258,7 @@ def paged_attention_decode(
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if batch == 0:
         return out
-    tiles = tiles or decode_tiles(dim, v_dim, q.element_size())
+    tiles = tiles or decode_tiles(num_heads // kv_heads, dim, v_dim, q.element_size())
     reach = max_len or block_table.shape[1] * page_size
     reach = min(reach, window + tiles.block_n) if window else reach  # the window may begin inside a tile
     if fixed_split:

@@ -1,17 +1,20 @@
 """Attention over pages for ragged batches: prefill chunks, several queries per sequence, decodes in between.
 
-A tile of rows is some query tokens of one sequence times the query heads of one KV head, so that a decode among prefills
-fills as many rows as its group has heads. Tiles are counted on the host by a bound and found on the device by a search.
+A tile of rows is some query tokens of one sequence times the query heads of one KV head, so that a decode among
+prefills fills as many rows as its group has heads. The host counts tiles by a bound, the device finds them by a search.
+Scores are kept in log2 units: `exp2` then needs no factor.
 """
 # mypy: disallow-untyped-decorators=False
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from outpace.kernels.attention_decode import LOG2E, LOWEST, kernel_constants, score_scales, shape_scores
 from outpace.kernels.triton_stub import tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet never computes inf - inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,119 @@ def prefill_tiles(max_q: int, group: int, head_dim: int, v_head_dim: int, itemsi
     return PrefillTiles(rows, 64 if width <= 128 else 32, 8 if rows >= 128 else 4, 3)
 
 
+def score_scales(scale: float, softcap: float) -> tuple[float, float]:
+    """The two numbers `shape_scores` takes, from the natural scale and cap."""
+    log2e = math.log2(math.e)
+    return (2.0 * log2e * scale / softcap, log2e * softcap) if softcap > 0 else (log2e * scale, 0.0)
+
+
+def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> dict[str, int]:
+    """What both attention kernels are compiled for: strides and sizes, so that the compiler sees every alignment."""
+    assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1
+    names = ("q_row", "q_head", "out_row", "out_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head")
+    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3])
+    dim, v_dim = k_pages.shape[3], v_pages.shape[3]
+    return dict(zip(names, strides, strict=True)) | {
+        "dim": dim,
+        "v_dim": v_dim,
+        "block_d": max(16, triton.next_power_of_2(dim)),
+        "block_dv": max(16, triton.next_power_of_2(v_dim)),
+        "page_size": k_pages.shape[1],
+        "group": q.shape[1] // k_pages.shape[2],
+    }
+
+
 @triton.jit
-def _find_sequence(cu_q_ptr: Any, batch: Any, tile: Any, block_q: tl.constexpr) -> Any:
+def shape_scores(
+    s: tl.tensor, distance: tl.tensor, slopes: tl.tensor, scale: tl.tensor, cap: tl.tensor, has_cap: tl.constexpr
+) -> tl.tensor:
+    """Raw q·k to log2 units: scale, cap c (`scale` is then 2·log2e·scale/c and `cap` c·log2e), bias. s: [M, N]."""
+    s = s * scale
+    if has_cap:
+        s = cap - 2.0 * cap / (1.0 + tl.exp2(s))  # c * tanh(x) = c - 2c / (1 + exp(2x))
+    if slopes is not None:
+        s += slopes[:, None] * distance
+    return s
+
+
+@triton.jit
+def _load_rows(
+    ptr: tl.tensor, at: tl.tensor, exists: tl.tensor, dim: tl.constexpr, block: tl.constexpr, masked: tl.constexpr
+) -> tl.tensor:
+    """Rows of `dim` elements, padded to `block` with zeros; zeros also for rows that do not exist. [N, block]."""
+    d = tl.arange(0, block)
+    ptrs = ptr + at[:, None] + d[None, :]
+    if masked:
+        rows = tl.load(ptrs, mask=exists[:, None] & (d < dim)[None, :], other=0.0)
+    elif dim < block:
+        rows = tl.load(ptrs, mask=(d < dim)[None, :], other=0.0)
+    else:
+        rows = tl.load(ptrs)
+    return rows
+
+
+@triton.jit
+def attend(
+    acc: tl.tensor,  # [M, Dv]
+    m_i: tl.tensor,  # [M]
+    l_i: tl.tensor,  # [M]
+    q: tl.tensor,  # [M, D]
+    pos: tl.tensor,  # [M]: the position of each row's query
+    slopes: tl.tensor,  # [M] or None
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    first: tl.tensor,  # keys from first to last are seen by some row
+    last: tl.tensor,
+    begin: tl.tensor,  # tiles from begin to end are to be added
+    end: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    k_page: tl.constexpr,
+    k_row: tl.constexpr,
+    v_page: tl.constexpr,
+    v_row: tl.constexpr,
+    dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    block_dv: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    masked: tl.constexpr,
+) -> tl.tensor:
+    """Add key tiles to a running softmax. Unless `masked`, every row sees every key of these tiles."""
+    n = begin * block_n + tl.arange(0, block_n)  # key positions
+    exists = (n >= first) & (n < last)
+    page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
+    for _ in range(begin, end):
+        k = _load_rows(k_ptr, page * k_page + n % page_size * k_row, exists, dim, block_d, masked)
+        v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        s = shape_scores(s, n[None, :] - pos[:, None], slopes, scale, cap, has_cap)
+        if masked:
+            sees = n[None, :] <= pos[:, None]
+            if has_window:
+                sees = sees & (n[None, :] > pos[:, None] - window)
+            s = tl.where(sees, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+        n += block_n
+        exists = (n >= first) & (n < last)
+        page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(
+            tl.int64
+        )  # one step ahead: the pipeliner refuses two
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _find_sequence(cu_q_ptr: tl.tensor, batch: tl.tensor, tile: tl.tensor, block_q: tl.constexpr) -> tl.tensor:
     """The last sequence whose first tile, cu_q[i] // block_q + i, is not after `tile`; `batch` is the padding's."""
     base = tl.load(cu_q_ptr)
     low = batch * 0
@@ -50,45 +164,142 @@ def _find_sequence(cu_q_ptr: Any, batch: Any, tile: Any, block_q: tl.constexpr) 
     return low, start, tile - (start // block_q + low)
 
 
-@triton.jit
-def _attend(
-    acc: Any,  # [M, Dv]
-    m_i: Any,  # [M]
-    l_i: Any,  # [M]
-    q: Any,  # [M, D]
-    pos: Any,  # [M]: the position of each row's query
-    k_ptr: Any,
-    v_ptr: Any,
-    table_ptr: Any,
-    begin: Any,
-    end: Any,
-    length: Any,
-    window: Any,
-    slopes: Any,
-    scale: Any,
-    cap: Any,
+@triton.jit(do_not_specialize=["rows", "batch", "num_tiles", "table_stride", "window"])
+def _prefill_kernel(
+    out_ptr: tl.tensor,  # [T, Hq, Dv]
+    q_ptr: tl.tensor,  # [T, Hq, D]
+    k_ptr: tl.tensor,  # [N, page_size, Hkv, D]
+    v_ptr: tl.tensor,  # [N, page_size, Hkv, Dv]
+    table_ptr: tl.tensor,  # [B, M]
+    lens_ptr: tl.tensor,  # [B]
+    cu_q_ptr: tl.tensor,  # [B + 1]
+    slopes_ptr: tl.tensor,  # [Hq] or None
+    sinks_ptr: tl.tensor,  # [Hq] or None
+    rows: tl.tensor,
+    batch: tl.tensor,
+    num_tiles: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    q_row: tl.constexpr,
+    q_head: tl.constexpr,
+    out_row: tl.constexpr,
+    out_head: tl.constexpr,
     k_page: tl.constexpr,
     k_row: tl.constexpr,
+    k_head: tl.constexpr,
     v_page: tl.constexpr,
     v_row: tl.constexpr,
+    v_head: tl.constexpr,
     dim: tl.constexpr,
     v_dim: tl.constexpr,
     page_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    block_q: tl.constexpr,
+    block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_dv: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
-    masked: tl.constexpr,
-) -> Any:
-    """One pass over the key tiles begin .. end. Without `masked` every row sees every key of them."""
+) -> None:
+    kv_head = tl.program_id(0) % kv_heads
+    tile = num_tiles - 1 - tl.program_id(0) // kv_heads  # the late tiles of a sequence see most keys: they start first
+    seq, start, tile = _find_sequence(cu_q_ptr, batch, tile, block_q)
+    padding = seq == batch  # rows after the last sequence's: as of a sequence without keys
+    stop = tl.where(padding, rows, tl.load(cu_q_ptr + seq + 1, mask=seq < batch, other=0) - tl.load(cu_q_ptr))
+    length = tl.load(lens_ptr + seq, mask=seq < batch, other=0)
+    token_0 = start + tile * block_q
+    if token_0 >= stop:
+        return
+
+    m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
     dv = tl.arange(0, block_dv)
-    for tile in range(begin, end):
-        n = tile * block_n + tl.arange(0, block_n)
-        exists = n < length if masked else n >= 0
-        page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
-        k_at = page * k_page + n % page_size * k_row
-        v_at = page * v_page + n % page_size * v_row
-        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=exists[:, None] & (d < dim)[None, :], other=0.0)
-        v = tl.load(v_ptr + v_at[:, None] + dv[None, :], mask=exists[:, None] & (dv < v_dim)[None, :], other=0.0)
+    token = token_0 + m // group
+    heads = kv_head * group + m % group
+    real = (m < block_q * group) & (token < stop)
+    q_at = token.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=real[:, None] & (d < dim)[None, :], other=0.0)  # [M, D]
+
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + heads).to(tl.float32) * LOG2E
+    m_i = tl.full([block_m], LOWEST, tl.float32)
+    l_i = tl.zeros([block_m], tl.float32)
+    if sinks_ptr is not None:  # a sink is one more key that adds no value
+        m_i = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E
+        l_i += 1.0
+    acc = tl.zeros([block_m, block_dv], tl.float32)
+
+    shift = length - stop  # from a token's row to its position
+    pos = token + shift
+    pos_0 = token_0 + shift
+    last = tl.where(length > 0, tl.minimum(token_0 + block_q, stop) + shift, 0)  # after the newest query of the tile
+    first = tl.maximum(pos_0 - window + 1, 0) if has_window else last * 0
+    # Key tiles: lead .. begin cross the window's edge, begin .. end are seen whole by every row, end .. tail cross the
+    # diagonal.
+    lead = first // block_n
+    tail = tl.cdiv(last, block_n)
+    begin = tl.minimum(tl.cdiv(tl.maximum(last - window, 0), block_n), tail) if has_window else lead
+    end = tl.maximum((pos_0 + 1) // block_n, begin)
+    table_ptr += seq.to(tl.int64) * table_stride
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    for phase in tl.static_range(0 if has_window else 1, 3):
+        # fmt: off
+        acc, m_i, l_i = attend(
+            acc, m_i, l_i, q, pos, slopes, k_ptr, v_ptr, table_ptr, first, last,
+            lead if phase == 0 else begin if phase == 1 else end, begin if phase == 0 else end if phase == 1 else tail,
+            window, scale, cap, k_page, k_row, v_page, v_row, dim, v_dim, page_size,
+            block_n, block_d, block_dv, has_window, has_cap, phase != 1,
+        )
+        # fmt: on
+    acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+    out_at = token.to(tl.int64)[:, None] * out_row + heads[:, None] * out_head + dv[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (dv < v_dim)[None, :])
+
+
+def paged_attention_prefill(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    tiles: PrefillTiles | None = None,
+) -> Tensor:
+    """`paged_attention` for any mix of query lengths. `max_q` only chooses the tiles; cu_q may begin above zero."""
+    (rows, num_heads, dim), (_, _, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
+    out = q.new_empty(rows, num_heads, v_dim) if out is None else out
+    if rows == 0:
+        return out
+    constants = kernel_constants(q, k_pages, v_pages, out)
+    group = constants["group"]
+    tiles = tiles or prefill_tiles(max_q, group, dim, v_dim, q.element_size())
+    block_q = tiles.block_m // group
+    num_tiles = rows // block_q + batch + 1  # each sequence, and the padding, may end in a tile of its own
+    _prefill_kernel[(num_tiles * kv_heads,)](
+        *(out, q, k_pages, v_pages, block_table, seq_lens, cu_q, alibi_slopes, sinks),
+        *(rows, batch, num_tiles, block_table.stride(0), window, *score_scales(scale, softcap)),
+        **constants,
+        kv_heads=kv_heads,
+        block_q=block_q,
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        has_window=window > 0,
+        has_cap=softcap > 0,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out

@@ -2,7 +2,6 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -37,17 +36,17 @@ def embed_ref(
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr: Any,
-    table_ptr: Any,
-    positions_ptr: Any,
-    position_table_ptr: Any,
-    out_ptr: Any,
-    width: Any,
-    table_stride: Any,
-    position_stride: Any,
-    out_stride: Any,
-    position_offset: Any,
-    scale: Any,
+    ids_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    position_table_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    table_stride: tl.tensor,
+    position_stride: tl.tensor,
+    out_stride: tl.tensor,
+    position_offset: tl.tensor,
+    scale: tl.tensor,
     scaled: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -82,11 +81,13 @@ def embed_triton(
     if out.numel() == 0:
         return out
     assert (out.shape, out.dtype) == (shape, table.dtype)
-    assert table.stride(1) == out.stride(1) == ids.stride(0) == 1, "rows must be contiguous"
+    assert table.stride(1) == out.stride(1) == 1, "rows must be contiguous"
+    assert ids.is_contiguous()
     if position_table is not None:
         assert positions is not None, "a position table needs positions"
         assert positions.shape == ids.shape
-        assert position_table.stride(1) == positions.stride(0) == 1, "rows must be contiguous"
+        assert positions.is_contiguous()
+        assert position_table.stride(1) == 1, "rows must be contiguous"
         assert (position_table.shape[1], position_table.dtype) == (shape[1], table.dtype)
     meta = {**copy_config(shape[1]), **(config or {})}
     _embed_kernel[(shape[0], triton.cdiv(shape[1], meta["block"]))](

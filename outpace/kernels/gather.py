@@ -2,7 +2,6 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -17,7 +16,13 @@ def gather_rows_ref(x: torch.Tensor, rows: torch.Tensor, *, out: torch.Tensor | 
 
 @triton.jit
 def _gather_rows_kernel(
-    x_ptr: Any, rows_ptr: Any, out_ptr: Any, width: Any, x_stride: Any, out_stride: Any, block: tl.constexpr
+    x_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    block: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index).to(tl.int64)
@@ -44,7 +49,8 @@ def gather_rows_triton(
     out = torch.empty((count, width), dtype=x.dtype, device=x.device) if out is None else out
     if out.numel() == 0:
         return out
-    assert x.stride(1) == out.stride(1) == rows.stride(0) == 1, "rows must be contiguous"
+    assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
+    assert rows.is_contiguous()
     assert (out.shape, out.dtype) == ((count, width), x.dtype)
     meta = {**copy_config(width), **(config or {})}
     grid = (count, triton.cdiv(width, meta["block"]))

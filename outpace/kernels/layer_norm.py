@@ -2,7 +2,6 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -35,24 +34,24 @@ def layer_norm_ref(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _layer_norm_kernel(
-    x_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    input_bias_ptr: Any,
-    residual_ptr: Any,
-    out_ptr: Any,
-    sum_ptr: Any,
-    num_rows: Any,
-    inner: Any,
-    x_outer: Any,
-    x_inner: Any,
-    residual_outer: Any,
-    residual_inner: Any,
-    out_outer: Any,
-    out_inner: Any,
-    sum_outer: Any,
-    sum_inner: Any,
-    eps: Any,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    input_bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    inner: tl.tensor,
+    x_outer: tl.tensor,
+    x_inner: tl.tensor,
+    residual_outer: tl.tensor,
+    residual_inner: tl.tensor,
+    out_outer: tl.tensor,
+    out_inner: tl.tensor,
+    sum_outer: tl.tensor,
+    sum_inner: tl.tensor,
+    eps: tl.tensor,
     width: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,

@@ -2,7 +2,6 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -34,7 +33,9 @@ def rms_norm_ref(
 
 
 @triton.jit
-def scale_normed(y: Any, weight: Any, offset: Any, dtype: tl.constexpr, round_first: tl.constexpr) -> Any:
+def scale_normed(
+    y: tl.tensor, weight: tl.tensor, offset: tl.tensor, dtype: tl.constexpr, round_first: tl.constexpr
+) -> tl.tensor:
     """y * (offset + weight) in dtype, rounding y first (Llama) or only the product (Gemma). y, weight: [R, H]."""
     if round_first:
         y = y.to(dtype).to(tl.float32)
@@ -43,23 +44,23 @@ def scale_normed(y: Any, weight: Any, offset: Any, dtype: tl.constexpr, round_fi
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr: Any,
-    weight_ptr: Any,
-    residual_ptr: Any,
-    out_ptr: Any,
-    sum_ptr: Any,
-    num_rows: Any,
-    inner: Any,
-    x_outer: Any,
-    x_inner: Any,
-    residual_outer: Any,
-    residual_inner: Any,
-    out_outer: Any,
-    out_inner: Any,
-    sum_outer: Any,
-    sum_inner: Any,
-    eps: Any,
-    weight_offset: Any,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    inner: tl.tensor,
+    x_outer: tl.tensor,
+    x_inner: tl.tensor,
+    residual_outer: tl.tensor,
+    residual_inner: tl.tensor,
+    out_outer: tl.tensor,
+    out_inner: tl.tensor,
+    sum_outer: tl.tensor,
+    sum_inner: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
     width: tl.constexpr,
     round_first: tl.constexpr,
     rows: tl.constexpr,

@@ -2,7 +2,6 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -87,19 +86,19 @@ def rope_and_cache_ref(
 
 @triton.jit
 def _rope_heads(
-    x_ptr: Any,
-    x_stride: Any,
-    out_ptr: Any,
-    out_stride: Any,
-    page_ptr: Any,
-    page_stride: Any,
-    write_page: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    weight_ptr: Any,
-    eps: Any,
-    weight_offset: Any,
-    first_head: Any,
+    x_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    out_ptr: tl.tensor,
+    out_stride: tl.tensor,
+    page_ptr: tl.tensor,
+    page_stride: tl.tensor,
+    page_heads: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
+    first_head: tl.tensor,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
     rotary_dim: tl.constexpr,
@@ -113,6 +112,7 @@ def _rope_heads(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     head = (first_head + tl.arange(0, heads)).to(tl.int64)[:, None]  # [N, 1]
     live = head < num_heads
+    paged = head < page_heads  # none where the token has no slot
     squares = tl.zeros([heads], tl.float32)
     if rotary_dim > 0:
         pair = tl.arange(0, block_pair)[None, :]  # [1, R/2]
@@ -142,48 +142,48 @@ def _rope_heads(
         tl.store(out_ptr + head * out_stride + a_col, a_turned, mask=live & turns)
         tl.store(out_ptr + head * out_stride + b_col, b_turned, mask=live & turns)
         if page_ptr is not None:
-            tl.store(page_ptr + head * page_stride + a_col, a_turned, mask=live & turns & write_page)
-            tl.store(page_ptr + head * page_stride + b_col, b_turned, mask=live & turns & write_page)
+            tl.store(page_ptr + head * page_stride + a_col, a_turned, mask=paged & turns)
+            tl.store(page_ptr + head * page_stride + b_col, b_turned, mask=paged & turns)
     if rotary_dim < head_dim:
         if weight_ptr is not None:
             c_weight = tl.load(weight_ptr + c_col, mask=rests, other=0.0)
             c = scale_normed(c * scale, c_weight, weight_offset, dtype, round_first)
         tl.store(out_ptr + head * out_stride + c_col, c.to(dtype), mask=live & rests)
         if page_ptr is not None:
-            tl.store(page_ptr + head * page_stride + c_col, c.to(dtype), mask=live & rests & write_page)
+            tl.store(page_ptr + head * page_stride + c_col, c.to(dtype), mask=paged & rests)
 
 
 @triton.jit
 def _rope_and_cache_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    q_out_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    positions_ptr: Any,
-    slots_ptr: Any,
-    k_pages_ptr: Any,
-    v_pages_ptr: Any,
-    q_weight_ptr: Any,
-    k_weight_ptr: Any,
-    q_token: Any,
-    q_head: Any,
-    k_token: Any,
-    k_head: Any,
-    v_token: Any,
-    v_head: Any,
-    q_out_token: Any,
-    q_out_head: Any,
-    table_stride: Any,
-    k_page: Any,
-    k_offset: Any,
-    k_page_head: Any,
-    v_page: Any,
-    v_offset: Any,
-    v_page_head: Any,
-    eps: Any,
-    weight_offset: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    k_pages_ptr: tl.tensor,
+    v_pages_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    v_token: tl.tensor,
+    v_head: tl.tensor,
+    q_out_token: tl.tensor,
+    q_out_head: tl.tensor,
+    table_stride: tl.tensor,
+    k_page: tl.tensor,
+    k_offset: tl.tensor,
+    k_page_head: tl.tensor,
+    v_page: tl.tensor,
+    v_offset: tl.tensor,
+    v_page_head: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
     page_size: tl.constexpr,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
@@ -207,12 +207,12 @@ def _rope_and_cache_kernel(
         position = tl.load(positions_ptr + token).to(tl.int64)
         cos_row = cos_ptr + position * table_stride
         sin_row = sin_ptr + position * table_stride
-    write = False
+    page_heads = 0
     k_row = k_pages_ptr
     v_row = v_pages_ptr
     if k_pages_ptr is not None:
         slot = tl.load(slots_ptr + token).to(tl.int64)
-        write = slot >= 0
+        page_heads = tl.where(slot >= 0, num_kv_heads, 0)
         k_row = k_pages_ptr + (slot // page_size) * k_page + (slot % page_size) * k_offset
         v_row = v_pages_ptr + (slot // page_size) * v_page + (slot % page_size) * v_offset
 
@@ -220,20 +220,20 @@ def _rope_and_cache_kernel(
         q = q_ptr + token * q_token
         q_out = q_out_ptr + token * q_out_token
         _rope_heads(
-            q, q_head, q_out, q_out_head, None, 0, False, cos_row, sin_row, q_weight_ptr, eps, weight_offset,
+            q, q_head, q_out, q_out_head, None, 0, 0, cos_row, sin_row, q_weight_ptr, eps, weight_offset,
             part * heads, num_heads, head_dim, rotary_dim, interleaved, round_first, heads, block_pair, block_rest,
         )  # fmt: skip
     elif part < q_parts + k_parts:
         k = k_ptr + token * k_token
         _rope_heads(
-            k, k_head, k, k_head, k_row, k_page_head, write, cos_row, sin_row, k_weight_ptr, eps, weight_offset,
+            k, k_head, k, k_head, k_row, k_page_head, page_heads, cos_row, sin_row, k_weight_ptr, eps, weight_offset,
             (part - q_parts) * heads, num_kv_heads, head_dim, rotary_dim, interleaved, round_first, heads, block_pair,
             block_rest,
         )  # fmt: skip
     elif v_pages_ptr is not None:
         head = ((part - q_parts - k_parts) * heads + tl.arange(0, heads)).to(tl.int64)[:, None]  # [N, 1]
         col = tl.arange(0, block_v)[None, :]  # [1, Dv]
-        mask = (head < num_kv_heads) & (col < v_dim) & write
+        mask = (head < page_heads) & (col < v_dim)
         v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=mask)
         tl.store(v_row + head * v_page_head + col, v, mask=mask)
 
@@ -286,11 +286,12 @@ def rope_and_cache_triton(
         assert (cos.shape, cos.stride()) == (sin.shape, sin.stride())
         assert 2 * cos.shape[1] == rotary_dim <= head_dim
         assert cos.dtype == sin.dtype == torch.float32
-        assert cos.stride(1) == positions.stride(0) == 1
+        assert cos.stride(1) == 1
+        assert positions.is_contiguous()
     if k_pages is not None:
         assert v_pages is not None, "k_pages without v_pages"
         assert slots is not None, "a write to pages needs slots"
-        assert slots.stride(0) == 1
+        assert slots.is_contiguous()
         assert k_pages.shape[1:] == (v_pages.shape[1], num_kv_heads, head_dim)
         assert v_pages.shape[2:] == v.shape[1:]
         assert k_pages.dtype == v_pages.dtype == k.dtype

@@ -2,7 +2,6 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -24,13 +23,13 @@ def softmax_ref(
 
 @triton.jit
 def _softmax_kernel(
-    x_ptr: Any,
-    lengths_ptr: Any,
-    out_ptr: Any,
-    width: Any,
-    x_stride: Any,
-    out_stride: Any,
-    scale: Any,
+    x_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    scale: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -58,9 +57,10 @@ def _softmax_kernel(
 
 
 def softmax_config(width: int) -> dict[str, int]:
-    """Tile of the softmax: one program per row, up to 4096 columns at a time."""
-    block = min(4096, triton.next_power_of_2(width))
-    return {"block": block, "num_warps": min(16, max(1, block // 256))}
+    """Tile of the softmax: one program per row, many columns at a time."""
+    # H200, fp32, 64 rows of 128,256: 32 us with 16384 columns and 32 warps, 63 us with 4096 and 16.
+    block = min(16384, triton.next_power_of_2(width))
+    return {"block": block, "num_warps": min(32, max(1, block // 256))}
 
 
 def softmax_triton(

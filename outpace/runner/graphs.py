@@ -2,10 +2,12 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import masking_utils
 
 from outpace.log import logger
 from outpace.tree import map_tensors, signature, tensors
@@ -49,14 +51,14 @@ class ForwardGraphs:
         self._graphs.clear()
 
     def _add(self, key: Hashable, args: Any, kwargs: Any) -> "_Captured | None":
-        static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
-        _warm_up(lambda: self._run(*static[0], **static[1]), self._device)  # an error here is the model's own
+        captured = _Captured(self._run, map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs)))
+        captured.warm_up()  # an error here is the model's own
         while len(self._graphs) >= self._limit:
             self._graphs.popitem(last=False)
         try:
-            captured = _Captured(self._run, static, self._pool)
+            captured.capture(self._pool)
         except Exception as error:
-            torch.cuda.synchronize(self._device)
+            _mend(self._device)
             self.uncapturable = str(error).splitlines()[0] if str(error) else type(error).__name__
             logger.warning(
                 "enable_cuda_graph: this model cannot be captured, running without graphs (%s)", self.uncapturable
@@ -70,24 +72,56 @@ class ForwardGraphs:
 class _Captured:
     """One graph with its static inputs and outputs."""
 
-    def __init__(self, run: Callable[..., Any], static: tuple[Any, Any], pool: Any) -> None:
+    def __init__(self, run: Callable[..., Any], static: tuple[Any, Any]) -> None:
+        self._run = lambda: run(*static[0], **static[1])
         self._inputs = list(tensors(static))
         self._graph = torch.cuda.CUDAGraph()
-        args, kwargs = static
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._output = run(*args, **kwargs)
+        self._output: Any = None
+
+    def warm_up(self) -> None:
+        """Run on the stream of the capture, so that what torch makes for each stream (cuBLAS: 32 MiB) is made once."""
+        here, side = torch.cuda.current_stream(), torch.cuda.graph(self._graph).capture_stream
+        assert side is not None, "torch makes one"
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._run()
+        here.wait_stream(side)
+
+    def capture(self, pool: Any) -> None:
+        """Record the work; nothing is run."""
+        with _no_mask_out_of_nothing(), torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._output = self._run()
 
     def replay(self, inputs: Any) -> Any:
+        """Run the recorded work on other inputs; the output is overwritten by the next replay."""
         for static, given in zip(self._inputs, tensors(inputs), strict=True):
             static.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._output
 
 
-def _warm_up(run: Callable[[], Any], device: torch.device) -> None:
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            run()
-    torch.cuda.current_stream(device).wait_stream(side)
+@contextmanager
+def _no_mask_out_of_nothing() -> Iterator[None]:
+    """While a stream is captured, transformers 5.17 makes a mask even where none is given, and so runs other kernels.
+
+    A mask that is given is still built in full, since a replay may come with other values.
+    """
+    masks: Any = masking_utils
+    before = masks.is_tracing
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return tensor is not None and before(tensor)
+
+    masks.is_tracing = is_tracing
+    try:
+        yield
+    finally:
+        masks.is_tracing = before
+
+
+def _mend(device: torch.device) -> None:
+    """After a failed capture torch's random generator still believes it is captured; a capture that works tells it."""
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)

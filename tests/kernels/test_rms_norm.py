@@ -38,8 +38,8 @@ def test_kernel_matches_ref(
     x, weight = random_rows(shape, dtype, device), weight_for(shape[1], dtype, device)
     kept = x.clone()
     r = random_rows(shape, dtype, device, gap=3) if residual else None
-    style = {"weight_offset": 0.0 if round_first else 1.0}
-    want, want_sum = rms_norm_ref(x, weight, EPS, residual=r, round_before_weight=round_first, **style)
+    offset = 0.0 if round_first else 1.0
+    want, want_sum = rms_norm_ref(x, weight, EPS, residual=r, round_before_weight=round_first, weight_offset=offset)
     out, total = Output.like(x), Output.like(x, gap=7)
     got, got_sum = rms_norm_triton(
         x,
@@ -47,9 +47,9 @@ def test_kernel_matches_ref(
         EPS,
         residual=r,
         round_before_weight=round_first,
+        weight_offset=offset,
         out=out.view,
         residual_out=total.view if residual else None,
-        **style,
     )
     assert got is out.view
     assert_close(out.checked(), want, roundings=2 if round_first else 1)
@@ -74,9 +74,10 @@ def test_ref_is_hugging_face_bit_for_bit(dtype: torch.dtype, device: torch.devic
 def test_kernel_rounds_where_each_family_does(dtype: torch.dtype, device: torch.device) -> None:
     """Only a difference in the order of the fp32 sum may show, so all but a few elements are equal."""
     x, weight = random_rows((33, 257), dtype, device), weight_for(257, dtype, device)
-    as_llama, _ = rms_norm_triton(x, weight, EPS)
+    r = random_rows((33, 257), dtype, device)
+    as_llama, _ = rms_norm_triton(x, weight, EPS, residual=r)
     as_gemma, _ = rms_norm_triton(x, weight, EPS, weight_offset=1.0, round_before_weight=False)
-    assert (as_llama == llama(x, weight, EPS)).float().mean() > 0.99
+    assert (as_llama == llama(x + r, weight, EPS)).float().mean() > 0.99
     assert (as_gemma == gemma(x, weight, EPS)).float().mean() > 0.99
 
 

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import torch
 
-# The relative distance that one rounding to the dtype can open: a unit in the last place. Inside, all is fp32, whose sums
-# differ by their order; for 16-bit results that hides below the rounding.
+# The relative distance that one rounding to the dtype can open: a unit in the last place. Inside, all is fp32, whose
+# sums differ by their order.
 ROUNDING: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 4e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 )

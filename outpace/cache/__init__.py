@@ -1,0 +1,1 @@
+"""The key-value cache: pages that any sequence can own."""

@@ -1,0 +1,177 @@
+"""The fused modules: a linear with what stands before and after it, a norm, and the one layer that all policies use."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outpace.inject.policy import Policy, Settings
+from outpace.kernels.dispatch import Kernels
+
+Attend = Callable[["FusedLayer", Tensor], Tensor]
+"""Attention over wherever the keys and values are: (layer, qkv [T, (Hq + 2 Hkv) * D]) -> [T, Hq * D]."""
+
+
+class Norm(nn.Module):
+    """RMS or layer norm of rows."""
+
+    def __init__(
+        self,
+        kind: Literal["rms", "layer"],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        kernels: Kernels,
+        *,
+        offset: float = 0.0,
+        round_before_weight: bool = True,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = _parameter(weight)
+        self.bias = _parameter(bias)
+        self.eps = eps
+        self.offset = offset
+        self.round_before_weight = round_before_weight
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm of x: [T, H] or [T, heads, D]."""
+        if self.kind == "layer":
+            return self._kernels.layer_norm(x, self.weight, self.bias, self.eps)[0]
+        options = {"weight_offset": self.offset, "round_before_weight": self.round_before_weight}
+        return self._kernels.rms_norm(x, self.weight, self.eps, **options)[0]
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, with the norm before it, the activation after it, and what its result is added to.
+
+    Parallel, quantized and streamed linears take its place with the same call.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)  # [N, K]
+        self.bias = _parameter(bias)
+        self._kernels = kernels
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        act: str | None = None,
+        gated: bool = False,
+        add: Tensor | None = None,
+    ) -> Tensor:
+        """[T, K] -> [T, N], or [T, N / 2] where gated."""
+        if norm is not None:
+            x = norm(x)
+        if act is not None:
+            return self._activated(x, act, gated)
+        if add is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.addmm(add, x, self.weight.t())  # the sum is taken in the product's epilogue
+        return F.linear(x, self.weight, self.bias) + add
+
+    def _activated(self, x: Tensor, act: str, gated: bool) -> Tensor:
+        if gated:
+            return self._kernels.gated_act(F.linear(x, self.weight, self.bias), act)
+        return self._kernels.bias_act(F.linear(x, self.weight), self.bias, act)
+
+
+class FusedLayer(nn.Module):
+    """A transformer layer of any family: four linears, its norms, and an attention that the caller brings."""
+
+    qkv: Linear
+    out: Linear
+    up: Linear | None
+    down: Linear | None
+    mlp: nn.Module | None
+    attn_norm: Norm
+    mlp_norm: Norm | None
+    attn_out_norm: Norm | None
+    mlp_out_norm: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    sinks: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+    def __init__(self, policy: Policy, settings: Settings, index: int, kernels: Kernels) -> None:
+        nn.Module.__init__(self)  # and not the replaced layer's, which stands behind this class
+        self.policy = policy
+        self.settings = settings
+        self.index = index
+        self.kernels = kernels
+
+    def run(self, x: Tensor, attend: Attend) -> Tensor:
+        """The layer over rows. x: [T, H]."""
+        return _PLACEMENTS[self.policy.placement](self, x, attend)
+
+    def attention(self, x: Tensor, norm: Norm | None, attend: Attend, add: Tensor | None) -> Tensor:
+        """Attention of norm(x), plus `add`."""
+        qkv = self.qkv(x, norm=norm)
+        if self.settings.clip:
+            qkv = qkv.clamp_(-self.settings.clip, self.settings.clip)
+        return self.out(attend(self, qkv), add=add)
+
+    def feed_forward(self, x: Tensor, norm: Norm | None, add: Tensor | None) -> Tensor:
+        """MLP of norm(x), plus `add`."""
+        if self.mlp is not None:
+            result: Any = self.mlp((norm(x) if norm is not None else x)[None])
+            result = result[0] if isinstance(result, tuple) else result
+            return result[0] if add is None else add + result[0]
+        assert self.up is not None, "a layer has an MLP or its projections"
+        assert self.down is not None, "a layer has an MLP or its projections"
+        inner = self.up(x, norm=norm, act=self.settings.activation, gated=self.policy.gated)
+        return self.down(inner, add=add)
+
+
+def _pre(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    x = layer.attention(x, layer.attn_norm, attend, add=x)
+    return layer.feed_forward(x, layer.mlp_norm, add=x)
+
+
+def _post(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    x = layer.attn_norm(layer.attention(x, None, attend, add=x))
+    assert layer.mlp_norm is not None, "post placement has two norms"
+    return layer.mlp_norm(layer.feed_forward(x, None, add=x))
+
+
+def _sandwich(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    assert layer.attn_out_norm is not None, "sandwich placement has four norms"
+    assert layer.mlp_out_norm is not None, "sandwich placement has four norms"
+    x = x + layer.attn_out_norm(layer.attention(x, layer.attn_norm, attend, add=None))
+    return x + layer.mlp_out_norm(layer.feed_forward(x, layer.mlp_norm, add=None))
+
+
+def _parallel(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    if layer.mlp_norm is not None:
+        attended = layer.attention(x, layer.attn_norm, attend, add=x)
+        return layer.feed_forward(x, layer.mlp_norm, add=attended)
+    normed = layer.attn_norm(x)
+    return layer.feed_forward(normed, None, add=layer.attention(normed, None, attend, add=x))
+
+
+def _normed(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    assert layer.mlp_norm is not None, "normed placement has two norms"
+    x = layer.attn_norm(x)
+    x = layer.mlp_norm(layer.attention(x, None, attend, add=x))
+    return layer.feed_forward(x, None, add=x)
+
+
+_PLACEMENTS: dict[str, Callable[[FusedLayer, Tensor, Attend], Tensor]] = {
+    "pre": _pre,
+    "post": _post,
+    "sandwich": _sandwich,
+    "parallel": _parallel,
+    "normed": _normed,
+}
+
+
+def _parameter(value: Tensor | None) -> nn.Parameter | None:
+    return None if value is None else nn.Parameter(value, requires_grad=False)

@@ -1,0 +1,150 @@
+"""A model of fused layers over flattened batches: embed, layers, norm, head, with keys and values in pages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outpace.cache.kv_cache import Pages
+from outpace.errors import ModelError, NotSupported
+from outpace.inject.apply import Injected, make_norm
+from outpace.inject.modules import FusedLayer, Linear
+from outpace.inject.parts import Parts
+from outpace.inject.rope import Table, alibi_slopes, rope_tables
+from outpace.kernels.dispatch import Kernels
+from outpace.kernels.rotary import QKV, split_qkv
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of several sequences one after another, and where their keys and values are."""
+
+    ids: Tensor
+    """[T] token ids."""
+    positions: Tensor
+    """[T] place of each token in its sequence."""
+    slots: Tensor
+    """[T] where its key and value go: page * block_size + offset; -1: nowhere."""
+    block_table: Tensor
+    """[B, M] pages of each sequence."""
+    seq_lens: Tensor
+    """[B] keys of each sequence, these tokens' own included."""
+    cu_q: Tensor
+    """[B + 1] where the tokens of each sequence begin."""
+    max_q: int
+    """Most tokens of one sequence."""
+    max_len: int
+    """At least as many as any sequence has keys, now or in a later replay."""
+    fresh: bool = False
+    """One sequence from its first token on: attention needs no pages. What follows the sequence is padding."""
+
+
+class PagedModel:
+    """Runs batches through the fused layers of a causal model. Holds no weights of its own."""
+
+    def __init__(self, model: nn.Module, injected: Injected, max_positions: int, kernels: Kernels) -> None:
+        roles = injected.policy.model
+        if roles is None:
+            raise ModelError("injection: this family has no paged form")
+        config: Any = injected.config
+        if reason := roles.refuses(config):
+            raise NotSupported(f"pages: {type(model).__name__} {reason}; Hugging Face's own loop can run it")
+        part = Parts(model)
+        head: Any = part(roles.head)
+        self._kernels = kernels
+        self._layers = injected.layers
+        self._embedding: Tensor = part(roles.embed).weight  # type: ignore[assignment]
+        self._scale = roles.embed_scale(config)
+        self._positions: Any = None if roles.positions is None else part(roles.positions).weight
+        self._offset = roles.position_offset
+        before = [part.optional(path) for path in (roles.embed_norm, roles.project_in)]
+        self._before = [module for module in before if module is not None]
+        norm = part.optional(roles.norm)
+        self._norm = None if norm is None else make_norm(norm, injected.policy, kernels)
+        self._after = part.optional(roles.project_out)
+        self._head = Linear(head.weight.data, None if head.bias is None else head.bias.data, kernels)
+        self._softcap = roles.logit_softcap(config)
+        self._tables = rope_tables(model, injected, max_positions)
+        device = self._embedding.device
+        self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
+        self.kv_heads = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
+        x = self._embed(batch)
+        attend = _PagedAttention(batch, pages, self._tables, self._slopes)
+        for layer in self._layers:
+            x = layer.run(x, attend)
+        if rows is not None:
+            x = x.index_select(0, rows)
+        if self._after is not None:
+            x = self._after(x if self._norm is None else self._norm(x))
+        x = self._head(x, norm=self._norm if self._after is None else None)
+        return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
+
+    def _embed(self, batch: Batch) -> Tensor:
+        learned = {"positions": batch.positions, "position_table": self._positions, "position_offset": self._offset}
+        if not self._before:
+            return self._kernels.embed(batch.ids, self._embedding, scale=self._scale, **learned)
+        x = self._kernels.embed(batch.ids, self._embedding, scale=self._scale)
+        for module in self._before:
+            x = module(x)
+        return x if self._positions is None else x + F.embedding(batch.positions + self._offset, self._positions)
+
+
+class _PagedAttention:
+    """Attention of a batch over pages, for every layer of a forward."""
+
+    def __init__(self, batch: Batch, pages: Pages, tables: list[Table], slopes: list[Tensor | None]) -> None:
+        self._batch = batch
+        self._pages = pages
+        self._tables = tables
+        self._slopes = slopes
+
+    def __call__(self, layer: FusedLayer, qkv: Tensor) -> Tensor:
+        batch, settings, index = self._batch, layer.settings, layer.index
+        keys, values = self._pages.keys[index], self._pages.values[index]
+        cos, sin = self._tables[index]
+        q, k, v = layer.kernels.rotary(
+            _layer_normed(layer, qkv), cos, sin, batch.positions, batch.slots, keys, values,
+            num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim,
+            rotary_dim=0 if cos is None else 2 * cos.shape[1], interleaved=layer.policy.interleaved, **_qk_norms(layer),
+        )  # fmt: skip
+        if batch.fresh and not (settings.window or settings.softcap or settings.alibi or layer.sinks is not None):
+            return _causal(layer, q, k, v)
+        attended: Tensor = layer.kernels.attention(
+            q, keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
+            scale=settings.scale, window=settings.window, softcap=settings.softcap,
+            alibi_slopes=self._slopes[index], sinks=layer.sinks, max_len=batch.max_len,
+        )  # fmt: skip
+        return attended.reshape(qkv.shape[0], -1)
+
+
+def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:
+    """q and k under layer norms, which the rotary kernel does not take."""
+    if layer.q_norm is None or layer.k_norm is None or layer.q_norm.kind == "rms":
+        return qkv
+    settings = layer.settings
+    q, k, v = split_qkv(qkv, settings.num_heads, settings.num_kv_heads, settings.head_dim)
+    return layer.q_norm(q), layer.k_norm(k), v
+
+
+def _causal(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own attention over one sequence. q, k, v: [T, heads, D]."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    groups = layer.settings.num_heads != layer.settings.num_kv_heads
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.settings.scale, enable_gqa=groups)
+    return attended[0].transpose(0, 1).reshape(q.shape[2], -1)
+
+
+def _qk_norms(layer: FusedLayer) -> dict[str, Any]:
+    q, k = layer.q_norm, layer.k_norm
+    if q is None or k is None or q.kind == "layer":
+        return {}
+    return {
+        "q_norm_weight": q.weight, "k_norm_weight": k.weight, "eps": q.eps,
+        "weight_offset": q.offset, "round_before_weight": q.round_before_weight,
+    }  # fmt: skip

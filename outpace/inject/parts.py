@@ -1,0 +1,42 @@
+"""Parts of somebody's model by their paths."""
+
+import difflib
+
+from torch import Tensor, nn
+
+from outpace.errors import ModelError
+
+
+class Parts:
+    """Submodules by path; a path that leads nowhere raises with the nearest ones that lead somewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = dict(module.named_modules())
+
+    def __call__(self, path: str) -> nn.Module:
+        if path not in self._modules:
+            raise self._missing(path, list(self._modules))
+        return self._modules[path]
+
+    def optional(self, path: str | None) -> nn.Module | None:
+        """The submodule, or None where there is none: a part that only some sizes of a family have."""
+        return None if path is None else self._modules.get(path)
+
+    def parameter(self, path: str) -> Tensor:
+        parameters = dict(self._module.named_parameters())
+        if path not in parameters:
+            raise self._missing(path, list(parameters))
+        return parameters[path].data
+
+    def buffer(self, path: str) -> Tensor:
+        buffers = dict(self._module.named_buffers())
+        if path not in buffers:
+            raise self._missing(path, list(buffers))
+        return buffers[path]
+
+    def _missing(self, path: str, names: list[str]) -> ModelError:
+        close = difflib.get_close_matches(path, [name for name in names if name], n=3, cutoff=0.3)
+        return ModelError(
+            f"injection: {type(self._module).__name__} has no {path!r}; nearest: {', '.join(close) or 'none'}"
+        )

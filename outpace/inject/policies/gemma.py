@@ -1,0 +1,48 @@
+"""Gemma 1, 2 and 3: norms around each block that store weight - 1, scaled embeddings, windows, caps on scores."""
+
+from dataclasses import replace
+from typing import Any
+
+from outpace.inject.policy import ModelRoles, Policy
+
+
+def _bidirectional(config: Any) -> str | None:
+    both = getattr(config, "use_bidirectional_attention", None)
+    return "looks at later tokens (use_bidirectional_attention), which pages do not hold yet" if both else None
+
+
+GEMMA = Policy(
+    layers=("GemmaDecoderLayer",),
+    norm_offset=1.0,
+    round_before_weight=False,
+    attn_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    model=ModelRoles(
+        embed="model.embed_tokens", layers="model.layers", norm="model.norm", rotary="model.rotary_emb",
+        embed_scale=lambda config: config.hidden_size**0.5, refuses=_bidirectional,
+    ),
+)  # fmt: skip
+
+GEMMA2 = replace(
+    GEMMA,
+    layers=("Gemma2DecoderLayer",),
+    placement="sandwich",
+    attn_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+    readers={"scale": lambda config, index: config.query_pre_attn_scalar**-0.5},
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    layers=("Gemma3DecoderLayer",),
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    readers={**GEMMA2.readers, "softcap": lambda config, index: 0.0},  # its config has one that its code never reads
+)
+
+POLICIES = (GEMMA, GEMMA2, GEMMA3)

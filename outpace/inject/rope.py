@@ -1,0 +1,68 @@
+"""Positions as the model's own code computes them: cos and sin of every position, slopes of ALiBi."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.errors import NotSupported
+from outpace.inject.apply import Injected
+from outpace.inject.modules import FusedLayer
+from outpace.inject.parts import Parts
+from outpace.inject.policy import Policy
+
+Table = tuple[Tensor | None, Tensor | None]
+"""cos and sin [positions, R / 2] in float32; None: no rotation."""
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def rope_tables(model: nn.Module, injected: Injected, count: int) -> list[Table]:
+    """For each layer the table of `count` positions, asked of the model's own rotary module: any rope type is right."""
+    roles = injected.policy.model
+    if injected.policy.rotary_table is not None:
+        return [(layer.cos, layer.sin) if layer.settings.rotary else (None, None) for layer in injected.layers]
+    if roles is None or roles.rotary is None:
+        return [(None, None)] * len(injected.layers)
+    rotary: Any = Parts(model)(roles.rotary)
+    _check_length(injected.config, count)
+    made: dict[str | None, Table] = {}
+    tables: list[Table] = []
+    for layer in injected.layers:
+        kind = _rotary_kind(rotary, injected.config, layer.index)
+        if kind not in made:
+            made[kind] = _table(rotary, kind, count, injected.policy)
+        tables.append(made[kind] if layer.settings.rotary else (None, None))
+    return tables
+
+
+def alibi_slopes(layer: FusedLayer, count: int, device: torch.device) -> Tensor | None:
+    """The slope of each head, for a model that biases by distance."""
+    if not layer.settings.alibi:
+        return None
+    return torch.tensor(layer.policy.slopes(layer.settings, count), dtype=torch.float32, device=device)
+
+
+def _table(rotary: Any, kind: str | None, count: int, policy: Policy) -> Table:
+    device = next(buffer.device for buffer in rotary.buffers())
+    positions = torch.arange(count, device=device)[None]
+    like = torch.zeros(1, dtype=torch.float32, device=device)
+    cos, sin = rotary(like, positions) if kind is None else rotary(like, positions, kind)
+    return policy.once(cos[0]).float().contiguous(), policy.once(sin[0]).float().contiguous()
+
+
+def _rotary_kind(rotary: Any, config: Any, index: int) -> str | None:
+    """Gemma 3 has a table for each kind of layer."""
+    types = getattr(rotary, "layer_types", None)
+    return None if types is None else config.layer_types[index]
+
+
+def _check_length(config: Any, count: int) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    limit: Any = original or getattr(config, "max_position_embeddings", count)
+    if rope.get("rope_type") in _LENGTH_DEPENDENT and count > limit:
+        raise NotSupported(
+            f"rope type {rope['rope_type']} changes its frequencies with the length beyond {limit} positions, which "
+            f"pages cannot follow; keep max_out_tokens at {limit} or less"
+        )

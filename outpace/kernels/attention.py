@@ -1,0 +1,221 @@
+"""Attention of ragged batches over paged keys and values: the torch reference, and which kernel runs which shape."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.kernels.attention_decode import paged_attention_decode
+from outpace.kernels.attention_prefill import paged_attention_prefill
+from outpace.kernels.triton_stub import HAS_TRITON
+
+SCORE_BYTES = 256 << 20  # the largest score tensor the reference makes
+KV_BYTES = 8 << 20  # keys and values it copies at a time where it can (8 decodes over 1,000 keys: 8.8 ms, at once 11.0)
+PIECE_COST = 1 << 14  # what one more piece costs, in units of `_pieces`
+
+
+def paged_attention_ref(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` in torch: sequences of like lengths are padded together, KV heads are never repeated."""
+    shape = (*q.shape[:2], v_pages.shape[3])
+    out = q.new_zeros(shape) if out is None else out.zero_()
+    lens, starts, q_lens = seq_lens.long(), cu_q[:-1].long() - cu_q[0], cu_q.diff().long()
+    live = torch.nonzero((q_lens > 0) & (lens > 0)).squeeze(1)
+    live = live[(q_lens[live] * (1 + block_table.shape[1] * k_pages.shape[1]) + lens[live]).argsort()]
+    key_bytes = 4 * k_pages.shape[2] * (k_pages.shape[3] + v_pages.shape[3])
+    for piece in _pieces(q_lens[live], lens[live], 4 * q.shape[1], key_bytes):
+        seqs = live[piece]
+        _attend(
+            *(q, k_pages, v_pages, block_table[seqs], lens[seqs], starts[seqs], q_lens[seqs]),
+            *(scale, window, softcap, alibi_slopes, sinks, out),
+        )
+    return out
+
+
+def _pieces(q_lens: Tensor, lens: Tensor, pair_bytes: int, key_bytes: int) -> Iterator[slice]:
+    """Cut sorted sequences in halves until padding costs less than the work itself and the tensors are small."""
+    work = lens * (q_lens + 8)  # a key is copied, then meets each query
+
+    def cut(begin: int, end: int) -> Iterator[slice]:
+        keys, queries = int(lens[begin:end].max()) * (end - begin), int(q_lens[begin:end].max())
+        wasteful = keys * (queries + 8) > 2 * int(work[begin:end].sum()) + PIECE_COST
+        large = keys * queries * pair_bytes > SCORE_BYTES or keys * key_bytes > KV_BYTES
+        if end - begin > 1 and (wasteful or large):
+            middle = (begin + end) // 2
+            yield from cut(begin, middle)
+            yield from cut(middle, end)
+        else:
+            yield slice(begin, end)
+
+    if len(lens):
+        yield from cut(0, len(lens))
+
+
+def _gather(pages: Tensor, page: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, bs, Hkv, D] at (page, offset) [n, L] -> [n, Hkv, L, D]."""
+    _, size, heads, dim = pages.shape
+    head = torch.arange(heads, device=pages.device)[:, None]  # [Hkv, 1]
+    if pages.is_contiguous():
+        rows = ((page * size + offset) * heads)[:, None] + head  # [n, Hkv, L]
+        found = pages.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)
+    else:
+        found = pages[page[:, None], offset[:, None], head]
+    return found.to(dtype)
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    starts: Tensor,
+    q_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the rows of n sequences to `out`. Padding repeats a sequence's last query and last key, so it is finite."""
+    page_size, n = v_pages.shape[1], len(lens)
+    longest, dtype = int(q_lens.max()), torch.promote_types(q.dtype, torch.float32)
+    index = torch.arange(max(int(lens.max()), longest), device=q.device)
+    first = (lens - q_lens - window + 1).clamp(min=0) if window else torch.zeros_like(lens)
+    keys = first[:, None] + index[: int((lens - first).max())]  # [n, L]: positions
+    clamped = torch.minimum(keys, lens[:, None] - 1)
+    page = table.long().gather(1, clamped // page_size)
+    k = _gather(k_pages, page, clamped % page_size, dtype)  # [n, Hkv, L, D]
+    v = _gather(v_pages, page, clamped % page_size, dtype)
+
+    fused = longest > 1 and softcap == 0 and alibi_slopes is None and sinks is None and q.shape[2] == v.shape[3]
+    fresh = fused and window == 0 and bool((q_lens == lens).all())  # no keys but the queries' own
+    step = longest if fused else max(1, SCORE_BYTES // (4 * n * q.shape[1] * keys.shape[1]))
+    for begin in range(0, longest, step):
+        i = index[begin : min(begin + step, longest)]
+        real = i < q_lens[:, None]  # [n, Q]
+        i = torch.minimum(i, q_lens[:, None] - 1)
+        rows, pos = starts[:, None] + i, (lens - q_lens)[:, None] + i
+        x = q[rows].to(dtype).transpose(1, 2)  # [n, Hq, Q, D]
+        distance = keys[:, None, :] - pos[:, :, None]  # [n, Q, L]
+        sees = (distance <= 0) & (distance > -window) if window else distance <= 0
+        if fused:
+            mask = None if fresh else sees[:, None]
+            found = F.scaled_dot_product_attention(x, k, v, mask, is_causal=fresh, scale=scale, enable_gqa=True)
+        else:
+            found = _weigh(x, k, v, distance, sees, scale, softcap, alibi_slopes, sinks)
+        out[rows[real]] = found.transpose(1, 2)[real].to(out.dtype)
+
+
+def _weigh(
+    x: Tensor,  # [n, Hq, Q, D]
+    k: Tensor,  # [n, Hkv, L, D]
+    v: Tensor,  # [n, Hkv, L, Dv]
+    distance: Tensor,  # [n, Q, L]
+    sees: Tensor,  # [n, Q, L]
+    scale: float,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with everything that scores may go through. Returns [n, Hq, Q, Dv]."""
+    (n, heads, queries, _), kv_heads = x.shape, k.shape[1]
+    grouped = (x * scale).reshape(n, kv_heads, -1, x.shape[3])  # [n, Hkv, G * Q, D]
+    scores = (grouped @ k.transpose(2, 3)).view(n, heads, queries, -1)  # [n, Hq, Q, L]
+    if softcap > 0:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if alibi_slopes is not None:
+        scores += alibi_slopes[:, None, None] * distance[:, None]
+    scores.masked_fill_(~sees[:, None], float("-inf"))
+    weights = scores.softmax(-1).view(n, kv_heads, -1, scores.shape[3])
+    found = (weights @ v).view(n, heads, queries, -1)
+    if sinks is not None:
+        found *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks[:, None, None].to(found.dtype))
+    return found
+
+
+def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seq_lens: Tensor, cu_q: Tensor) -> None:
+    """Refuse what no path can run; the kernels take shapes and strides on trust."""
+    batch, kv_heads = seq_lens.shape[0], k_pages.shape[2]
+    if q.shape[2] != k_pages.shape[3] or k_pages.shape[:3] != v_pages.shape[:3] or q.shape[1] % kv_heads:
+        raise ValueError(f"shapes do not fit: q {q.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}")
+    if block_table.shape[0] != batch or cu_q.shape != (batch + 1,):
+        raise ValueError(
+            f"not one batch: block_table {block_table.shape}, seq_lens {seq_lens.shape}, cu_q {cu_q.shape}"
+        )
+    if any(x.dtype != torch.int32 for x in (block_table, seq_lens, cu_q)) or block_table.stride(-1) != 1:
+        raise ValueError("block_table, seq_lens and cu_q must be int32 with contiguous rows")
+    if not q.dtype == k_pages.dtype == v_pages.dtype:
+        raise ValueError(f"one dtype is needed: q {q.dtype}, k_pages {k_pages.dtype}, v_pages {v_pages.dtype}")
+    if any(x.stride(-1) != 1 for x in (q, k_pages, v_pages)):
+        raise ValueError("the last dimension of q, k_pages and v_pages must be contiguous")
+
+
+def runs_on_cpu(q: Tensor) -> bool:
+    """Whether the reference is what runs: there is no GPU, or no Triton for it."""
+    return q.device.type == "cpu" or not HAS_TRITON
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    num_decodes: int = 0,
+    max_len: int = 0,
+    fixed_split: int = 0,
+) -> Tensor:
+    """Causal attention of the newest tokens of each sequence over its pages. Returns [T, Hq, Dv].
+
+    q: [T, Hq, D], rows cu_q[b] to cu_q[b + 1] being the last positions of sequence b, whose seq_lens[b] keys, those
+    tokens' own included, are in k_pages [N, bs, Hkv, D] and v_pages [N, bs, Hkv, Dv] at the pages block_table[b] names.
+    A query sees the `window` newest keys up to itself (0: all). `sinks` is a logit per head that takes probability and
+    has no value. Rows of no sequence, and of sequences without keys, become zeros. The first `num_decodes` sequences
+    have one query each: in a mixed batch they go to the split-KV kernel instead of walking long contexts alone.
+    `max_len` and `fixed_split` are `paged_attention_decode`'s.
+    """
+    _check(q, k_pages, v_pages, block_table, seq_lens, cu_q)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    options |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    if runs_on_cpu(q):
+        return paged_attention_ref(q, k_pages, v_pages, block_table, seq_lens, cu_q, max_q, out=out, **options)
+    rows, batch = q.shape[0], seq_lens.shape[0]
+    n = batch if max_q <= 1 and rows == batch else num_decodes
+    out = q.new_empty(rows, q.shape[1], v_pages.shape[3]) if out is None else out
+    if n:
+        paged_attention_decode(
+            *(q[:n], k_pages, v_pages, block_table[:n], seq_lens[:n], cu_q[: n + 1]),
+            **(options | {"out": out[:n], "max_len": max_len, "fixed_split": fixed_split}),
+        )
+    if n < rows:
+        paged_attention_prefill(
+            *(q[n:], k_pages, v_pages, block_table[n:], seq_lens[n:], cu_q[n:], max_q), out=out[n:], **options
+        )
+    return out

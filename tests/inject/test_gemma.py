@@ -1,0 +1,92 @@
+"""Gemma 1, 2 and 3."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GemmaConfig,
+    GemmaForCausalLM,
+)
+
+from outpace.errors import NotSupported
+from outpace.inject.paged import PagedModel
+from outpace.kernels.dispatch import choose_kernels
+from tests.inject.checks import (
+    CPU,
+    injected_copy,
+    padded_prompts,
+    randomised,
+    same_forward,
+    same_paged_logits,
+    same_tokens,
+)
+
+SMALL = {
+    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+TABLES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GEMMA2 = {"sliding_window": 5, "query_pre_attn_scalar": 10}
+GEMMA3 = {"sliding_window": 5, "query_pre_attn_scalar": 10, "layer_types": KINDS, "rope_parameters": TABLES}
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma": (GemmaConfig, GemmaForCausalLM, {}),
+    "gemma mqa, biases": (
+        GemmaConfig, GemmaForCausalLM, {"num_key_value_heads": 1, "head_dim": 20, "attention_bias": True},
+    ),
+    "gemma2 caps": (
+        Gemma2Config, Gemma2ForCausalLM,
+        {**GEMMA2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2 no caps": (
+        Gemma2Config, Gemma2ForCausalLM,
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 20},
+    ),
+    "gemma2 full first": (
+        Gemma2Config, Gemma2ForCausalLM,
+        {**GEMMA2, "layer_types": ["full_attention", *KINDS[:2]], "attention_bias": True, "num_key_value_heads": 6},
+    ),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA3),
+    "gemma3 cap": (
+        Gemma3TextConfig, Gemma3ForCausalLM,
+        {**GEMMA3, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5, "head_dim": 20},
+    ),
+    "gemma3 mqa, default layers": (
+        Gemma3TextConfig, Gemma3ForCausalLM,
+        {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 8, "attention_bias": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=list(CASES), ids=str)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    config, kind, options = CASES[request.param]
+    return randomised(kind(config(**{**SMALL, **options})))
+
+
+def test_forward(model: torch.nn.Module) -> None:
+    same_forward(model, padded_prompts(97))
+
+
+def test_tokens(model: torch.nn.Module) -> None:
+    same_tokens(model, padded_prompts(97))
+    same_paged_logits(model, 97)
+
+
+def test_a_bidirectional_one_runs_as_hugging_face_masks_it_and_never_through_pages() -> None:
+    config = Gemma3TextConfig(**{**SMALL, **GEMMA3, "use_bidirectional_attention": True})
+    same_forward(randomised(Gemma3TextModel(config)), padded_prompts(97))
+    fused, injected = injected_copy(Gemma3ForCausalLM(config))
+    with pytest.raises(NotSupported, match="use_bidirectional_attention"):
+        PagedModel(fused, injected, 64, choose_kernels(CPU))

@@ -1,0 +1,48 @@
+"""GPT-NeoX and Persimmon."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
+)
+
+from tests.inject.checks import padded_prompts, randomised, same_forward, same_tokens
+
+SMALL = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "parallel, part rotated": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5}),
+    "one after the other": (
+        GPTNeoXConfig, GPTNeoXForCausalLM,
+        {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"},
+    ),
+    "no biases, tied": (
+        GPTNeoXConfig, GPTNeoXForCausalLM,
+        {"attention_bias": False, "tie_word_embeddings": True, "hidden_size": 54, "num_attention_heads": 3},
+    ),
+    "persimmon": (PersimmonConfig, PersimmonForCausalLM, {}),
+    "persimmon without q and k norms": (PersimmonConfig, PersimmonForCausalLM, {"qk_layernorm": False}),
+}  # fmt: skip
+
+
+@pytest.fixture(params=list(CASES), ids=str)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    config, kind, options = CASES[request.param]
+    return randomised(kind(config(**{**SMALL, **options})))
+
+
+def test_forward(model: torch.nn.Module) -> None:
+    same_forward(model, padded_prompts(97))
+
+
+def test_tokens(model: torch.nn.Module) -> None:
+    same_tokens(model, padded_prompts(97))

@@ -1,0 +1,109 @@
+"""Paged batches whose every unused number is NaN and every unused page id is nonsense, and their attention in fp64."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tests.kernels.buffers import poisoned
+
+NONSENSE = (-7, 2**30, -(2**31))  # block ids that no kernel may follow
+SHUFFLED_SPARES = 3  # pages of NaN that belong to nobody
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch in numbers: (queries, keys) of each sequence, rows of padding, heads, widths, what scores go through."""
+
+    seqs: tuple[tuple[int, int], ...]
+    padding: int = 0
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (32, 32)
+    page: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of a case: `args` and `options` as every `paged_attention` takes them."""
+
+    case: Case
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def empty_output(self) -> torch.Tensor:
+        """A tensor like the output."""
+        q: torch.Tensor = self.args[0]
+        return q.new_empty(*q.shape[:2], self.case.dims[1])
+
+    def only(self, b: int) -> "Batch":
+        """Sequence b alone, over the same pages."""
+        q, k_pages, v_pages, table, lens, cu_q, max_q = self.args
+        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        q_len = rows.stop - rows.start
+        alone = (q[rows], k_pages, v_pages, table[b : b + 1], lens[b : b + 1], cu_q[:2] * 0, max_q)
+        alone[5][1] = q_len
+        return Batch(replace(self.case, seqs=self.case.seqs[b : b + 1], padding=0), alone, self.options)
+
+
+def make_batch(case: Case, device: torch.device) -> Batch:
+    """Random tensors for a case."""
+    (heads, kv_heads), (dim, v_dim), size = case.heads, case.dims, case.page
+    q_lens, lens = [q for q, _ in case.seqs], [n for _, n in case.seqs]
+    pages_of = [-(-n // size) for n in lens]
+    num_pages = sum(pages_of) + SHUFFLED_SPARES
+    ids = torch.randperm(num_pages).tolist()
+    table = torch.tensor(NONSENSE * (max(pages_of) + 2))[: max(pages_of) + 2].repeat(len(lens), 1)
+    k_pages = torch.full((num_pages, size, kv_heads, dim), float("nan"))
+    v_pages = torch.full((num_pages, size, kv_heads, v_dim), float("nan"))
+    for b, (q_len, n) in enumerate(case.seqs):
+        for i in range(first_key(case, q_len, n) // size, pages_of[b]):  # pages that left the window are gone
+            table[b, i] = page = ids.pop()
+            begin, end = max(first_key(case, q_len, n) - i * size, 0), min(n - i * size, size)
+            k_pages[page, begin:end] = torch.randn(end - begin, kv_heads, dim)
+            v_pages[page, begin:end] = torch.randn(end - begin, kv_heads, v_dim)
+    q = torch.randn(sum(q_lens) + case.padding, heads, dim)
+    q[sum(q_lens) :] = float("nan")
+    cu_q = torch.tensor([0, *q_lens]).cumsum(0)
+    floats = [x.to(device, case.dtype) for x in (q, k_pages, v_pages)]
+    floats[0] = poisoned(floats[0], gap=8)
+    ints = [x.to(device, torch.int32) for x in (table, torch.tensor(lens), cu_q)]
+    options = {
+        "scale": dim**-0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "alibi_slopes": torch.rand(heads, device=device) if case.alibi else None,
+        "sinks": torch.randn(heads, device=device) if case.sinks else None,
+    }
+    return Batch(case, (*floats, *ints, max([*q_lens, 1])), options)
+
+
+def first_key(case: Case, q_len: int, n: int) -> int:
+    """The first key that any query of a sequence sees."""
+    return max(0, n - q_len - case.window + 1) if case.window else 0
+
+
+def in_fp64(batch: Batch) -> torch.Tensor:
+    """One sequence, one head, one query at a time."""
+    q, k_pages, v_pages, table, _, cu_q, _ = (x.cpu() if isinstance(x, torch.Tensor) else x for x in batch.args)
+    case, options = batch.case, batch.options
+    out = torch.zeros(q.shape[0], q.shape[1], v_pages.shape[3], dtype=torch.float64)
+    for b, (q_len, n) in enumerate(case.seqs):
+        for i in range(q_len if n else 0):
+            pos = n - q_len + i
+            seen = torch.arange(max(0, pos - case.window + 1) if case.window else 0, pos + 1)
+            page = table[b, seen // case.page].long()
+            k, v = (x[page, seen % case.page].double() for x in (k_pages, v_pages))  # [L, Hkv, D]
+            for h in range(case.heads[0]):
+                kv = h * case.heads[1] // case.heads[0]
+                row = int(cu_q[b]) + i
+                s = k[:, kv] @ q[row, h].double() * options["scale"]
+                s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
+                s = s + options["alibi_slopes"][h].cpu().double() * (seen - pos) if case.alibi else s
+                s = torch.cat([s, options["sinks"][h : h + 1].cpu().double()]) if case.sinks else s
+                out[row, h] = s.softmax(0)[: len(seen)] @ v[:, kv]
+    return out.to(batch.args[0].device)

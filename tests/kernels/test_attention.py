@@ -1,0 +1,205 @@
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.kernels import attention
+from outpace.kernels.attention import paged_attention, paged_attention_ref
+from outpace.kernels.attention_decode import DecodeTiles, decode_workspace, paged_attention_decode
+from outpace.kernels.attention_prefill import PrefillTiles, paged_attention_prefill
+from tests.kernels.attention_batches import Batch, Case, in_fp64, make_batch
+from tests.kernels.buffers import Output
+from tests.kernels.tolerances import assert_close, assert_equal
+
+# Triton's interpreter multiplies the bits of bf16 numbers instead of the numbers.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+ALL: dict[str, Any] = {"window": 21, "softcap": 3.0, "alibi": True, "sinks": True}
+DECODES = ((1, 1), (1, 16), (1, 81), (1, 0), (1, 17), (0, 9), (1, 32))  # page borders, and padding in two forms
+MIXED = ((1, 20), (37, 53), (1, 1), (0, 9), (17, 17), (3, 0), (2, 48))
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window 1": {"window": 1},
+    "window 5": {"window": 5},
+    "window over all": {"window": 1000},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "all": ALL,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "no groups": {"heads": (3, 3), "dims": (64, 64)},
+    "groups of 4": {"heads": (8, 2), "dims": (128, 128)},
+    "groups of 7": {"heads": (7, 1), "dims": (80, 80), "page": 32},
+    "groups of 3": {"heads": (9, 3), "dims": (72, 48), "page": 48},
+    "groups of 20": {"heads": (20, 1), "dims": (32, 96)},
+    "fp16": {"dtype": torch.float16},
+    "half, all": {"dtype": HALF, "dims": (64, 32), **ALL},
+}
+
+
+def check(found: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Scores carry a rounding through exp; 16-bit probabilities are rounded once more before they weigh values."""
+    assert_close(found, want, roundings=2, magnitude=1.0 if dtype != torch.float32 else 0.5)
+
+
+def run(function: Any, batch: Batch, **keywords: Any) -> torch.Tensor:
+    """What a function writes into an output between guards."""
+    out = Output.like(batch.empty_output(), gap=8)
+    assert function(*batch.args, **batch.options, out=out.view, **keywords) is out.view
+    return out.checked()
+
+
+def check_all(case: Case, device: torch.device, function: Any, keywords: list[dict[str, Any]]) -> None:
+    """The reference and the kernel under these keywords against fp64."""
+    batch = make_batch(case, device)
+    want = in_fp64(batch)
+    check(run(paged_attention_ref, batch), want, case.dtype)
+    for some in keywords:
+        check(run(function, batch, **some), want, case.dtype)
+
+
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_decode_features(changes: dict[str, Any], device: torch.device) -> None:
+    case = Case(DECODES, padding=1, heads=(2, 1), **changes)
+    small = DecodeTiles(block_n=16)
+    splits: list[dict[str, Any]] = [
+        {"num_splits": 1},
+        {"num_splits": 3, "tiles": small},
+        {"fixed_split": 32, "tiles": small},
+    ]
+    check_all(case, device, paged_attention_decode, splits)
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_decode_shapes(changes: dict[str, Any], device: torch.device) -> None:
+    check_all(Case(DECODES, padding=1, **changes), device, paged_attention_decode, [{}, {"num_splits": 2}])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 40])
+def test_any_number_of_splits(num_splits: int, device: torch.device) -> None:
+    case = Case(((1, 300), (1, 5), (1, 128)), heads=(2, 1), sinks=True)
+    workspace = decode_workspace(4, 2, 32, num_splits, device)  # larger than needed
+    keywords = {"num_splits": num_splits, "tiles": DecodeTiles(block_n=16), "workspace": workspace}
+    check_all(case, device, paged_attention_decode, [keywords])
+
+
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_prefill_features(changes: dict[str, Any], device: torch.device) -> None:
+    case = Case(MIXED, padding=2, **changes)
+    check_all(case, device, paged_attention_prefill, [{"tiles": PrefillTiles(16, 16)}])
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_prefill_shapes(changes: dict[str, Any], device: torch.device) -> None:
+    check_all(Case(MIXED, padding=2, **changes), device, paged_attention_prefill, [{}])
+
+
+def test_rows_may_be_counted_from_any_number(device: torch.device) -> None:
+    """So that the prefills of a mixed batch are a slice of it."""
+    batch = make_batch(Case(MIXED, padding=2), device)
+    *args, cu_q, max_q = batch.args
+    later = Batch(batch.case, (*args, cu_q + 100, max_q), batch.options)
+    for function in (paged_attention_ref, paged_attention_prefill):
+        assert_equal(run(function, later), run(function, batch))
+
+
+def test_prefill_without_any_sequence_writes_zeros(device: torch.device) -> None:
+    batch = make_batch(Case(((0, 0), (0, 0)), padding=40), device)
+    assert_equal(run(paged_attention_prefill, batch), torch.zeros_like(batch.empty_output()))
+
+
+@pytest.mark.parametrize("changes", [{}, ALL], ids=["plain", "all"])
+def test_fixed_split_makes_a_sequence_independent_of_its_batch(changes: dict[str, Any], device: torch.device) -> None:
+    batch = make_batch(Case(((1, 130), (1, 40), (1, 97), (1, 3)), heads=(2, 1), dtype=HALF, **changes), device)
+    keywords = {"fixed_split": 32, "tiles": DecodeTiles(block_n=16)}
+    together = run(paged_attention_decode, batch, **keywords)
+    for b in range(4):
+        alone = batch.only(b)
+        max_len = alone.case.seqs[0][1] if b % 2 else 0  # a grid that just fits, or the block table's
+        assert_equal(run(paged_attention_decode, alone, **keywords, max_len=max_len), together[b : b + 1])
+
+
+def test_empty_batches(device: torch.device) -> None:
+    pages = torch.zeros(1, 16, 1, 32, device=device)
+    ints = torch.zeros(1, dtype=torch.int32, device=device)
+    for function in (paged_attention_ref, paged_attention_decode, paged_attention_prefill):
+        out = function(pages[0, :0], pages, pages, ints[:0, None], ints[:0], ints, 1, scale=1.0)
+        assert out.shape == (0, 1, 32)
+
+
+def test_pages_may_be_interleaved(device: torch.device) -> None:
+    batch = make_batch(Case(DECODES, padding=1), device)
+    q, k_pages, v_pages, *rest = batch.args
+    both = torch.stack([k_pages, v_pages], dim=1)  # [N, 2, bs, Hkv, D]
+    batch = Batch(batch.case, (q, both[:, 0], both[:, 1], *rest), batch.options)
+    want = in_fp64(batch)
+    check(run(paged_attention_ref, batch), want, torch.float32)
+    check(run(paged_attention_decode, batch, num_splits=2), want, torch.float32)
+    check(run(paged_attention_prefill, batch), want, torch.float32)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_fresh_prompts(window: int, device: torch.device) -> None:
+    check_all(Case(((9, 9), (30, 30), (21, 21)), window=window), device, paged_attention_prefill, [{}])
+
+
+def test_the_reference_takes_bf16() -> None:
+    batch = make_batch(Case(MIXED, padding=1, dtype=torch.bfloat16, **ALL), torch.device("cpu"))
+    check(run(paged_attention_ref, batch), in_fp64(batch), torch.bfloat16)
+
+
+def test_the_reference_chunks_large_scores(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(Case(((20, 100), (1, 90), (5, 7), (33, 33)), **ALL), device)
+    monkeypatch.setattr(attention, "SCORE_BYTES", 10_000)
+    monkeypatch.setattr(attention, "PIECE_COST", 0)
+    check(run(paged_attention_ref, batch), in_fp64(batch), torch.float32)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_the_public_function(num_decodes: int, device: torch.device) -> None:
+    for seqs in (((1, 70), (1, 5), (9, 30)), ((1, 70), (1, 5))):
+        batch = make_batch(Case(seqs, padding=1, sinks=True), device)
+        check(run(paged_attention, batch, num_decodes=num_decodes), in_fp64(batch), torch.float32)
+
+
+def test_the_kernels_share_a_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the decodes to one kernel, rows after them to the other."""
+    calls: list[str] = []
+
+    def spy(function: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **keywords)
+
+        return call
+
+    for function in (paged_attention_decode, paged_attention_prefill):
+        monkeypatch.setattr(attention, function.__name__, spy(function))
+    monkeypatch.setattr(attention, "runs_on_cpu", lambda q: False)
+    for seqs, padding, decodes, kernels in [
+        (((1, 70), (1, 5), (9, 30)), 1, 2, ["decode", "prefill"]),
+        (((1, 70), (9, 30), (1, 5)), 0, 0, ["prefill"]),
+        (((1, 70), (1, 5)), 0, 0, ["decode"]),
+        (((1, 70), (0, 0)), 1, 0, ["decode"]),
+        (((1, 70), (1, 5)), 2, 2, ["decode", "prefill"]),
+    ]:
+        batch = make_batch(Case(seqs, padding=padding), device)
+        calls.clear()
+        check(run(paged_attention, batch, num_decodes=decodes), in_fp64(batch), torch.float32)
+        assert [name.removeprefix("paged_attention_") for name in calls] == kernels
+
+
+def test_the_public_function_refuses_what_does_not_fit(device: torch.device) -> None:
+    batch = make_batch(Case(((1, 20),)), device)
+    q, k_pages, v_pages, table, lens, cu_q, max_q = batch.args
+    for args in [
+        (q[..., :16], k_pages, v_pages, table, lens, cu_q),
+        (q, k_pages[:1], v_pages, table, lens, cu_q),
+        (q[:, :3], k_pages, v_pages, table, lens, cu_q),
+        (q, k_pages, v_pages, table, lens, cu_q[:1]),
+        (q, k_pages, v_pages, table, lens.long(), cu_q),
+        (q.half(), k_pages, v_pages, table, lens, cu_q),
+        (q[..., ::2], k_pages[..., :16].contiguous(), v_pages, table, lens, cu_q),
+    ]:
+        with pytest.raises(ValueError):
+            paged_attention(*args, max_q, scale=1.0)
