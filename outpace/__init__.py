@@ -39,7 +39,7 @@ _WHERE = {
     "outpace.types": ("CompletionOutput", "FinishReason", "RequestOutput", "SamplingParams"),
 }
 
-__all__ = ["__version__", *(name for names in _WHERE.values() for name in names)]  # noqa: PLE0604
+__all__ = ["__version__", *(name for names in _WHERE.values() for name in names)]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """InferenceEngine: somebody's module, made ready to run, and still usable as that module."""
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -11,10 +12,14 @@ from torch import nn
 from outpace import generation
 from outpace.config import InferenceConfig
 from outpace.errors import StateError
+from outpace.inject.apply import Injected
+from outpace.inject.start import inject_as_asked
+from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.inspect import ModelInfo, check_model, describe
 from outpace.loading.place import default_dtype, to_dtype
 from outpace.log import chosen, logger
 from outpace.profile import Profiler
+from outpace.runner.fast_generate import FastGenerate
 from outpace.runner.graphs import ForwardGraphs
 from outpace.tree import moved
 
@@ -34,9 +39,11 @@ class InferenceEngine(nn.Module):
         self.inference_config = config
         self.info = _look_at(self.module, config)
         self._dtype = _convert(self.module, config)
+        injected = _inject(self.module, config)
         self._device = _place(self.module, config)
         self._graphs = self._make_graphs(config)
-        self._profiler = Profiler(self.module, self._device)
+        self._profiler = Profiler(self._device)
+        self._fast = self._make_fast(injected, config)
         self.eval()
 
     @property
@@ -70,6 +77,8 @@ class InferenceEngine(nn.Module):
         args, kwargs = self._here((args, kwargs))
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
         generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
+        if self._fast is not None and (loop := self._fast.loop(call.kwargs, call.setting)):
+            generate = functools.partial(generate, custom_generate=loop)
         seed = self.inference_config.seed
         with self._profiler.measure("generate"), torch.random.fork_rng(self._cuda_devices(), enabled=seed is not None):
             if seed is not None:
@@ -78,8 +87,8 @@ class InferenceEngine(nn.Module):
 
     def profile_model_time(self, use_cuda_events: bool = True, *, modules: bool = False) -> None:
         """Take times of every forward and generate from now on; `modules`: of every submodule too."""
-        self._alive()
-        self._profiler.start(use_cuda_events=use_cuda_events, modules=modules, graphs=self._graphs is not None)
+        graphs = self._graphs is not None
+        self._profiler.start(self._alive(), use_cuda_events=use_cuda_events, modules=modules, graphs=graphs)
 
     def model_times(self) -> list[float]:
         """Milliseconds of each forward since the last call; a generate has one for each of its steps."""
@@ -94,7 +103,7 @@ class InferenceEngine(nn.Module):
         self._profiler.stop()
         if self._graphs is not None:
             self._graphs.clear()
-        self._graphs = None
+        self._graphs = self._fast = None
         self._modules.pop("module", None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -137,11 +146,28 @@ class InferenceEngine(nn.Module):
             self.module, self._device, limit=config.max_cuda_graphs, static_output=config.graph_output == "static"
         )
 
+    def _make_fast(self, injected: Injected | None, config: InferenceConfig) -> FastGenerate | None:
+        if injected is None or injected.policy.model is None or not self.info.can_generate:
+            return None
+        return FastGenerate(
+            self.module,
+            injected,
+            max_tokens=config.max_out_tokens,
+            graphs=config.enable_cuda_graph,
+            measure=lambda: self._profiler.measure("forward"),
+        )
+
 
 def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
     info = describe(module, config.config, find_experts=config.moe.enabled)
     logger.info("model: %s (%s, %s experts)", type(module).__name__, info.kind, info.num_experts or "no")
     return info
+
+
+def _inject(module: nn.Module, config: InferenceConfig) -> Injected | None:
+    if not config.replace_with_kernel_inject and not config.injection_policy:
+        return None
+    return inject_as_asked(module, config, choose_kernels(config.torch_device, config.kernels))
 
 
 def _convert(module: nn.Module, config: InferenceConfig) -> torch.dtype:

@@ -1,7 +1,7 @@
 """What `generate` checks and rearranges before Hugging Face's loop runs, and undoes after it."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ class Call:
     """A checked call of generate."""
 
     kwargs: dict[str, Any]
+    setting: Callable[[str], Any]
+    """A generation setting as Hugging Face resolves it."""
     prompt: torch.Tensor | None = None
     """The caller's right-padded prompt, where it had to be moved to the right."""
 
@@ -42,14 +44,16 @@ def check_call(
         raise NotSupported(f"generate: {type(module).__name__} is not a generative model; call the engine itself")
     named = _by_name(module, args, kwargs)
     settings = _Settings(named, generation_config(module))
-    if (settings.get("num_beams") or 1) > 1:
+    if settings.get("num_beams") not in (None, 1):
         raise NotSupported("num_beams: beam search is not supported; leave num_beams at 1")
     ids = _check_ids(named, info)
-    mask = _check_mask(named, ids)
-    _check_length(named, ids, settings, info, config)
+    prompt = _prompt(named, ids)
+    mask = _check_mask(named, prompt)
+    _check_length(named, prompt, settings, info, config)
     if info.kind == "causal":
-        return _pad_left(named, ids, mask if mask is not None else _implied_mask(ids, settings))
-    return Call(named)
+        named, moved = _pad_left(named, ids, mask if mask is not None else _implied_mask(ids, settings))
+        return Call(named, settings.get, moved)
+    return Call(named, settings.get)
 
 
 class _Settings:
@@ -112,14 +116,26 @@ def _check_ids(named: Mapping[str, Any], info: ModelInfo) -> torch.Tensor | None
     return ids
 
 
-def _check_mask(named: Mapping[str, Any], ids: torch.Tensor | None) -> torch.Tensor | None:
+def _prompt(named: Mapping[str, Any], ids: torch.Tensor | None) -> torch.Tensor | None:
+    """What the model reads first, [batch, length, ...]: embeddings where they are given, otherwise ids."""
+    embeds = named.get("inputs_embeds")
+    if embeds is None:
+        return ids
+    if not isinstance(embeds, torch.Tensor) or embeds.dim() != 3:
+        shape = list(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
+        raise InputError(f"inputs_embeds: expected a tensor [batch, length, width], got {shape}")
+    return embeds
+
+
+def _check_mask(named: Mapping[str, Any], prompt: torch.Tensor | None) -> torch.Tensor | None:
     mask = named.get("attention_mask")
-    if mask is None or ids is None:
+    if mask is None or prompt is None:
         return None
     if not isinstance(mask, torch.Tensor):
         raise InputError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-    if mask.shape[0] != ids.shape[0] or mask.dim() != 2 or mask.shape[1] < ids.shape[1]:
-        raise InputError(f"attention_mask: expected the shape of input_ids {list(ids.shape)}, got {list(mask.shape)}")
+    batch, length = prompt.shape[:2]
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
+        raise InputError(f"attention_mask: expected the shape of the prompt {[batch, length]}, got {list(mask.shape)}")
     empty = (mask != 0).sum(dim=1).eq(0)
     if bool(empty.any()):
         raise InputError(f"attention_mask: row {int(empty.nonzero()[0])} masks every token of its prompt")
@@ -127,42 +143,52 @@ def _check_mask(named: Mapping[str, Any], ids: torch.Tensor | None) -> torch.Ten
 
 
 def _check_length(
-    named: Mapping[str, Any], ids: torch.Tensor | None, settings: _Settings, info: ModelInfo, config: InferenceConfig
+    named: Mapping[str, Any], given: torch.Tensor | None, settings: _Settings, info: ModelInfo, config: InferenceConfig
 ) -> None:
     """Prompt plus new tokens must fit, whichever way each of them was given."""
-    prompt = _prompt_length(named, ids, info)
-    new, total = settings.get("max_new_tokens"), settings.get("max_length")
-    if new is not None or total is None:
-        total = prompt + (new if new is not None else DEFAULT_NEW_TOKENS)
+    prompt = _prompt_length(named, given, info)
+    name, total = _total_length(prompt, settings, info)
     limit = config.max_out_tokens
-    if not isinstance(total, int):
-        raise InputError(f"max_new_tokens: expected an integer, got {new!r}")
     if prompt + config.min_out_tokens > limit:
         raise InputError(
             f"input_ids: a prompt of {prompt} tokens leaves no room for {config.min_out_tokens} new ones in "
             f"max_out_tokens={limit}; give init_inference a larger max_out_tokens, or shorten the prompt"
         )
+    if total <= prompt:
+        raise InputError(
+            f"{name}: a prompt of {prompt} tokens leaves no room for new ones in {total}; shorten the prompt"
+        )
     if total > limit:
         raise InputError(
-            f"max_new_tokens: a prompt of {prompt} tokens and {total - prompt} new ones make {total}, more than "
+            f"{name}: a prompt of {prompt} tokens and {total - prompt} new ones make {total}, more than "
             f"max_out_tokens={limit}; give init_inference max_out_tokens={total}, or ask for fewer"
         )
     if info.kind == "causal" and info.max_positions is not None and total > info.max_positions:
         raise InputError(
-            f"max_new_tokens: a prompt of {prompt} tokens and {total - prompt} new ones make {total}, more than the "
+            f"{name}: a prompt of {prompt} tokens and {total - prompt} new ones make {total}, more than the "
             f"{info.max_positions} positions of the model; ask for fewer"
         )
 
 
-def _prompt_length(named: Mapping[str, Any], ids: torch.Tensor | None, info: ModelInfo) -> int:
+def _total_length(prompt: int, settings: _Settings, info: ModelInfo) -> tuple[str, int]:
+    """The longest the sequence may get, and the setting that says so; Hugging Face's rules."""
+    for name in ("max_new_tokens", "max_length"):
+        value = settings.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name}: expected an integer from 1, got {value!r}")
+        return name, value + prompt if name == "max_new_tokens" else value
+    total = prompt + DEFAULT_NEW_TOKENS
+    return "max_new_tokens", total if info.max_positions is None else min(total, info.max_positions)
+
+
+def _prompt_length(named: Mapping[str, Any], given: torch.Tensor | None, info: ModelInfo) -> int:
     """Tokens that the decoder starts from."""
     if info.kind == "encoder-decoder":
         start = named.get("decoder_input_ids")
         return start.shape[-1] if isinstance(start, torch.Tensor) else 1
-    if ids is not None:
-        return ids.shape[1]
-    embeds = named.get("inputs_embeds")
-    return embeds.shape[1] if isinstance(embeds, torch.Tensor) else 1
+    return given.shape[1] if given is not None else 1
 
 
 def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor | None:
@@ -175,19 +201,25 @@ def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor
     return mask.long() if bool(mask.any(dim=1).all()) else None
 
 
-def _pad_left(named: dict[str, Any], ids: torch.Tensor | None, mask: torch.Tensor | None) -> Call:
-    """Decoders continue from the last column: move padding that stands there to the front."""
-    if mask is None or ids is None or named.get("past_key_values") is not None or mask.shape != ids.shape:
-        return Call(named)
+def _pad_left(
+    named: dict[str, Any], ids: torch.Tensor | None, mask: torch.Tensor | None
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Decoders continue from the last column: move padding that stands there to the front.
+
+    The arguments, and the ids as they were where they had to be moved.
+    """
+    prompt = _prompt(named, ids)
+    if mask is None or prompt is None or named.get("past_key_values") is not None or mask.shape != prompt.shape[:2]:
+        return named, None
     trailing = mask.flip(1).ne(0).to(torch.int64).argmax(dim=1)  # [batch] masked columns at the end of each row
     if not bool(trailing.any()):
-        return Call(named)
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    source = (columns[None, :] - trailing[:, None]) % ids.shape[1]
+        return named, None
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    source = (columns[None, :] - trailing[:, None]) % mask.shape[1]
     moved = dict(named, attention_mask=mask)
     for name in _PER_TOKEN:
         tensor = moved.get(name)
-        if isinstance(tensor, torch.Tensor) and tensor.shape[:2] == ids.shape:
+        if isinstance(tensor, torch.Tensor) and tensor.shape[:2] == mask.shape:
             index = source.reshape(*source.shape, *([1] * (tensor.dim() - 2))).expand_as(tensor)
             moved[name] = tensor.gather(1, index)
-    return Call(moved, prompt=ids)
+    return moved, ids if ids is not None and ids.shape == mask.shape else None

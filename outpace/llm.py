@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from rich.progress import track
+from jinja2 import TemplateError
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from outpace.config import InferenceConfig
@@ -36,6 +38,8 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **config: Any,
     ) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+            raise InputError(f"tokenizer: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
         asked = InferenceConfig.of(None, **config)
         loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
         self.name = loaded.name
@@ -54,7 +58,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt (text or token ids), with the same parameters or one for each."""
         work = _pair(_as_prompts(prompts), sampling_params)
-        return [_last(self.stream(*item)) for item in track(work, "Generating", disable=not use_tqdm or len(work) < 2)]
+        outputs = []
+        with Progress(console=Console(stderr=True), disable=not use_tqdm or len(work) < 2) as progress:
+            task = progress.add_task("Generating", total=len(work))
+            for item in work:
+                outputs.append(_last(self.stream(*item)))
+                progress.advance(task)
+        return outputs
 
     def chat(
         self, messages: list[Message], sampling_params: SamplingParams | None = None, **template: Any
@@ -67,16 +77,23 @@ class LLM:
         tokenizer = self._need_tokenizer("chat")
         if tokenizer.chat_template is None and "chat_template" not in template:
             raise ModelError("chat: the tokenizer has no chat template; use generate, or pass chat_template=")
+        if not isinstance(messages, Sequence) or not messages:
+            raise InputError(f"messages: expected a list of dicts with role and content, got {messages!r:.80}")
         for position, message in enumerate(messages):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise InputError(f"messages[{position}]: expected a dict with role and content, got {message!r}")
         options = {"add_generation_prompt": True, **template, "tokenize": True, "return_dict": True}
-        encoded: Any = tokenizer.apply_chat_template(messages, **options)
+        try:
+            encoded: Any = tokenizer.apply_chat_template(messages, **options)
+        except (TemplateError, TypeError) as error:
+            raise InputError(f"messages: the model's chat template refuses them ({error})") from error
         return [int(token) for token in encoded["input_ids"]]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answer one prompt, yielding the answer so far after each token. Stop early by leaving the loop."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"sampling_params: expected SamplingParams, got {params!r:.80}")
         ids = self._tokenize(prompt)
         output = RequestOutput(
             request_id=str(next(self._numbers)),
@@ -92,15 +109,6 @@ class LLM:
     def _run(self, run: "_Run") -> None:
         """Let the engine produce every token of a request."""
         params = run.params
-        config = GenerationConfig(
-            max_new_tokens=params.max_tokens,
-            min_new_tokens=params.min_tokens or None,
-            do_sample=params.temperature > 0,
-            repetition_penalty=params.repetition_penalty,
-            eos_token_id=list(run.end_tokens) or None,
-            pad_token_id=0,
-            **_sampling(params),
-        )
         ids = torch.tensor([run.output.prompt_token_ids], device=self.engine.device)
         with self._lock, torch.random.fork_rng(enabled=params.seed is not None):
             if params.seed is not None:
@@ -108,17 +116,17 @@ class LLM:
             self.engine.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                generation_config=config,
                 streamer=run,
                 stopping_criteria=StoppingCriteriaList([run]),
+                **_settings(params, run.end_tokens),
             )
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             prompt = list(self._need_tokenizer("generate")(prompt)["input_ids"])
-        if not prompt or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        if not isinstance(prompt, list | tuple) or not prompt or not all(type(token) is int for token in prompt):
             raise InputError(f"prompt: expected text or token ids that are not empty, got {prompt!r:.80}")
-        return prompt
+        return list(prompt)
 
     def _need_tokenizer(self, what: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
@@ -210,18 +218,28 @@ def _detokenizer(tokenizer: PreTrainedTokenizerBase | None, params: SamplingPara
     return Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop)
 
 
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    if params.temperature == 0:
-        return {}
+def _settings(params: SamplingParams, end_tokens: set[int]) -> dict[str, Any]:
+    """The parameters as keywords of `generate`: unlike in a GenerationConfig, None there is not filled in from the
+    model's own, which would bring back the end tokens that are to be ignored."""
+    sample = params.temperature > 0
     return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p or None,
+        "max_new_tokens": params.max_tokens,
+        "max_length": None,
+        "min_new_tokens": params.min_tokens or None,
+        "do_sample": sample,
+        "temperature": params.temperature if sample else None,
+        "top_p": params.top_p if sample else None,
+        "top_k": params.top_k if sample else None,
+        "min_p": (params.min_p or None) if sample else None,
+        "repetition_penalty": params.repetition_penalty,
+        "eos_token_id": list(end_tokens) or None,
+        "pad_token_id": 0,
     }
 
 
 def _load(model: str | os.PathLike[str] | None, config: InferenceConfig) -> Loaded:
+    if not isinstance(model, str | os.PathLike | None):
+        raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
     source = None if model is None else os.fspath(model)
     return load(source, dtype=config.dtype, device=config.torch_device)
 
@@ -236,9 +254,11 @@ def _live(model: nn.Module, config: InferenceConfig) -> Loaded:
 def _for_model(asked: InferenceConfig, loaded: Loaded) -> InferenceConfig:
     """The engine's config: the dtype that was decided, and the model's own length unless one is asked for."""
     given = {**asked.given(), "dtype": loaded.dtype}
-    longest = describe(loaded.model, asked.config).max_positions
-    if "max_out_tokens" not in given and longest is not None:
-        given["max_out_tokens"] = longest
+    info = describe(loaded.model, asked.config)
+    if not info.can_generate:
+        raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
+    if "max_out_tokens" not in given and info.max_positions is not None:
+        given["max_out_tokens"] = info.max_positions
     return InferenceConfig(**given)
 
 
@@ -257,6 +277,8 @@ def _pair(
 ) -> list[tuple[Prompt, SamplingParams]]:
     if params is None or isinstance(params, SamplingParams):
         return [(prompt, params or SamplingParams()) for prompt in prompts]
+    if not isinstance(params, Sequence):
+        raise InputError(f"sampling_params: expected SamplingParams, or a list of them, got {params!r:.80}")
     if len(params) != len(prompts):
         raise InputError(
             f"sampling_params: {len(params)} of them for {len(prompts)} prompts; give one, or one for each"

@@ -23,8 +23,7 @@ Span = Callable[[], float]  # the milliseconds of one measured piece of work, on
 class Profiler:
     """Times forward and generate while it is on; costs nothing while it is off."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events = False
         self._on = False
@@ -40,8 +39,8 @@ class Profiler:
         """Whether times are being taken."""
         return self._on
 
-    def start(self, *, use_cuda_events: bool, modules: bool, graphs: bool) -> None:
-        """Start anew, with CUDA events or the wall clock."""
+    def start(self, module: nn.Module, *, use_cuda_events: bool, modules: bool, graphs: bool) -> None:
+        """Start anew on a module, with CUDA events or the wall clock."""
         if modules and graphs:
             raise NotSupported(
                 "profile_model_time(modules=True): a CUDA graph runs as one piece; profile an engine without "
@@ -50,10 +49,10 @@ class Profiler:
         self.stop()
         self._events = use_cuda_events and self._device.type == "cuda"
         self._on = True
-        self._hook(self._module, self._record_forward)
-        for name, module in self._module.named_modules() if modules else ():
+        self._hook(module, self._record_forward)
+        for name, part in module.named_modules() if modules else ():
             if name:
-                self._hook(module, self._modules[name].append)
+                self._hook(part, self._modules[name].append)
 
     def stop(self) -> None:
         """Stop, and forget all times."""

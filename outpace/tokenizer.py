@@ -16,6 +16,7 @@ class Detokenizer:
         self._stop = stop
         self._context = 0  # tokens from here on are decoded again, because text depends on what stands before
         self._done = 0  # tokens up to here are in the text
+        self._seen = ""  # the text, and behind it what may be the beginning of a stop string
         self.token_ids: list[int] = []
         self.text = ""
         self.stopped = False
@@ -35,15 +36,22 @@ class Detokenizer:
         if not self.stopped:
             before = self._decode(self.token_ids[self._context : self._done])
             self._append(self._decode(self.token_ids[self._context :])[len(before) :])
+        self.text = self._seen
 
     def _append(self, piece: str) -> None:
         longest = max(map(len, self._stop), default=0)
-        start = max(0, len(self.text) - longest)
-        self.text += piece
-        found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        start = max(0, len(self._seen) - longest)
+        self._seen += piece
+        found = [at for stop in self._stop if (at := self._seen.find(stop, start)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self._seen = self._seen[: min(found)]
             self.stopped = True
+        self.text = self._seen[: len(self._seen) - (0 if self.stopped else self._held_back())]
+
+    def _held_back(self) -> int:
+        """How many characters at the end may be the beginning of a stop string: shown text is never taken back."""
+        begins = (part for stop in self._stop for part in range(1, len(stop)) if self._seen.endswith(stop[:part]))
+        return max(begins, default=0)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip))

@@ -50,19 +50,27 @@ class SamplingParams:
             if not low <= value <= high:
                 raise InputError(f"{name}: must be from {low:g} to {high:g}, got {value!r}")
         for name in _INTEGERS:
-            if not isinstance(getattr(self, name), int | None):
-                raise InputError(f"{name}: expected an integer, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise InputError(f"{name}: expected an integer, got {value!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise InputError(f"seed: expected an integer of 64 bits, got {self.seed}")
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens: {self.min_tokens} is more than max_tokens={self.max_tokens}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(stop, str) and stop for stop in stops):
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, tuple | list) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InputError(f"stop: expected strings that are not empty, got {self.stop!r}")
-        object.__setattr__(self, "stop", stops)
-        if not all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids):
-            raise InputError(f"stop_token_ids: expected token ids, got {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(stops))
+        tokens = self.stop_token_ids
+        if not isinstance(tokens, tuple | list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
+            raise InputError(f"stop_token_ids: expected token ids, got {tokens!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
 
+_SWITCHES = ("ignore_eos", "skip_special_tokens")
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 1, 2**31),

@@ -52,14 +52,17 @@ class ConfigModel(BaseModel):
         for key in data:
             if key not in names:
                 raise ValueError(f"unknown name {key!r}{_nearest(key, names)}")
-        current = {key: value for key, value in data.items() if key not in cls.deprecated}
+        current = {
+            key: value
+            for key, value in data.items()
+            if key not in cls.deprecated and (not _is_auto(value) or key in cls.keeps_auto)
+        }
         result: dict[str, Any] = {}
         for key, value in current.items():
             name = cls.aliases.get(key, key)
             if name != key and name in current:
                 raise ValueError(f"{key} is another name of {name}: give only one of them")
-            if not _is_auto(value) or name in cls.keeps_auto:
-                result[name] = value
+            result[name] = value
         for old in (key for key in cls.deprecated if key in data and not _is_auto(data[key])):
             _move(result, old, cls.deprecated[old], data[old], cls)
         return result
@@ -88,7 +91,7 @@ def _as_mapping(config: object) -> dict[str, Any]:
     if isinstance(config, ConfigModel):
         return config.given()
     if isinstance(config, Mapping):
-        return dict(config)
+        return {str(key): value for key, value in config.items()}
     if isinstance(config, str | os.PathLike):
         return _read_json(Path(config))
     raise ConfigError(
@@ -123,6 +126,7 @@ def _move(data: dict[str, Any], old: str, path: str, value: object, owner: type[
     warnings.warn(f"{old} is deprecated: use {path}", FutureWarning, stacklevel=2)
     inner = data.get(section, {})
     inner = {"enabled": inner} if isinstance(inner, bool) else _as_mapping(inner)
+    inner = {key: given for key, given in inner.items() if not _is_auto(given)}
     names = {name, *(alias for alias, target in _section(owner, section).aliases.items() if target == name)}
     taken = sorted(names & inner.keys())
     if taken:

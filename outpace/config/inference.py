@@ -63,14 +63,16 @@ class InferenceConfig(ConfigModel):
     """Most graphs kept; the one unused for longest goes first."""
     graph_output: Literal["copy", "static"] = "copy"
     """copy: outputs are yours. static: outputs are overwritten by the next call, and no copy is paid for."""
+    kernels: dict[str, str] | None = None
+    """Implementations of single ops in fused layers: {"attention": "torch"}. None: chosen for the device."""
     use_triton: bool = False
-    """Use Triton kernels in fused layers."""
+    """DeepSpeed's switch for Triton kernels in fused layers, which are used on a GPU anyway."""
     triton_autotune: bool = False
     """Tune Triton kernels at the first use."""
     zero: ZeroConfig = ZeroConfig()
     """ZeRO-Inference."""
     triangular_masking: bool = True
-    """Causal masking in fused layers."""
+    """False says that the fused layers are not causal; a causal model is then refused."""
     moe: MoEConfig = MoEConfig()
     """Mixture of experts; a bool sets `enabled`."""
     keep_module_on_host: bool = False
@@ -88,7 +90,7 @@ class InferenceConfig(ConfigModel):
     checkpoint_config: CheckpointConfig = CheckpointConfig()
     """Where checkpoints are read and written."""
     return_tuple: bool = True
-    """Fused layers return a tuple."""
+    """Only True is accepted: a fused layer returns what the model around it expects."""
     training_mp_size: int = Field(default=1, ge=1)
     """Model-parallel size the checkpoint was trained with."""
     replace_method: str = "auto"
@@ -104,8 +106,8 @@ class InferenceConfig(ConfigModel):
     min_out_tokens: int = Field(default=1, ge=1)
     """`generate` refuses a prompt that leaves room for fewer new tokens than this."""
     transposed_mode: bool = False
-    """Layout of the fused layers' weights."""
-    seed: int | None = None
+    """Only False is accepted: the layout of fused weights is Outpace's own."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Seed of each `generate` call; None: torch's global generator."""
     cache: CacheConfig = CacheConfig()
     """The paged key-value cache."""

@@ -9,14 +9,7 @@ if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
 
 LATER: Mapping[str, str] = {
-    "replace_with_kernel_inject": "kernel injection",
-    "injection_policy": "kernel injection",
-    "use_triton": "kernel injection",
-    "triton_autotune": "kernel injection",
-    "triangular_masking": "kernel injection",
-    "return_tuple": "kernel injection",
-    "transposed_mode": "kernel injection",
-    "set_empty_params": "kernel injection",
+    "triton_autotune": "tuning of kernels on the user's machine",
     "cache": "the paged runtime",
     "scheduler": "the paged runtime",
     "tensor_parallel.tp_size": "tensor parallelism",
@@ -24,6 +17,7 @@ LATER: Mapping[str, str] = {
     "tensor_parallel.mpu": "tensor parallelism",
     "tensor_parallel.tp_group": "tensor parallelism",
     "checkpoint": "checkpoint loading",
+    "set_empty_params": "checkpoint loading",
     "base_dir": "checkpoint loading",
     "save_mp_checkpoint_path": "checkpoint loading",
     "checkpoint_config": "checkpoint loading",
@@ -62,6 +56,27 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "injection_policy with replace_with_kernel_inject: a layer is injected by your policy or by ours; give one",
     ),
     (
+        lambda c: c.use_triton and (c.torch_device.type != "cuda" or not c.replace_with_kernel_inject),
+        "use_triton: Triton kernels run in fused layers on a GPU, where they are used anyway; give "
+        "replace_with_kernel_inject=True on a machine with a GPU, or leave it out",
+    ),
+    (
+        lambda c: bool(c.kernels) and not (c.replace_with_kernel_inject or c.injection_policy),
+        "kernels: they run in fused layers; give replace_with_kernel_inject=True, or leave it out",
+    ),
+    (
+        lambda c: not c.triangular_masking and not (c.replace_with_kernel_inject or c.injection_policy),
+        "triangular_masking: it concerns fused layers; give replace_with_kernel_inject=True, or leave it out",
+    ),
+    (
+        lambda c: not c.return_tuple,
+        "return_tuple=False: a fused layer returns what the model around it expects; leave it out",
+    ),
+    (
+        lambda c: c.transposed_mode,
+        "transposed_mode: the layout of fused weights is Outpace's own; leave it out",
+    ),
+    (
         lambda c: c.triton_autotune and not c.use_triton,
         "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too",
     ),
@@ -78,7 +93,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1",
     ),
     (
-        lambda c: c.min_out_tokens >= c.max_out_tokens > 1,
+        lambda c: c.min_out_tokens >= max(c.max_out_tokens, 2),  # 1 and 1: a model that does not generate
         "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
     ),
     (

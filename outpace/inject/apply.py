@@ -17,6 +17,10 @@ from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 
 _EPS_NAMES = ("eps", "variance_epsilon")
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,12 @@ def fill(fused: FusedLayer, layer: nn.Module) -> None:
     fused.mlp = None if policy.mlp is None else part(policy.mlp)
     fused.sinks = None if policy.sinks is None else part.parameter(policy.sinks)
     table = None if policy.rotary_table is None else part.buffer(policy.rotary_table).float().chunk(2, dim=-1)
-    fused.register_buffer("sin", None if table is None else table[0], persistent=False)
-    fused.register_buffer("cos", None if table is None else table[1], persistent=False)
+    fused.register_buffer("sin", None if table is None else table[0].contiguous(), persistent=False)
+    fused.register_buffer("cos", None if table is None else table[1].contiguous(), persistent=False)
     if policy.mlp is None:
         activation_kind(settings.activation)  # unknown ones raise here, not in the first forward
+    for name in _HOOKS:  # Hugging Face puts its own there once, when outputs are first recorded
+        setattr(fused, name, getattr(layer, name))
     for name, value in vars(layer).items():  # plain attributes that the model around it may read
         if not name.startswith("_"):
             fused.__dict__.setdefault(name, value)

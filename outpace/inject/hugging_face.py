@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outpace.errors import NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.kernels.rotary import split_qkv
 
@@ -24,6 +25,10 @@ def hugging_face_layer(layer: type[nn.Module]) -> type[FusedLayer]:
 
 
 def _forward(layer: FusedLayer, call: dict[str, Any]) -> Any:
+    if call.get("encoder_hidden_states") is not None:
+        raise NotSupported("injection: a fused layer has no cross-attention, and encoder_hidden_states were given")
+    if call.get("output_attentions"):
+        raise NotSupported("output_attentions: a fused layer keeps no attention weights; run the model uninjected")
     hidden: Tensor = call["hidden_states"]  # [B, L, H]
     attend = _DenseAttention(call, *hidden.shape[:2])
     result = layer.run(hidden.reshape(-1, hidden.shape[-1]), attend).view(hidden.shape)
@@ -34,6 +39,7 @@ class _DenseAttention:
     """Attention of a padded batch [B, L], with Hugging Face's mask, rotary embeddings and cache."""
 
     def __init__(self, call: dict[str, Any], batch: int, length: int) -> None:
+        self._call = call
         self._mask: Tensor | None = call.get("attention_mask")
         self._alibi: Tensor | None = call.get("alibi")
         self._rotary = call.get("position_embeddings")
@@ -45,9 +51,23 @@ class _DenseAttention:
         q, k, v = (part.view(*self._shape, *part.shape[1:]).transpose(1, 2) for part in self._turn(layer, qkv))
         if self._cache is not None:
             k, v = self._cache.update(k, v, layer.index)
-        mask = _within_window(layer, self._mask, q, k) if layer.policy.own_window else self._mask
-        attended = _attend(layer, q, k, v, mask, None if layer.policy.alibi_in_mask else self._alibi)  # [B, Hq, L, D]
+        attended = _attend(layer, q, k, v, self._seen(layer, q, k), self._biases(layer, k))  # [B, Hq, L, D]
         return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+    def _seen(self, layer: FusedLayer, q: Tensor, k: Tensor) -> Tensor | None:
+        """What Hugging Face says that each query sees, and what it leaves to the layer to know."""
+        mask = ~self._mask if self._mask is not None and layer.policy.mask_forbids else self._mask
+        causal = self._call.get("is_causal")
+        if mask is None and causal is not None and causal != layer.policy.causal:  # asked of this call or in the config
+            full = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = full.tril(k.shape[2] - q.shape[2]) if causal else full
+        return _within_window(layer, mask, q, k) if layer.policy.own_window else mask
+
+    def _biases(self, layer: FusedLayer, k: Tensor) -> Tensor | None:
+        """ALiBi's biases of the keys [B * Hq or Hq, 1, S], unless they are in the mask."""
+        if not layer.settings.alibi or layer.policy.alibi_in_mask:
+            return None
+        return self._alibi if self._alibi is not None else self._call["position_bias"][..., -k.shape[2] :]
 
     def _turn(self, layer: FusedLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [T, heads, D], normed and rotated."""
@@ -133,12 +153,12 @@ def _within_window(layer: FusedLayer, mask: Tensor | None, q: Tensor, k: Tensor)
 
 
 def _with_alibi(alibi: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-    """Slopes times distances [B * Hq, 1, S], and minus infinity where the mask forbids."""
-    bias = alibi.view(q.shape[0], q.shape[1], -1, alibi.shape[-1])[..., : k.shape[2]].to(q.dtype)
+    """Slopes times distances [B * Hq or Hq, 1, S], and minus infinity where the mask forbids."""
+    bias = alibi.reshape(-1, q.shape[1], 1, alibi.shape[-1])[..., : k.shape[2]].to(q.dtype)
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     mask = _cut(mask, k)
     assert mask is not None, "made above"
     if mask.dtype == torch.bool:
-        return bias.expand(-1, -1, q.shape[2], -1).masked_fill(~mask, torch.finfo(q.dtype).min)
+        return bias.expand(q.shape[0], -1, q.shape[2], -1).masked_fill(~mask, torch.finfo(q.dtype).min)
     return bias + mask.to(q.dtype)

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.inject.policy import Policy, Settings
+from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
+from outpace.kernels.gemv import prefers_gemv
 
 Attend = Callable[["FusedLayer", Tensor], Tensor]
 """Attention over wherever the keys and values are: (layer, qkv [T, (Hq + 2 Hkv) * D]) -> [T, Hq * D]."""
@@ -67,6 +69,12 @@ class Linear(nn.Module):
         add: Tensor | None = None,
     ) -> Tensor:
         """[T, K] -> [T, N], or [T, N / 2] where gated."""
+        if (
+            self._kernels.gemv is not None
+            and (act is None or gated)
+            and prefers_gemv(len(x), self.weight.shape[0], self.weight.shape[1], x.dtype)
+        ):
+            return self._few_rows(x, norm, act, add)
         if norm is not None:
             x = norm(x)
         if act is not None:
@@ -76,6 +84,18 @@ class Linear(nn.Module):
         if self.bias is None:
             return torch.addmm(add, x, self.weight.t())  # the sum is taken in the product's epilogue
         return F.linear(x, self.weight, self.bias) + add
+
+    def _few_rows(self, x: Tensor, norm: Norm | None, act: str | None, add: Tensor | None) -> Tensor:
+        """All of it in one kernel, which reads the weights once."""
+        assert self._kernels.gemv is not None, "asked before"
+        fused: dict[str, Any] = {}
+        if norm is not None and norm.kind == "rms" and norm.weight is not None:
+            fused = {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
+            fused["round_before_weight"] = norm.round_before_weight
+        elif norm is not None:
+            x = norm(x)
+        kind = None if act is None else activation_kind(act)
+        return self._kernels.gemv(x, self.weight, bias=self.bias, activation=kind, add=add, **fused)
 
     def _activated(self, x: Tensor, act: str, gated: bool) -> Tensor:
         if gated:
@@ -164,12 +184,19 @@ def _normed(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
     return layer.feed_forward(x, None, add=x)
 
 
+def _scaled(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    scale = layer.settings.residual
+    x = x + layer.attention(x, layer.attn_norm, attend, add=None) * scale
+    return x + layer.feed_forward(x, layer.mlp_norm, add=None) * scale
+
+
 _PLACEMENTS: dict[str, Callable[[FusedLayer, Tensor, Attend], Tensor]] = {
     "pre": _pre,
     "post": _post,
     "sandwich": _sandwich,
     "parallel": _parallel,
     "normed": _normed,
+    "scaled": _scaled,
 }
 
 

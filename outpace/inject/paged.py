@@ -13,7 +13,6 @@ from outpace.inject.apply import Injected, make_norm
 from outpace.inject.modules import FusedLayer, Linear
 from outpace.inject.parts import Parts
 from outpace.inject.rope import Table, alibi_slopes, rope_tables
-from outpace.kernels.dispatch import Kernels
 from outpace.kernels.rotary import QKV, split_qkv
 
 
@@ -44,11 +43,12 @@ class Batch:
 class PagedModel:
     """Runs batches through the fused layers of a causal model. Holds no weights of its own."""
 
-    def __init__(self, model: nn.Module, injected: Injected, max_positions: int, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, injected: Injected, max_positions: int) -> None:
         roles = injected.policy.model
         if roles is None:
             raise ModelError("injection: this family has no paged form")
         config: Any = injected.config
+        kernels = injected.layers[0].kernels
         if reason := roles.refuses(config):
             raise NotSupported(f"pages: {type(model).__name__} {reason}; Hugging Face's own loop can run it")
         part = Parts(model)
@@ -65,8 +65,9 @@ class PagedModel:
         self._norm = None if norm is None else make_norm(norm, injected.policy, kernels)
         self._after = part.optional(roles.project_out)
         self._head = Linear(head.weight.data, None if head.bias is None else head.bias.data, kernels)
-        self._softcap = roles.logit_softcap(config)
+        self._softcap, self._logit_scale = roles.logit_softcap(config), roles.logit_scale(config)
         self._tables = rope_tables(model, injected, max_positions)
+        _check_positions(self._positions, self._offset, self._tables, max_positions)
         device = self._embedding.device
         self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
         self.kv_heads = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
@@ -83,6 +84,7 @@ class PagedModel:
         if self._after is not None:
             x = self._after(x if self._norm is None else self._norm(x))
         x = self._head(x, norm=self._norm if self._after is None else None)
+        x = x if self._logit_scale == 1.0 else x * self._logit_scale
         return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
 
     def _embed(self, batch: Batch) -> Tensor:
@@ -121,6 +123,14 @@ class _PagedAttention:
             alibi_slopes=self._slopes[index], sinks=layer.sinks, max_len=batch.max_len,
         )  # fmt: skip
         return attended.reshape(qkv.shape[0], -1)
+
+
+def _check_positions(learned: Tensor | None, offset: int, tables: list[Table], asked: int) -> None:
+    """A read behind the last position would be of whatever memory is there."""
+    rows = [cos.shape[0] for cos, _ in tables if cos is not None]
+    limit = min(rows if learned is None else [*rows, learned.shape[0] - offset], default=asked)
+    if asked > limit:
+        raise NotSupported(f"pages: the model knows {limit} positions and not {asked}; give max_out_tokens={limit}")
 
 
 def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:

@@ -33,6 +33,14 @@ def _window(config: Any, index: int) -> int:
     return (getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
+def looks_ahead(config: Any) -> str | None:
+    """Pages hold what came before a token; a model that also sees what comes after it needs Hugging Face's masks."""
+    for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
+        if getattr(config, name, None) is ahead:
+            return f"sees later tokens ({name}={ahead})"
+    return None
+
+
 READERS: Mapping[str, Reader] = {
     "num_heads": _named("num_attention_heads"),
     "num_kv_heads": _named("num_key_value_heads", "num_attention_heads"),
@@ -43,6 +51,7 @@ READERS: Mapping[str, Reader] = {
     "activation": _named("hidden_act", "hidden_activation", "activation_function", "activation"),
     "rotary": lambda config, index: True,
     "alibi": lambda config, index: False,
+    "residual": lambda config, index: getattr(config, "residual_multiplier", None) or 1.0,
     "clip": lambda config, index: getattr(config, "clip_qkv", None) or 0.0,
 }
 """Settings of a layer, and where most families keep them."""
@@ -62,6 +71,8 @@ class Settings:
     activation: str
     rotary: bool
     alibi: bool
+    residual: float
+    """What a block's result is multiplied with before it is added, where the placement says so."""
     clip: float
     """Bound of what q, k and v may be; 0: none."""
 
@@ -95,7 +106,8 @@ class ModelRoles:
     project_in: str | None = None
     project_out: str | None = None
     logit_softcap: Callable[[Any], float] = lambda config: getattr(config, "final_logit_softcapping", None) or 0.0
-    refuses: Refusal = lambda config: None
+    logit_scale: Callable[[Any], float] = lambda config: 1.0
+    refuses: Refusal = looks_ahead
     """What Hugging Face's loop can do and pages cannot."""
 
 
@@ -105,9 +117,9 @@ class Policy:
 
     layers: tuple[str, ...]
     """Class names of the layers; with their module's name where the class name alone says too little."""
-    placement: Literal["pre", "post", "sandwich", "parallel", "normed"] = "pre"
+    placement: Literal["pre", "post", "sandwich", "parallel", "normed", "scaled"] = "pre"
     """pre: x += f(norm(x)) · post: x = norm(x + f(x)) · sandwich: x += norm(f(norm(x))) · parallel: both from one x ·
-    normed: x = n + f(n) with n = norm(x)."""
+    normed: x = n + f(n) with n = norm(x) · scaled: x += residual * f(norm(x))."""
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     """Added to the norms' weights: Gemma stores weight - 1."""
@@ -143,6 +155,8 @@ class Policy:
     """A buffer in each layer [positions, R], sin in its first half and cos in its second."""
     own_window: bool = False
     """The layer keeps to its window by itself: Hugging Face's mask knows of none."""
+    mask_forbids: bool = False
+    """True in Hugging Face's mask is a key that a query must not see."""
     alibi_in_mask: bool = False
     """Hugging Face's mask brings the biases of ALiBi."""
     slopes: Slopes = power_slopes

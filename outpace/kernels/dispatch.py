@@ -10,6 +10,7 @@ from outpace.errors import ConfigError
 from outpace.kernels.activation import bias_act_ref, bias_act_triton, gated_act_ref, gated_act_triton
 from outpace.kernels.attention import paged_attention, paged_attention_ref
 from outpace.kernels.embedding import embed_ref, embed_triton
+from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
@@ -24,7 +25,7 @@ def _attention_ref(*args: Any, max_len: int = 0, **options: Any) -> torch.Tensor
     return paged_attention_ref(*args, **options)
 
 
-IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
     "rms_norm": {"torch": rms_norm_ref, "triton": rms_norm_triton},
     "layer_norm": {"torch": layer_norm_ref, "triton": layer_norm_triton},
     "gated_act": {"torch": gated_act_ref, "triton": gated_act_triton},
@@ -32,6 +33,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op]] = {
     "rotary": {"torch": rope_and_cache_ref, "triton": rope_and_cache_triton},
     "attention": {"torch": _attention_ref, "triton": paged_attention},
     "embed": {"torch": embed_ref, "triton": embed_triton},
+    "gemv": {"torch": None, "triton": gemv_triton},
 }
 
 
@@ -46,6 +48,8 @@ class Kernels:
     rotary: Op
     attention: Op
     embed: Op
+    gemv: Op | None
+    """A linear of few rows with norm, activation and sum in one kernel; None: torch's product does them all."""
 
 
 def choose_kernels(device: torch.device, asked: Mapping[str, str] | None = None) -> Kernels:
@@ -60,7 +64,8 @@ def choose_kernels(device: torch.device, asked: Mapping[str, str] | None = None)
     for op, name in asked.items():
         chosen(f"kernel {op}", name, "asked for")
     chosen("kernels", default, reason)
-    return Kernels(**{op: found[asked.get(op, default)] for op, found in IMPLEMENTATIONS.items()})
+    ops: dict[str, Any] = {op: found[asked.get(op, default)] for op, found in IMPLEMENTATIONS.items()}
+    return Kernels(**ops)
 
 
 def _default(device: torch.device) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Triton where it is installed, and otherwise a stand-in, so that kernel files can be imported on a machine without it.
 
-Triton comes with torch on CUDA machines. On a CPU the torch references run, and Triton is needed by the tests alone, which
-run the kernels in its interpreter (`TRITON_INTERPRET=1`).
+Triton comes with torch on CUDA machines. On a CPU the torch references run, and Triton is needed by the tests alone,
+which run the kernels in its interpreter (`TRITON_INTERPRET=1`).
 """
 
 from typing import Any

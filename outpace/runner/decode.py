@@ -1,5 +1,7 @@
 """Hugging Face's generation loop over pages: one prefill of the prompts, then a captured graph for each token."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from outpace.inject.paged import PagedModel
 from outpace.runner.paged_steps import PagedSteps
 
+Measure = Callable[[], AbstractContextManager[Any]]
+"""What times each forward, where somebody wants to know."""
+
 ROOM = 1024  # tokens of a sequence that pages are made for at least, so that a longer call seldom makes new ones
 CHECK_EVERY = 16  # steps between looks at whether every sequence has ended: a look makes the host wait for the GPU
 
@@ -17,8 +22,9 @@ CHECK_EVERY = 16  # steps between looks at whether every sequence has ended: a l
 class PagedDecoder:
     """Generates from padded prompts. Pages and graphs are kept between calls; each call starts with empty sequences."""
 
-    def __init__(self, model: PagedModel, max_tokens: int, *, graphs: bool) -> None:
+    def __init__(self, model: PagedModel, max_tokens: int, measure: Measure = nullcontext, *, graphs: bool) -> None:
         self._model = model
+        self._measure = measure
         self._max_tokens = max_tokens
         self._graphs = graphs
         self._state: PagedSteps | None = None
@@ -38,9 +44,10 @@ class PagedDecoder:
         mask: Tensor = model_kwargs["attention_mask"]
         limit = generation_config.max_length
         state = self._prepared(input_ids.shape[0], limit)
-        logits = state.prefill(input_ids, mask)
+        with self._measure():
+            logits = state.prefill(input_ids, mask)
         run = _Run(input_ids, limit, logits_processor, stopping_criteria, generation_config, streamer)
-        return run.loop(state, logits)
+        return run.loop(state, logits, self._measure)
 
     def _prepared(self, batch: int, length: int) -> PagedSteps:
         if self._state is None or not self._state.fits(batch, length):
@@ -77,7 +84,7 @@ class _Run:
         self._plain = all(isinstance(item, MaxLengthCriteria | EosTokenCriteria) for item in criteria)
         self._ends = config._eos_token_tensor
 
-    def loop(self, state: PagedSteps, logits: Tensor) -> Tensor:
+    def loop(self, state: PagedSteps, logits: Tensor, measure: Measure) -> Tensor:
         """Tokens until every sequence has ended."""
         while True:
             token = self._pick(logits)
@@ -85,7 +92,8 @@ class _Run:
             if self._finished():
                 break
             state.ids.copy_(token)
-            logits = state.step()
+            with measure():
+                logits = state.step()
         if self._streamer is not None:
             self._streamer.end()
         return self._ids[:, : self._at - int(self._late.min())]

@@ -8,9 +8,8 @@ from torch import nn
 
 from outpace.inject.apply import Injected
 from outpace.inject.paged import PagedModel
-from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
-from outpace.runner.decode import PagedDecoder
+from outpace.runner.decode import Measure, PagedDecoder
 
 Setting = Callable[[str], Any]
 """A generation setting as Hugging Face resolves it: keyword, then given config, then the model's own."""
@@ -40,9 +39,9 @@ class FastGenerate:
     """The paged loop of one injected model; its pages come with the first call that can use them."""
 
     def __init__(
-        self, model: nn.Module, injected: Injected, kernels: Kernels, *, max_tokens: int, graphs: bool
+        self, model: nn.Module, injected: Injected, *, max_tokens: int, graphs: bool, measure: Measure
     ) -> None:
-        self._make = lambda: PagedDecoder(PagedModel(model, injected, max_tokens, kernels), max_tokens, graphs=graphs)
+        self._make = lambda: PagedDecoder(PagedModel(model, injected, max_tokens), max_tokens, measure, graphs=graphs)
         self._decoder: PagedDecoder | None = None
         self._told: set[str] = set()
 

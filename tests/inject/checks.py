@@ -68,8 +68,7 @@ def same_tokens(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int = N
     options = {"max_new_tokens": new_tokens, "do_sample": False}
     expected = model.generate(**inputs, **options)
     assert torch.equal(fused.generate(**inputs, **options), expected)
-    kernels = choose_kernels(CPU)
-    decoder = PagedDecoder(PagedModel(fused, injected, expected.shape[1], kernels), expected.shape[1], graphs=False)
+    decoder = PagedDecoder(PagedModel(fused, injected, expected.shape[1]), expected.shape[1], graphs=False)
     paged = fused.generate(**inputs, **options, custom_generate=functools.partial(decoder, streamer=None))
     assert torch.equal(paged, expected)
 
@@ -77,7 +76,7 @@ def same_tokens(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int = N
 def same_paged_logits(model: Any, vocab: int, length: int = 12) -> None:
     """Logits after every token of a prompt agree through pages: greedy tokens do not see what keeps the order."""
     fused, injected = injected_copy(model)
-    paged = PagedModel(fused, injected, length, choose_kernels(CPU))
+    paged = PagedModel(fused, injected, length)
     ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(2))
     places = torch.arange(length)
     ends, table = torch.tensor([0, length], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)

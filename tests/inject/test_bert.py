@@ -128,7 +128,7 @@ def test_pairs_of_models_are_refused() -> None:
 def test_an_encoder_has_no_pages() -> None:
     fused, injected = injected_copy(made("Bert", "ForMaskedLM", SMALL))
     with pytest.raises(ModelError, match="no paged form"):
-        PagedModel(fused, injected, 64, choose_kernels(CPU))
+        PagedModel(fused, injected, 64)
 
 
 def test_a_class_that_shares_the_name_of_distilberts_layer_is_left_alone() -> None:

@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-)
+from transformers import BloomConfig, BloomForCausalLM
 
 from outpace.errors import NotSupported
-from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_tokens
+from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "n_layer": 3, "n_head": 4,
     "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -35,6 +32,10 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 def test_forward(model: torch.nn.Module) -> None:
     same_forward(model, padded_prompts(97))
+
+
+def test_paged_logits(model: torch.nn.Module) -> None:
+    same_paged_logits(model, 97)
 
 
 def test_tokens(model: torch.nn.Module) -> None:

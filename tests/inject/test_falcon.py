@@ -4,17 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
-)
+from transformers import FalconConfig, FalconForCausalLM
 
 from outpace.errors import NotSupported
 from outpace.inject.paged import PagedModel
-from outpace.kernels.dispatch import choose_kernels
-from tests.inject.checks import CPU, injected_copy, padded_prompts, randomised, same_forward, same_tokens
+from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 128,
     "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -47,6 +43,10 @@ def test_forward(model: torch.nn.Module) -> None:
     same_forward(model, padded_prompts(97))
 
 
+def test_paged_logits(model: torch.nn.Module) -> None:
+    same_paged_logits(model, 97)
+
+
 def test_tokens(model: torch.nn.Module) -> None:
     same_tokens(model, padded_prompts(97))
 
@@ -61,4 +61,10 @@ def test_rounded_alibi_runs_without_pages() -> None:
     expected, found = (item.generate(**prompts, max_new_tokens=32, do_sample=False) for item in (model, fused))
     assert torch.equal(expected, found)
     with pytest.raises(NotSupported, match="bfloat16"):
-        PagedModel(fused, injected, 64, choose_kernels(CPU))
+        PagedModel(fused, injected, 64)
+
+
+def test_alibi_added_twice_is_refused() -> None:
+    config = FalconConfig(**{**SMALL, "alibi": True, "attn_implementation": "eager"})
+    with pytest.raises(NotSupported, match="twice"):
+        injected_copy(FalconForCausalLM(config))

@@ -16,9 +16,7 @@ from transformers import (
 
 from outpace.errors import NotSupported
 from outpace.inject.paged import PagedModel
-from outpace.kernels.dispatch import choose_kernels
 from tests.inject.checks import (
-    CPU,
     injected_copy,
     padded_prompts,
     randomised,
@@ -30,7 +28,7 @@ from tests.inject.checks import (
 SMALL = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 TABLES = {
@@ -41,7 +39,7 @@ GEMMA2 = {"sliding_window": 5, "query_pre_attn_scalar": 10}
 GEMMA3 = {"sliding_window": 5, "query_pre_attn_scalar": 10, "layer_types": KINDS, "rope_parameters": TABLES}
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "gemma": (GemmaConfig, GemmaForCausalLM, {}),
+    "gemma tied": (GemmaConfig, GemmaForCausalLM, {"tie_word_embeddings": True}),
     "gemma mqa, biases": (
         GemmaConfig, GemmaForCausalLM, {"num_key_value_heads": 1, "head_dim": 20, "attention_bias": True},
     ),
@@ -58,6 +56,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {**GEMMA2, "layer_types": ["full_attention", *KINDS[:2]], "attention_bias": True, "num_key_value_heads": 6},
     ),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA3),
+    "gemma3 tied": (Gemma3TextConfig, Gemma3ForCausalLM, {**GEMMA3, "tie_word_embeddings": True}),
     "gemma3 cap": (
         Gemma3TextConfig, Gemma3ForCausalLM,
         {**GEMMA3, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5, "head_dim": 20},
@@ -89,4 +88,4 @@ def test_a_bidirectional_one_runs_as_hugging_face_masks_it_and_never_through_pag
     same_forward(randomised(Gemma3TextModel(config)), padded_prompts(97))
     fused, injected = injected_copy(Gemma3ForCausalLM(config))
     with pytest.raises(NotSupported, match="use_bidirectional_attention"):
-        PagedModel(fused, injected, 64, choose_kernels(CPU))
+        PagedModel(fused, injected, 64)

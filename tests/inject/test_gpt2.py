@@ -1,5 +1,6 @@
 """GPT-2."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outpace.errors import NotSupported
-from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_tokens
+from outpace.inject.paged import PagedModel
+from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128,
     "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -36,6 +38,10 @@ def test_forward(model: torch.nn.Module) -> None:
     same_forward(model, padded_prompts(97))
 
 
+def test_paged_logits(model: torch.nn.Module) -> None:
+    same_paged_logits(model, 97)
+
+
 def test_tokens(model: torch.nn.Module) -> None:
     same_tokens(model, padded_prompts(97))
 
@@ -44,3 +50,16 @@ def test_cross_attention_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(**{**SMALL, "add_cross_attention": True}))
     with pytest.raises(NotSupported, match="cross-attention"):
         injected_copy(model)
+
+
+def test_encoder_states_are_refused() -> None:
+    fused, _ = injected_copy(GPT2LMHeadModel(GPT2Config(**SMALL)))
+    with pytest.raises(NotSupported, match="encoder_hidden_states"):
+        fused(**padded_prompts(97), encoder_hidden_states=torch.zeros(3, 2, 48))
+
+
+@pytest.mark.parametrize("positions", [128, 129])
+def test_pages_for_no_more_positions_than_there_are(positions: int) -> None:
+    fused, injected = injected_copy(GPT2LMHeadModel(GPT2Config(**SMALL)))
+    with pytest.raises(NotSupported, match="max_out_tokens=128") if positions > 128 else nullcontext():
+        PagedModel(fused, injected, positions)

@@ -4,16 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    CodeGenConfig,
-    CodeGenForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
-)
+from transformers import CodeGenConfig, CodeGenForCausalLM, GPTJConfig, GPTJForCausalLM
 
-from tests.inject.checks import padded_prompts, randomised, same_forward, same_tokens
+from tests.inject.checks import padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 8,
     "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -35,6 +30,10 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 def test_forward(model: torch.nn.Module) -> None:
     same_forward(model, padded_prompts(97))
+
+
+def test_paged_logits(model: torch.nn.Module) -> None:
+    same_paged_logits(model, 97)
 
 
 def test_tokens(model: torch.nn.Module) -> None:

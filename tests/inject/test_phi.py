@@ -4,14 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    PhiConfig,
-    PhiForCausalLM,
-)
+from transformers import PhiConfig, PhiForCausalLM
 
-from tests.inject.checks import padded_prompts, randomised, same_forward, same_tokens
+from tests.inject.checks import padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -35,6 +32,10 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 def test_forward(model: torch.nn.Module) -> None:
     same_forward(model, padded_prompts(97))
+
+
+def test_paged_logits(model: torch.nn.Module) -> None:
+    same_paged_logits(model, 97)
 
 
 def test_tokens(model: torch.nn.Module) -> None:

@@ -8,9 +8,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from outpace.errors import NotSupported
 from outpace.inject.paged import PagedModel
-from outpace.kernels.dispatch import choose_kernels
 from tests.inject.checks import (
-    CPU,
     injected_copy,
     padded_prompts,
     randomised,
@@ -72,5 +70,5 @@ def test_longrope_beyond_its_original_length_is_for_hugging_face() -> None:
     expected = model.generate(**inputs, max_new_tokens=64, do_sample=False)
     assert torch.equal(fused.generate(**inputs, max_new_tokens=64, do_sample=False), expected)
     with pytest.raises(NotSupported, match="longrope changes its frequencies with the length beyond 32"):
-        PagedModel(fused, injected, 76, choose_kernels(CPU))
-    PagedModel(fused, injected, 32, choose_kernels(CPU))
+        PagedModel(fused, injected, 76)
+    PagedModel(fused, injected, 32)

@@ -35,6 +35,11 @@ def _slopes(settings: Settings, positions: int) -> list[float]:
     return [slope * settings.scale for slope in slopes[:, 0].tolist()]
 
 
+def _twice(config: Any) -> str | None:
+    twice = config.alibi and config._attn_implementation == "eager"
+    return 'adds ALiBi twice with attn_implementation="eager"; load it with "sdpa"' if twice else None
+
+
 FALCON = Policy(
     layers=("FalconDecoderLayer",),
     placement="parallel",
@@ -61,6 +66,7 @@ FALCON = Policy(
         norm="transformer.ln_f",
         rotary="transformer.rotary_emb",
     ),
+    refuses=_twice,
 )
 
 POLICIES = (FALCON,)

@@ -1,15 +1,8 @@
 """Gemma 1, 2 and 3: norms around each block that store weight - 1, scaled embeddings, windows, caps on scores."""
 
 from dataclasses import replace
-from typing import Any
 
 from outpace.inject.policy import ModelRoles, Policy
-
-
-def _bidirectional(config: Any) -> str | None:
-    both = getattr(config, "use_bidirectional_attention", None)
-    return "looks at later tokens (use_bidirectional_attention), which pages do not hold yet" if both else None
-
 
 GEMMA = Policy(
     layers=("GemmaDecoderLayer",),
@@ -23,7 +16,7 @@ GEMMA = Policy(
     down="mlp.down_proj",
     model=ModelRoles(
         embed="model.embed_tokens", layers="model.layers", norm="model.norm", rotary="model.rotary_emb",
-        embed_scale=lambda config: config.hidden_size**0.5, refuses=_bidirectional,
+        embed_scale=lambda config: config.hidden_size**0.5,
     ),
 )  # fmt: skip
 

@@ -1,0 +1,39 @@
+"""MPT: ALiBi with slopes of its own, nothing has a bias."""
+
+import math
+
+from outpace.inject.policy import ModelRoles, Policy, Settings
+
+
+def _slopes(settings: Settings, positions: int) -> list[float]:
+    """Of the next power of two, every second one first."""
+    heads = settings.num_heads
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes if power == heads else [*slopes[1::2], *slopes[::2]][:heads]
+
+
+MPT = Policy(
+    layers=("MptBlock",),
+    norm="layer",
+    attn_norm="norm_1",
+    mlp_norm="norm_2",
+    qkv="attn.Wqkv",
+    out="attn.out_proj",
+    up="ffn.up_proj",
+    gated=False,
+    down="ffn.down_proj",
+    mask_forbids=True,
+    slopes=_slopes,
+    returns_tuple=True,
+    readers={
+        "scale": lambda config, index: config.attn_config.softmax_scale or (config.d_model / config.n_heads) ** -0.5,
+        "clip": lambda config, index: config.attn_config.clip_qkv or 0.0,
+        "rotary": lambda config, index: False,
+        "alibi": lambda config, index: True,
+        "activation": lambda config, index: "gelu",
+    },
+    model=ModelRoles(embed="transformer.wte", layers="transformer.blocks", norm="transformer.norm_f"),
+)
+
+POLICIES = (MPT,)

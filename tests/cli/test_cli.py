@@ -1,0 +1,235 @@
+"""The command line: what it prints, where, and how it fails."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outpace import OutpaceError, __version__
+from outpace.cli.app import app, main
+from tests.models import CYCLE
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def run(*args: str | Path, stdin: str | None = None) -> Result:
+    """The command in this process, with a terminal wide enough for every line."""
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [str(arg) for arg in args], input=stdin)
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    """`main()` with its handling of errors: exit code, standard output, standard error."""
+
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outpace", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"outpace {__version__}\n")
+
+
+def test_help_names_every_command() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("generate", "info", "models"):
+        assert command in result.stdout
+
+
+# generate
+
+
+def test_the_answer_is_on_standard_output_and_the_figures_on_standard_error(chain_folder: Path) -> None:
+    result = run("generate", "hello", "--model", chain_folder, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{CYCLE}\n"
+    assert re.search(r"chain on cpu in float32 \(the checkpoint's own\)", result.stderr)
+    assert re.search(r"21 prompt tokens, 21 new \(stop\) · [\d.]+ tokens/s · first token after \d+ ms", result.stderr)
+    assert re.search(r"ready after [\d.]+ s", result.stderr)
+
+
+def test_a_raw_prompt_has_no_template(chain_folder: Path) -> None:
+    result = run("generate", "--raw", "-m", chain_folder, "--device", "cpu", "E")
+    assert result.stdout == "NDx\n"
+    assert "1 prompt tokens, 4 new (stop)" in result.stderr
+
+
+def test_a_system_prompt(chain_folder: Path) -> None:
+    result = run("generate", "hello", "-m", chain_folder, "--system", "be kind", "--device", "cpu")
+    assert f"{21 + len('system=be kind;')} prompt tokens" in result.stderr
+
+
+def test_the_prompt_from_standard_input(chain_folder: Path) -> None:
+    result = run("generate", "-", "--raw", "-m", chain_folder, "--device", "cpu", stdin="quiet E")
+    assert result.stdout == "NDx\n"
+    assert "7 prompt tokens" in result.stderr
+
+
+def test_options_of_sampling(chain_folder: Path) -> None:
+    options = ("-m", chain_folder, "--device", "cpu", "--raw")
+    short = run("generate", "?", *options, "--max-tokens", "5")
+    assert short.stdout == "world\n"
+    assert "5 new (length)" in short.stderr
+    hot = ("--temperature", "50", "--max-tokens", "11")
+    first, second, third = (run("generate", "?", *options, *hot, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert first == second != third
+    assert run("generate", "?", *options, *hot, "--top-k", "1").stdout == "world é日\n"
+    assert run("generate", "?", *options, *hot, "--top-p", "0.000001").stdout == "world é日\n"
+
+
+def test_one_token_has_no_speed(chain_folder: Path) -> None:
+    result = run("generate", "?", "--raw", "-m", chain_folder, "--device", "cpu", "--max-tokens", "1")
+    assert "one token" in result.stderr
+
+
+def test_the_dtype_is_used_and_said(chain_folder: Path) -> None:
+    result = run("generate", "?", "--raw", "-m", chain_folder, "--dtype", "bf16", "--device", "cpu")
+    assert "in bfloat16 (asked for)" in result.stderr
+    assert result.stdout == f"{CYCLE}\n"
+
+
+@pytest.mark.real
+def test_the_default_model(default_model_folder: Path) -> None:
+    prompt = "What is the capital of France? Answer in one sentence."
+    result = run("generate", prompt, "--max-tokens", "12", "--device", "cpu", "--dtype", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "Paris" in result.stdout
+    assert "SmolLM2-135M-Instruct on cpu in float32" in result.stderr
+
+
+# info and models
+
+
+def test_info_says_what_would_be_used_and_why(cache: Path) -> None:
+    result = run("info")
+    assert result.exit_code == 0
+    for said in ("Machine", "Versions", "What is used here", __version__, "torch", "transformers", str(cache)):
+        assert said in result.stdout
+    assert re.search(r"device .*(cpu|cuda).*torch sees", result.stdout)
+    assert re.search(r"dtype .*float(32|16).*init_inference: ", result.stdout)
+
+
+def test_info_of_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.cli.info.PACKAGES", ("no-such-package",))
+    assert re.search(r"no-such-package .*not installed", run("info").stdout)
+
+
+def test_models_of_an_empty_cache(cache: Path) -> None:
+    result = run("models")
+    assert result.exit_code == 0
+    assert f"No models in {cache} yet: outpace generate hello fetches the default one." in result.stdout
+
+
+def test_models_of_a_filled_cache(cache: Path) -> None:
+    facts = {"some-model": {"dtype": "float16", "source": "PyPI"}, "bare": None}
+    for name, provenance in facts.items():
+        (cache / "models" / name).mkdir(parents=True)
+        (cache / "models" / name / "weights").write_bytes(bytes(3 * 2**20))
+        if provenance:
+            (cache / "models" / name / "outpace.json").write_text(json.dumps(provenance))
+    result = run("models")
+    assert str(cache) in result.stdout.replace("\n", "").replace(" ", "")
+    assert re.search(r"bare .*3 MiB.*unknown.*unknown", result.stdout)
+    assert re.search(r"some-model .*3 MiB.*float16.*PyPI", result.stdout)
+
+
+# errors
+
+
+def test_an_error_is_one_line_and_exit_code_1(run_main: Main, tmp_path: Path) -> None:
+    code, out, err = run_main("generate", "hi", "--model", tmp_path / "nothing")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: model: no such file or folder")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_error_may_hold_brackets(run_main: Main) -> None:
+    code, _, err = run_main("generate", "hi", "--model", "./[bold]nothing[/]")
+    assert code == 1
+    assert "[bold]nothing[/]" in err
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["outpace", "--debug", "generate", "hi", "--model", str(tmp_path / "nothing")])
+    with pytest.raises(OutpaceError, match="no such file or folder"):
+        main()
+
+
+def test_an_interrupt_is_exit_code_130(run_main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outpace.cli.app.app", interrupted)
+    assert run_main("info")[0] == 130
+
+
+@pytest.mark.parametrize("args", [("generat",), ("generate",), ("generate", "hi", "--max-tokens", "many"), ("--what",)])
+def test_a_wrong_command_is_exit_code_2(args: tuple[str, ...]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+
+
+def test_verbose_says_every_choice(chain_folder: Path) -> None:
+    import logging
+
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    root.handlers = []
+    try:
+        result = run("-v", "generate", "?", "--raw", "-m", chain_folder, "--device", "cpu")
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+    assert result.stdout == f"{CYCLE}\n"
+    assert re.search(r"dtype: .*float32 \(the checkpoint's own\)", result.stderr)
+    assert re.search(r"device: cpu \(asked for\)", result.stderr)
+
+
+def test_the_text_is_written_as_it_comes(chain_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pieces(io.StringIO):
+        def flush(self) -> None:
+            shown.append(self.getvalue())
+
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "stdout", Pieces())
+    monkeypatch.setattr(sys, "argv", ["outpace", "generate", "?", "--raw", "-m", str(chain_folder), "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        main()
+    assert shown[:4] == ["", "w", "wo", "wor"]
+
+
+# as people run it
+
+
+def outpace(*args: str) -> subprocess.CompletedProcess[str]:
+    code = "from outpace.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_in_a_process_of_its_own() -> None:
+    assert outpace("--version").stdout == f"outpace {__version__}\n"
+    failed = outpace("--debug", "generate", "hi", "--model", "/nothing/here")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "Traceback" in failed.stderr
+    assert "ModelError: model: no such file or folder" in failed.stderr

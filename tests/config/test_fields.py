@@ -1,0 +1,339 @@
+"""Promise 2: every accepted option acts or raises. A new field without an entry here fails."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+import torch
+from pydantic.fields import FieldInfo
+
+import outpace
+from outpace import ConfigError, InferenceConfig, InputError, ModelError, NotSupported, NotSupportedYet
+from outpace.config.base import ConfigModel
+from outpace.config.rules import COMPOSITIONS, LATER
+from tests.models import prompts, tiny
+
+IDS = prompts(6)[0][None]
+
+
+def leaves(owner: type[ConfigModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of the tree that is not a section itself, with its dotted path."""
+    for name, field in owner.model_fields.items():
+        section = next((part for part in _parts(field.annotation) if _is_section(part)), None)
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from leaves(section, f"{prefix}{name}.")
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, ConfigModel)
+
+
+FIELDS: Mapping[str, FieldInfo] = dict(leaves(InferenceConfig))
+
+
+def later(path: str) -> str | None:
+    """The entry of LATER that covers a field: itself or a section above it."""
+    steps = path.split(".")
+    return next((entry for n in range(len(steps)) if (entry := ".".join(steps[: n + 1])) in LATER), None)
+
+
+def other_value(field: FieldInfo) -> Any:
+    """A valid value that is not the default."""
+    for part in _parts(field.annotation):
+        if get_origin(part) is Literal:
+            return next(value for value in get_args(part) if value != field.default)
+        if part is bool:
+            return not field.default
+        if part is int:
+            return (field.default or 0) - 1 if field.default == 2**63 - 1 else (field.default or 0) + 1
+        if part is float:
+            return field.default / 2
+        if part is str:
+            return "somewhere"
+        if get_origin(part) is dict:
+            return {"key": "value"}
+        if get_origin(part) is tuple:
+            return (7,)
+        if part is Any:
+            return "an object"
+    raise AssertionError(f"no value for {field}")
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b"."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
+
+
+def engine(family: str = "llama", **config: Any) -> outpace.InferenceEngine:
+    return outpace.init_inference(tiny(family), **{"device": "cpu", **config})
+
+
+def raises(says: str, **config: Any) -> None:
+    with pytest.raises(ConfigError, match=says):
+        InferenceConfig.of(**{"device": "cpu", **config})
+
+
+def dtype_acts() -> None:
+    assert {weight.dtype for weight in engine(dtype="bf16").parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in engine().parameters()} == {torch.float32}
+
+
+def device_acts() -> None:
+    assert engine(device="cpu").device == torch.device("cpu")
+    raises("device: 'cuda:99' does not exist", device="cuda:99")
+
+
+def tensor_parallel_enabled_acts() -> None:
+    raises("tensor_parallel.enabled=False", tp={"enabled": False, "tp_size": 2})
+    with pytest.raises(NotSupportedYet):
+        InferenceConfig.of(tp={"enabled": True, "tp_size": 2})
+
+
+def moe_enabled_acts() -> None:
+    assert engine("mixtral").info.num_experts == 4
+    assert engine("mixtral", moe={"enabled": False}).info.num_experts == 0
+
+
+def keep_module_on_host_acts() -> None:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("outpace")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        engine(keep_module_on_host=True)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert "device: cpu (keep_module_on_host)" in seen
+
+
+def config_acts() -> None:
+    own = engine(dtype="fp32")
+    assert own.generate(IDS, max_new_tokens=10, do_sample=False).shape == (1, 16)
+    with pytest.raises(InputError, match="more than the 12 positions"):
+        engine(config={"args": {"max_position_embeddings": 12}}).generate(IDS, max_new_tokens=10)
+
+
+def max_out_tokens_acts() -> None:
+    assert engine(max_out_tokens=16).generate(IDS, max_new_tokens=10).shape == (1, 16)
+    with pytest.raises(InputError, match="max_out_tokens=15"):
+        engine(max_out_tokens=15).generate(IDS, max_new_tokens=10)
+
+
+def min_out_tokens_acts() -> None:
+    assert engine(max_out_tokens=16, min_out_tokens=10).generate(IDS, max_new_tokens=2).shape == (1, 8)
+    with pytest.raises(InputError, match="leaves no room for 11"):
+        engine(max_out_tokens=16, min_out_tokens=11).generate(IDS, max_new_tokens=2)
+
+
+def seed_acts() -> None:
+    seeded, other, free = engine(seed=1), engine(seed=2), engine()
+    state = torch.get_rng_state()
+    first, second, third = (one.generate(IDS, do_sample=True, max_new_tokens=16) for one in (seeded, seeded, other))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was touched"
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert not torch.equal(*(free.generate(IDS, do_sample=True, max_new_tokens=16) for _ in range(2)))
+
+
+def kernel_inject_acts() -> None:
+    assert {type(layer).__name__ for layer in engine().module.get_submodule("model.layers").children()} == {
+        "LlamaDecoderLayer"
+    }
+    fused = engine(kernel_inject=True).module.get_submodule("model.layers")
+    assert {type(layer).__name__ for layer in fused.children()} == {"FusedLlamaDecoderLayer"}
+    with pytest.raises(NotSupported, match="replace_with_kernel_inject: no policy for the layers of Linear"):
+        outpace.init_inference(torch.nn.Linear(1, 1), device="cpu", kernel_inject=True)
+
+
+def injection_policy_acts() -> None:
+    layer = type(tiny("llama").model.layers[0])
+    engine(injection_policy={layer: ("self_attn.o_proj", "mlp.down_proj")})
+    with pytest.raises(ModelError, match=r"LlamaDecoderLayer has no 'mlp\.nope'"):
+        engine(injection_policy={layer: "mlp.nope"})
+    with pytest.raises(ConfigError, match="injection_policy: LlamaForCausalLM has no Conv1d"):
+        engine(injection_policy={torch.nn.Conv1d: "out"})
+
+
+def kernels_act() -> None:
+    raises("kernels: they run in fused layers; give replace_with_kernel_inject=True", kernels={"attention": "torch"})
+    with pytest.raises(ConfigError, match=r"kernels\.attention: 'magic' is not one of torch, triton"):
+        engine(kernel_inject=True, kernels={"attention": "magic"})
+    with pytest.raises(ConfigError, match="kernels: no op is called 'magic'"):
+        engine(kernel_inject=True, kernels={"magic": "torch"})
+
+
+def triangular_masking_acts() -> None:
+    raises("triangular_masking: it concerns fused layers", triangular_masking=False)
+    with pytest.raises(ConfigError, match="triangular_masking=False: LlamaForCausalLM is a causal model"):
+        engine(kernel_inject=True, triangular_masking=False)
+
+
+def triton_autotune_acts() -> None:
+    raises("triton_autotune without use_triton", triton_autotune=True)
+    raises("use_triton: Triton kernels run in fused layers on a GPU", triton_autotune=True, use_triton=True)
+
+
+def quant_enabled_acts() -> None:
+    assert InferenceConfig.of(quant={"enabled": False, "weight": {"num_bits": 4}}).quant is None
+    with pytest.raises(NotSupportedYet):
+        InferenceConfig.of(quant={"enabled": True})
+
+
+EFFECTS: Mapping[str, Callable[[], None]] = {
+    "dtype": dtype_acts,
+    "device": device_acts,
+    "tensor_parallel.enabled": tensor_parallel_enabled_acts,
+    "enable_cuda_graph": lambda: raises("enable_cuda_graph: a CPU has no CUDA graphs", enable_cuda_graph=True),
+    "max_cuda_graphs": lambda: raises("max_cuda_graphs concern CUDA graphs", max_cuda_graphs=4),
+    "graph_output": lambda: raises("graph_output and .* concern CUDA graphs", graph_output="static"),
+    "moe.enabled": moe_enabled_acts,
+    "keep_module_on_host": keep_module_on_host_acts,
+    "replace_method": lambda: raises("replace_method: 'pipeline' has no meaning any more", replace_method="pipeline"),
+    "injection_policy_tuple": lambda: raises("injection_policy_tuple: .*scratch", injection_policy_tuple=("a",)),
+    "config": config_acts,
+    "max_out_tokens": max_out_tokens_acts,
+    "min_out_tokens": min_out_tokens_acts,
+    "seed": seed_acts,
+    "replace_with_kernel_inject": kernel_inject_acts,
+    "injection_policy": injection_policy_acts,
+    "kernels": kernels_act,
+    "use_triton": lambda: raises("use_triton: Triton kernels run in fused layers on a GPU", use_triton=True),
+    "triangular_masking": triangular_masking_acts,
+    "return_tuple": lambda: raises("return_tuple=False: a fused layer returns what", return_tuple=False),
+    "transposed_mode": lambda: raises("transposed_mode: the layout of fused weights", transposed_mode=True),
+    "triton_autotune": triton_autotune_acts,
+    "quant.enabled": quant_enabled_acts,
+}
+"""Fields that work in this release, each with the proof; and two that LATER covers but a value alone does not show."""
+
+
+def test_every_field_has_an_entry() -> None:
+    missing = [path for path in FIELDS if later(path) is None and path not in EFFECTS]
+    assert not missing, f"nothing shows that these fields act or raise: {missing}"
+    assert EFFECTS.keys() <= FIELDS.keys(), "EFFECTS names a field that is gone"
+    sections = {path.rpartition(".")[0] for path in FIELDS} | set(InferenceConfig.model_fields)
+    assert LATER.keys() <= FIELDS.keys() | sections, "LATER names a field that is gone"
+
+
+def test_the_walk_sees_the_whole_tree() -> None:
+    deep = {"seed", "moe.type", "quant.weight.num_bits", "quant.qkv.enabled", "zero.offload_param.device"}
+    assert deep <= FIELDS.keys()
+    assert not FIELDS.keys() & {"moe", "quant", "quant.weight", "zero"}
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_a_field_of_this_release_acts(path: str) -> None:
+    EFFECTS[path]()
+
+
+@pytest.mark.parametrize("path", [path for path in FIELDS if later(path) is not None and path not in EFFECTS])
+def test_a_field_of_a_later_release_raises(path: str) -> None:
+    entry = later(path)
+    assert entry is not None
+    with pytest.raises(NotSupportedYet) as caught:
+        InferenceConfig.of(nested(path, other_value(FIELDS[path])))
+    assert caught.value.capability == LATER[entry]
+    assert caught.value.field == entry
+    assert str(caught.value).startswith(f"{entry}: {LATER[entry]} is not in this release yet")
+    assert isinstance(caught.value, NotImplementedError)
+
+
+@pytest.mark.parametrize("path", [path for path in FIELDS if path not in {"quant.enabled"} and "quant" not in path])
+def test_the_default_value_may_be_written_out(path: str) -> None:
+    assert InferenceConfig.of(nested(path, FIELDS[path].default)) == InferenceConfig()
+
+
+# For each rule: what triggers it, and the fields and the remedy its message must name.
+WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
+    (
+        {"enable_cuda_graph": True, "tp": {"tp_size": 2}},
+        ("enable_cuda_graph", "tensor_parallel.tp_size > 1"),
+        "turn one of them off",
+    ),
+    ({"enable_cuda_graph": True}, ("enable_cuda_graph", "device"), "leave it off"),
+    (
+        {"enable_cuda_graph": True, "keep_module_on_host": True},
+        ("enable_cuda_graph", "keep_module_on_host"),
+        "a graph needs the module on the GPU; turn one of them off",
+    ),
+    ({"graph_output": "static"}, ("graph_output", "max_cuda_graphs"), "give enable_cuda_graph=True"),
+    (
+        {"injection_policy": {torch.nn.Linear: "out"}, "kernel_inject": True},
+        ("injection_policy", "replace_with_kernel_inject"),
+        "give one",
+    ),
+    ({"use_triton": True}, ("use_triton",), "give replace_with_kernel_inject=True on a machine with a GPU"),
+    ({"kernels": {"embed": "torch"}}, ("kernels",), "give replace_with_kernel_inject=True"),
+    ({"triangular_masking": False}, ("triangular_masking",), "give replace_with_kernel_inject=True"),
+    ({"return_tuple": False}, ("return_tuple",), "leave it out"),
+    ({"transposed_mode": True}, ("transposed_mode",), "leave it out"),
+    ({"triton_autotune": True}, ("triton_autotune", "use_triton"), "give use_triton=True"),
+    (
+        {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}},
+        ("dtype int8", "quant.weight.num_bits"),
+        "say different things about the weights; give one",
+    ),
+    (
+        {"tp": {"enabled": False, "tp_size": 2}},
+        ("tensor_parallel.enabled", "tensor_parallel.tp_size"),
+        "leave tp_size at 1",
+    ),
+    ({"moe": {"enabled": False, "ep_size": 2}}, ("moe.enabled", "moe.ep_size"), "leave ep_size at 1"),
+    ({"min_out_tokens": 9, "max_out_tokens": 9}, ("min_out_tokens", "max_out_tokens"), "raise max_out_tokens"),
+    (
+        {"offload": {"device": "cpu"}, "zero": {"offload_param": {"device": "cpu"}}},
+        ("offload", "zero.offload_param"),
+        "where weights live; give one",
+    ),
+)
+
+
+@pytest.mark.parametrize(("config", "fields", "remedy"), WRONG_TOGETHER)
+def test_a_wrong_combination_names_its_fields_and_a_remedy(
+    config: dict[str, Any], fields: tuple[str, ...], remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        InferenceConfig.of(device="cpu", **config)
+    for said in (*fields, remedy):
+        assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_every_rule_is_triggered_by_some_case() -> None:
+    said = []
+    for config, _, _ in WRONG_TOGETHER:
+        with pytest.raises(ConfigError) as caught:
+            InferenceConfig.of(device="cpu", **config)
+        said.append(str(caught.value))
+    never = [message for _, message in COMPOSITIONS if not any(message in text for text in said)]
+    assert not never
+    assert len(WRONG_TOGETHER) == len(COMPOSITIONS)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 5])
+def test_min_out_tokens_above_max_out_tokens(longest: int) -> None:
+    with pytest.raises(ConfigError, match="min_out_tokens must be smaller than max_out_tokens"):
+        InferenceConfig.of(max_out_tokens=longest, min_out_tokens=longest + 1)
+
+
+def test_max_out_tokens_of_one_is_allowed_for_models_that_do_not_generate() -> None:
+    assert InferenceConfig.of(max_out_tokens=1).max_out_tokens == 1
+
+
+def test_two_problems_are_said_together() -> None:
+    with pytest.raises(ConfigError, match=r"triton_autotune.*; .*min_out_tokens"):
+        InferenceConfig.of(triton_autotune=True, max_out_tokens=5, min_out_tokens=5)

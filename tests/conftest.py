@@ -1,0 +1,43 @@
+"""Fixtures that every test folder may use."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import outpace
+from tests.fixtures_models import default_model_folder as default_model_folder
+from tests.models import byte_tokenizer, chain_model, tiny
+
+
+def pytest_configure() -> None:
+    """One thread: tiny models gain nothing from more, and on a busy machine threads that spin took 5 times as long."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, with a chat template."""
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chain_llm(tokenizer: PreTrainedTokenizerFast) -> outpace.LLM:
+    """An LLM that says `tests.models.CYCLE`."""
+    return outpace.LLM(chain_model(tokenizer), tokenizer=tokenizer, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def chain_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The chain model and its tokenizer as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("models") / "chain"
+    chain_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama() -> outpace.InferenceEngine:
+    """An engine of a tiny Llama, for tests that do not change it."""
+    return outpace.init_inference(tiny("llama"), device="cpu", dtype=torch.float32)

@@ -1,0 +1,324 @@
+"""LLM: prompts in, answers out. The chain model says `CYCLE`, one byte for each token, then the end token."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import outpace
+from outpace import LLM, FinishReason, InputError, ModelError, SamplingParams
+from tests.models import CYCLE, END, byte_tokenizer, chain_model, prompts, tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+RAW = len(CYCLE.encode())  # tokens of one round, without the end token
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 64, **changes})
+
+
+def answer(llm: LLM, prompt: str | list[int], params: SamplingParams = GREEDY) -> outpace.CompletionOutput:
+    return llm.generate(prompt, params)[0].outputs[0]
+
+
+def stream_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread is not threading.main_thread()}
+
+
+@pytest.fixture(scope="module")
+def random_llm() -> LLM:
+    return LLM(tiny("llama"), device="cpu")
+
+
+# generate
+
+
+def test_an_answer_with_all_its_facts(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    (output,) = chain_llm.generate("?", GREEDY)
+    assert output.prompt == "?"
+    assert output.prompt_token_ids == tokenizer("?")["input_ids"]
+    assert output.outputs[0].text == CYCLE
+    assert output.outputs[0].token_ids == [*tokenizer(CYCLE)["input_ids"], tokenizer.eos_token_id]
+    assert output.outputs[0].finish_reason is FinishReason.STOP
+    assert output.finished
+    assert output.decode_tokens_per_second is not None
+    assert output.decode_tokens_per_second > 0
+    assert output.metrics.time_to_first_token is not None
+
+
+def test_many_prompts_with_one_set_of_parameters_or_one_each(chain_llm: LLM) -> None:
+    texts = [output.outputs[0].text for output in chain_llm.generate(["?", "w", "E"], GREEDY, use_tqdm=False)]
+    assert texts == [CYCLE, CYCLE[1:], "NDx"]
+    outputs = chain_llm.generate(["?", "?"], [greedy(max_tokens=2), greedy(max_tokens=4)], use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["wo", "worl"]
+    assert len({output.request_id for output in outputs}) == 2
+
+
+def test_the_progress_bar_is_off_when_asked(chain_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    chain_llm.generate(["?", "?"], greedy(max_tokens=1), use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    chain_llm.generate(["?", "?"], greedy(max_tokens=1), use_tqdm=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Generating" in err
+
+
+def test_default_parameters(chain_llm: LLM) -> None:
+    assert len(chain_llm.generate("?")[0].outputs[0].token_ids) <= 16
+
+
+def test_token_ids_as_prompts(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("w")["input_ids"]
+    assert answer(chain_llm, ids).text == CYCLE[1:]
+    outputs = chain_llm.generate([ids, ids], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == [None, None]
+    assert [output.outputs[0].text for output in outputs] == [CYCLE[1:]] * 2
+
+
+def test_max_tokens(chain_llm: LLM) -> None:
+    result = answer(chain_llm, "?", greedy(max_tokens=5))
+    assert (result.text, len(result.token_ids), result.finish_reason) == ("world", 5, FinishReason.LENGTH)
+
+
+def test_max_tokens_in_the_middle_of_a_character(chain_llm: LLM) -> None:
+    until = len("world é".encode()) - 1
+    result = answer(chain_llm, "?", greedy(max_tokens=until))
+    assert result.text == "world \ufffd"
+    assert result.finish_reason is FinishReason.LENGTH
+
+
+def test_the_end_token_is_passed_over_when_asked(chain_llm: LLM) -> None:
+    result = answer(chain_llm, "?", greedy(max_tokens=RAW + 6, ignore_eos=True))
+    assert result.text == f"{CYCLE}world"
+    assert result.finish_reason is FinishReason.LENGTH
+    shown = answer(chain_llm, "?", greedy(max_tokens=RAW + 6, ignore_eos=True, skip_special_tokens=False))
+    assert shown.text == f"{CYCLE}{END}world"
+
+
+def test_min_tokens_puts_off_the_end(chain_llm: LLM) -> None:
+    short = answer(chain_llm, "x", greedy(max_tokens=8))
+    assert len(short.token_ids) == 1
+    assert len(answer(chain_llm, "x", greedy(min_tokens=3, max_tokens=8)).token_ids) >= 3
+
+
+def test_nothing_of_the_models_own_generation_config_gets_in() -> None:
+    model = tiny("llama")
+    model.generation_config.update(do_sample=True, temperature=0.3, top_k=7, max_length=20, min_new_tokens=9)
+    own = LLM(model, device="cpu")
+    expected = answer(LLM(tiny("llama"), device="cpu"), [5, 6], greedy(max_tokens=20)).token_ids
+    assert answer(own, [5, 6], greedy(max_tokens=20)).token_ids == expected
+    end = expected[2]
+    assert len(answer(own, [5, 6], greedy(max_tokens=20, stop_token_ids=[end])).token_ids) == expected.index(end) + 1
+
+
+def test_stop_token_ids(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    stop = tokenizer("l")["input_ids"]
+    result = answer(chain_llm, "?", greedy(stop_token_ids=stop))
+    assert result.token_ids == tokenizer("worl")["input_ids"]
+    assert result.finish_reason is FinishReason.STOP
+    past = answer(chain_llm, "?", greedy(stop_token_ids=stop, ignore_eos=True))
+    assert past.token_ids == result.token_ids, "ignore_eos concerns the model's own end tokens only"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("rld", "wo"),
+        (["😀!", "ENDx"], "world é日"),
+        ("日😀", "world é"),
+        ("w", ""),
+        ("x!", CYCLE),
+        (["EN", "NDx"], None),
+    ],
+)
+def test_stop_strings_across_token_borders(chain_llm: LLM, stop: str | list[str], text: str | None) -> None:
+    result = answer(chain_llm, "?", greedy(stop=stop))
+    assert result.text == (CYCLE.partition("EN")[0] if text is None else text)
+    assert result.finish_reason is FinishReason.STOP
+
+
+def test_greedy_is_hugging_faces_greedy(random_llm: LLM) -> None:
+    for row in prompts(6, 3):
+        expected = tiny("llama").generate(row[None], max_new_tokens=20)[0, len(row) :].tolist()
+        assert answer(random_llm, row.tolist(), greedy(max_tokens=20)).token_ids == expected
+
+
+def test_a_seed_repeats_and_leaves_the_global_generator_alone(random_llm: LLM) -> None:
+    prompt = prompts(6)[0].tolist()
+    params = [SamplingParams(seed=seed, max_tokens=20, temperature=1.5) for seed in (1, 1, 2)]
+    state = torch.get_rng_state()
+    first, second, third = (answer(random_llm, prompt, one).token_ids for one in params)
+    assert first == second
+    assert first != third
+    assert torch.equal(torch.get_rng_state(), state)
+    free = SamplingParams(max_tokens=20, temperature=1.5)
+    assert answer(random_llm, prompt, free).token_ids != answer(random_llm, prompt, free).token_ids
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_the_narrowest_sampling_is_greedy(random_llm: LLM, narrow: dict[str, Any]) -> None:
+    prompt = prompts(6)[0].tolist()
+    expected = answer(random_llm, prompt, greedy(max_tokens=20)).token_ids
+    assert answer(random_llm, prompt, SamplingParams(max_tokens=20, temperature=1.5, **narrow)).token_ids == expected
+
+
+def test_the_repetition_penalty_acts(random_llm: LLM) -> None:
+    prompt = prompts(6)[0].tolist()
+    penalised = answer(random_llm, prompt, greedy(max_tokens=20, repetition_penalty=100.0)).token_ids
+    assert len(set(penalised)) == 20
+    assert len(set(answer(random_llm, prompt, greedy(max_tokens=20)).token_ids)) < 20
+
+
+# stream
+
+
+def test_the_pieces_of_a_stream_are_the_answer(chain_llm: LLM) -> None:
+    for params in (GREEDY, greedy(stop="END"), greedy(stop=["😀!", "l d"]), greedy(max_tokens=9)):
+        shown, steps = "", 0
+        for output in chain_llm.stream("?", params):
+            text = output.outputs[0].text
+            assert text.startswith(shown), "text was shown and taken back"
+            shown, steps = shown + text[len(shown) :], steps + 1
+            assert len(output.outputs[0].token_ids) == steps
+        whole = answer(chain_llm, "?", params)
+        assert shown == whole.text
+        assert steps == len(whole.token_ids)
+
+
+def test_a_stream_is_finished_only_at_its_end(chain_llm: LLM) -> None:
+    states = [(output.finished, output.outputs[0].finish_reason) for output in chain_llm.stream("?", GREEDY)]
+    assert states[-1] == (True, FinishReason.STOP)
+    assert set(states[:-1]) == {(False, None)}
+
+
+def test_leaving_a_stream_early_ends_its_thread(random_llm: LLM) -> None:
+    before = stream_threads()
+    stream = random_llm.stream(prompts(6)[0].tolist(), greedy(max_tokens=58))
+    for output in stream:
+        if len(output.outputs[0].token_ids) == 3:
+            break
+    assert len(stream_threads() - before) <= 1
+    stream.close()  # type: ignore[attr-defined]
+    assert stream_threads() == before
+    assert len(output.outputs[0].token_ids) == 3
+    assert len(answer(random_llm, [5, 6], greedy(max_tokens=4)).token_ids) == 4, "the next request is blocked"
+
+
+def test_a_stream_that_is_never_read_starts_nothing(chain_llm: LLM) -> None:
+    before = stream_threads()
+    chain_llm.stream("?", GREEDY)
+    assert stream_threads() == before
+
+
+def test_two_streams_at_once_do_not_mix(chain_llm: LLM) -> None:
+    first, second = chain_llm.stream("?", GREEDY), chain_llm.stream("E", GREEDY)
+    next(first)
+    assert list(second)[-1].outputs[0].text == "NDx"
+    assert list(first)[-1].outputs[0].text == CYCLE
+
+
+def test_an_error_in_the_worker_reaches_the_caller(chain_llm: LLM) -> None:
+    before = stream_threads()
+    with pytest.raises(InputError, match="input_ids: token id 9999 is outside the model's vocabulary"):
+        chain_llm.generate([9999], GREEDY)
+    with pytest.raises(InputError, match=r"max_new_tokens: .* more than max_out_tokens=512"):
+        list(chain_llm.stream("?", greedy(max_tokens=600)))
+    assert stream_threads() == before
+    assert answer(chain_llm, "?").text == CYCLE
+
+
+def test_the_models_own_error_in_the_worker_reaches_the_caller(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(chain_model(tokenizer), tokenizer=tokenizer, device="cpu")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("inside the model")
+
+    monkeypatch.setattr(llm.engine.module, "forward", broken)
+    with pytest.raises(ZeroDivisionError, match="inside the model"):
+        llm.generate("?", GREEDY)
+
+
+# chat
+
+
+def test_a_conversation_is_written_out_with_the_template(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "é"}, {"role": "user", "content": "hi"}]
+    ids = chain_llm.apply_chat_template(messages)
+    assert tokenizer.decode(ids) == "system=é;user=hi;assistant="
+    (output,) = chain_llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == ids
+    assert output.outputs[0].text == CYCLE
+
+
+def test_template_options_are_passed_on(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(chain_llm.apply_chat_template(messages, add_generation_prompt=False)) == "user=hi;"
+    other = chain_llm.apply_chat_template(messages, chat_template="{{ messages[0]['content'] }}!")
+    assert tokenizer.decode(other) == "hi!"
+
+
+def test_a_tokenizer_without_a_template() -> None:
+    plain = byte_tokenizer(chat=False)
+    llm = LLM(chain_model(plain), tokenizer=plain, device="cpu")
+    with pytest.raises(ModelError, match="chat: the tokenizer has no chat template; use generate"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    ids = llm.apply_chat_template([{"role": "user", "content": "hi"}], chat_template="{{ messages[0]['content'] }}")
+    assert plain.decode(ids) == "hi"
+
+
+# models
+
+
+def test_a_live_module_without_a_tokenizer(random_llm: LLM) -> None:
+    result = answer(random_llm, [5, 6, 7], greedy(max_tokens=4))
+    assert len(result.token_ids) == 4
+    assert result.text == ""
+    assert random_llm.name == "LlamaForCausalLM"
+    with pytest.raises(ModelError, match=r"generate: the model has no tokenizer; pass LLM\(tokenizer=...\)"):
+        random_llm.generate("text")
+    with pytest.raises(ModelError, match="stop: stop strings need a tokenizer"):
+        random_llm.generate([5], SamplingParams(stop="x"))
+    with pytest.raises(ModelError, match="chat: the model has no tokenizer"):
+        random_llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_live_module_keeps_its_dtype_unless_another_is_asked_for() -> None:
+    own = LLM(tiny("llama").to(torch.bfloat16), device="cpu")
+    assert (own.engine.dtype, own.dtype_reason) == (torch.bfloat16, "the module's own")
+    asked = LLM(tiny("llama"), dtype="fp16", device="cpu")
+    assert (asked.engine.dtype, asked.dtype_reason) == (torch.float16, "asked for")
+
+
+def test_an_encoder_decoder() -> None:
+    llm = LLM(tiny("t5"), device="cpu")
+    row = prompts(6)[0]
+    expected = tiny("t5").generate(row[None], max_new_tokens=8)[0, 1:].tolist()
+    assert answer(llm, row.tolist(), greedy(max_tokens=8)).token_ids == expected
+
+
+def test_the_length_is_the_models_own_unless_asked_for() -> None:
+    assert LLM(tiny("llama"), device="cpu").engine.inference_config.max_out_tokens == 64
+    assert LLM(tiny("llama"), device="cpu", max_out_tokens=20).engine.inference_config.max_out_tokens == 20
+
+
+def test_a_folder(chain_folder: Path) -> None:
+    for source in (chain_folder, str(chain_folder)):
+        llm = LLM(source, device="cpu", dtype="fp32")
+        assert llm.name == "chain"
+        assert answer(llm, "?").text == CYCLE
+
+
+@pytest.mark.real
+def test_the_default_model_with_stop_strings_and_chat(default_model_folder: Path) -> None:
+    llm = LLM(default_model_folder, device="cpu", dtype="fp32")
+    (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(max_tokens=12))
+    text = output.outputs[0].text
+    assert "Paris" in text
+    (cut,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(stop="aris"))
+    assert cut.outputs[0].text == text.partition("aris")[0]
+    assert cut.outputs[0].finish_reason is FinishReason.STOP
