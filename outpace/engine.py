@@ -1,6 +1,5 @@
 """InferenceEngine: somebody's module, made ready to run, and still usable as that module."""
 
-import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -76,14 +75,21 @@ class InferenceEngine(nn.Module):
             kwargs["assistant_model"] = kwargs["assistant_model"].module
         args, kwargs = self._here((args, kwargs))
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
-        generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
-        if self._fast is not None and (loop := self._fast.loop(call.kwargs, call.setting)):
-            generate = functools.partial(generate, custom_generate=loop)
         seed = self.inference_config.seed
         with self._profiler.measure("generate"), torch.random.fork_rng(self._cuda_devices(), enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
-            return call.restore(generate(**call.kwargs))
+            return call.restore(self._generate(module, call))
+
+    def _generate(self, module: nn.Module, call: generation.Call) -> Any:
+        generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
+        if self._fast is None:
+            return generate(**call.kwargs)
+        plain = self._fast.greedy(call.kwargs, call.setting)
+        if plain is not None:
+            return plain
+        loop = self._fast.loop(call.kwargs, call.setting)
+        return generate(**call.kwargs) if loop is None else generate(**call.kwargs, custom_generate=loop)
 
     def profile_model_time(self, use_cuda_events: bool = True, *, modules: bool = False) -> None:
         """Take times of every forward and generate from now on; `modules`: of every submodule too."""

@@ -51,9 +51,10 @@ def test_graph_equals_eager_over_changing_shapes_and_two_engines(dtype: torch.dt
         ids = torch.randint(3, 1000, shape, device="cuda")
         mask = torch.ones_like(ids)
         mask[0, : shape[1] // 3] = 0
+        # A mask without a hole is dropped by Hugging Face when it runs eager, which then takes another kernel.
+        inputs = {"input_ids": ids} if step % 2 or shape[1] < 3 else {"input_ids": ids, "attention_mask": mask}
         for which in (0, 1):
-            expected = eager[which](input_ids=ids, attention_mask=mask)
-            found = graph[which](input_ids=ids, attention_mask=mask)
+            expected, found = eager[which](**inputs), graph[which](**inputs)
             assert type(found) is CausalLMOutputWithPast
             assert same(expected, found), (step, shape, which)
 

@@ -60,7 +60,7 @@ class _DenseAttention:
         causal = self._call.get("is_causal")
         if mask is None and causal is not None and causal != layer.policy.causal:  # asked of this call or in the config
             full = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            mask = full.tril(k.shape[2] - q.shape[2]) if causal else full
+            mask = full.tril() if causal and q.shape[2] > 1 else full
         return _within_window(layer, mask, q, k) if layer.policy.own_window else mask
 
     def _biases(self, layer: FusedLayer, k: Tensor) -> Tensor | None:
@@ -126,8 +126,8 @@ def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Te
     if settings.softcap:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
     mask = _cut(mask, k)
-    if mask is None and layer.policy.causal and q.shape[2] > 1:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    if mask is None and layer.policy.causal and q.shape[2] > 1:  # from the first key on: later keys are still empty
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     if layer.sinks is not None:

@@ -69,11 +69,9 @@ class Linear(nn.Module):
         add: Tensor | None = None,
     ) -> Tensor:
         """[T, K] -> [T, N], or [T, N / 2] where gated."""
-        if (
-            self._kernels.gemv is not None
-            and (act is None or gated)
-            and prefers_gemv(len(x), self.weight.shape[0], self.weight.shape[1], x.dtype)
-        ):
+        outputs, depth = self.weight.shape
+        one_kernel = self._kernels.gemv is not None and (act is None or gated)
+        if one_kernel and prefers_gemv(len(x), outputs, depth, gated=gated):
             return self._few_rows(x, norm, act, add)
         if norm is not None:
             x = norm(x)

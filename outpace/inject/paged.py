@@ -125,7 +125,7 @@ class _PagedAttention:
         return attended.reshape(qkv.shape[0], -1)
 
 
-def _check_positions(learned: Tensor | None, offset: int, tables: list[Table], asked: int) -> None:
+def _check_positions(learned: Any, offset: int, tables: list[Table], asked: int) -> None:
     """A read behind the last position would be of whatever memory is there."""
     rows = [cos.shape[0] for cos, _ in tables if cos is not None]
     limit = min(rows if learned is None else [*rows, learned.shape[0] - offset], default=asked)

@@ -5,7 +5,7 @@ a CUDA graph can hold the launch while sequences grow.
 """
 # mypy: disallow-untyped-decorators=False
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -34,8 +34,12 @@ def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int) -> D
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> int:
-    """How many programs share one (sequence, KV head): together at most four programs per SM, and at least 1."""
-    wanted = 4 * num_sms // max(1, batch * num_kv_heads)
+    """How many programs share one (sequence, KV head): together at most two programs per SM, and at least 1.
+
+    Two against four on an H200, 8 KV heads of 128: 70 us against 83 for one sequence of 64k keys, 69 against 79 for
+    eight of 8k.
+    """
+    wanted = 2 * num_sms // max(1, batch * num_kv_heads)
     return max(1, min(wanted, -(-max_len // MIN_SPLIT)))
 
 
@@ -258,13 +262,15 @@ def paged_attention_decode(
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if batch == 0:
         return out
-    tiles = tiles or decode_tiles(num_heads // kv_heads, dim, v_dim, q.element_size())
+    given, tiles = tiles, tiles or decode_tiles(num_heads // kv_heads, dim, v_dim, q.element_size())
     reach = max_len or block_table.shape[1] * page_size
     reach = min(reach, window + tiles.block_n) if window else reach  # the window may begin inside a tile
     if fixed_split:
         assert fixed_split % tiles.block_n == 0, (fixed_split, tiles.block_n)
         num_splits = -(-reach // fixed_split)
     splits = num_splits or decode_splits(batch, kv_heads, reach, sm_count(q.device))
+    if splits == 1 and not given:
+        tiles = replace(tiles, num_stages=2)  # 245 us against 282 for 64 x 4k keys: more programs share an SM
     partial = splits > 1 or fixed_split > 0
     parts = lse = out
     if partial:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,12 +42,25 @@ class PagedDecoder:
         **model_kwargs: Any,
     ) -> Tensor:
         """What `generate(custom_generate=...)` calls: the ids [B, L] with the new tokens after them."""
-        mask: Tensor = model_kwargs["attention_mask"]
+        mask: Tensor | None = model_kwargs.get("attention_mask")
         limit = generation_config.max_length
         state = self._prepared(input_ids.shape[0], limit)
         with self._measure():
             logits = state.prefill(input_ids, mask)
         run = _Run(input_ids, limit, logits_processor, stopping_criteria, generation_config, streamer)
+        return run.loop(state, logits, self._measure)
+
+    def greedy(self, ids: Tensor, mask: Tensor | None, limit: int, ends: list[int], pad: int | None) -> Tensor:
+        """Likeliest tokens up to `limit` in all: what the call above does, without Hugging Face's preparation."""
+        state = self._prepared(ids.shape[0], limit)
+        with self._measure():
+            logits = state.prefill(ids, mask)
+        config = SimpleNamespace(
+            do_sample=False,
+            _eos_token_tensor=torch.tensor(ends, device=ids.device) if ends else None,
+            _pad_token_tensor=None if pad is None else torch.tensor(pad, device=ids.device),
+        )
+        run = _Run(ids, limit, LogitsProcessorList(), StoppingCriteriaList(), config, None)
         return run.loop(state, logits, self._measure)
 
     def _prepared(self, batch: int, length: int) -> PagedSteps:

@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from outpace.inject.apply import Injected
 from outpace.inject.paged import PagedModel
+from outpace.loading.inspect import generation_config
 from outpace.log import chosen
 from outpace.runner.decode import Measure, PagedDecoder
 
@@ -35,6 +37,19 @@ _HUGGING_FACE_ONLY: Mapping[str, Callable[[Any], bool]] = {
 """Arguments that only Hugging Face's loop understands, and when they are in use."""
 
 
+_PLAIN_ARGUMENTS = frozenset(
+    {"inputs", "input_ids", "attention_mask", "max_new_tokens", "max_length", "do_sample", "eos_token_id"}
+    | {"pad_token_id", "use_cache", "generation_config"}
+)
+"""Arguments that the greedy loop takes by itself."""
+_PLAIN_SETTINGS = frozenset(
+    {"max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "bos_token_id", "use_cache"}
+    | {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
+    | {"transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash", "trust_remote_code"}
+)
+"""Settings that the greedy loop knows, or that concern sampling alone."""
+
+
 class FastGenerate:
     """The paged loop of one injected model; its pages come with the first call that can use them."""
 
@@ -44,6 +59,42 @@ class FastGenerate:
         self._make = lambda: PagedDecoder(PagedModel(model, injected, max_tokens), max_tokens, measure, graphs=graphs)
         self._decoder: PagedDecoder | None = None
         self._told: set[str] = set()
+        self._own = generation_config(model)
+        self._neutral = vars(GenerationConfig())
+
+    def greedy(self, arguments: Mapping[str, Any], setting: Setting) -> Tensor | None:
+        """The whole call, if it is a plain greedy one: Hugging Face's preparation takes longer than a token."""
+        ids = arguments.get("input_ids", arguments.get("inputs"))
+        if not isinstance(ids, Tensor) or not self._is_plain(arguments, setting):
+            return None
+        new, length = setting("max_new_tokens"), setting("max_length")
+        end = arguments["eos_token_id"] if "eos_token_id" in arguments else setting("eos_token_id")
+        ends = [] if end is None else [int(token) for token in (end if isinstance(end, list) else [end])]
+        pad = setting("pad_token_id")
+        limit = ids.shape[1] + new if new is not None else length
+        return self._made().greedy(
+            ids, arguments.get("attention_mask"), limit, ends, ends[0] if pad is None and ends else pad
+        )
+
+    def _is_plain(self, arguments: Mapping[str, Any], setting: Setting) -> bool:
+        """Whether every argument and every setting of the generation configs is one that the greedy loop knows."""
+        if not arguments.keys() <= _PLAIN_ARGUMENTS or setting("do_sample"):
+            return False
+        if setting("max_new_tokens") is None and setting("max_length") is None:
+            return False
+        configs = (arguments.get("generation_config"), self._own)
+        return all(
+            value == self._neutral.get(name) or name in _PLAIN_SETTINGS
+            for config in configs
+            if config is not None
+            for name, value in vars(config).items()
+            if value is not None
+        )
+
+    def _made(self) -> PagedDecoder:
+        if self._decoder is None:
+            self._decoder = self._make()
+        return self._decoder
 
     def loop(self, arguments: Mapping[str, Any], setting: Setting) -> Callable[..., Any] | None:
         """What to pass as `custom_generate`; None: Hugging Face's loop must run, and the log says why."""
@@ -53,6 +104,4 @@ class FastGenerate:
                     chosen("generate", "Hugging Face's loop", f"{name} is not known to the paged one")
                     self._told.add(name)
                 return None
-        if self._decoder is None:
-            self._decoder = self._make()
-        return functools.partial(self._decoder, streamer=arguments.get("streamer"))
+        return functools.partial(self._made(), streamer=arguments.get("streamer"))

@@ -37,25 +37,30 @@ class PagedSteps:
         """Whether these buffers serve a batch; fewer sequences than there are rows would be wasted work."""
         return self._rows.shape[0] == batch and length <= self._length
 
-    def prefill(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def prefill(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [B, V] after the prompts. ids, mask: [B, L]; padding may stand anywhere before a sequence's end."""
-        keep = mask.bool()
-        lens = keep.sum(1)
-        row, _ = torch.nonzero(keep, as_tuple=True)
-        positions = (keep.cumsum(1) - 1)[keep]
+        batch = self._packed(ids, torch.ones_like(ids) if mask is None else mask)
+        lens = batch.seq_lens
         self._positions.copy_(lens)
         self._lens.copy_(lens + 1)
-        self._slots.copy_(self._slots_of(self._rows, lens))
-        cu_q = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
-        batch = Batch(
-            ids[keep], positions, self._slots_of(row, positions), self._table, lens.to(torch.int32), cu_q,
-            max_q=ids.shape[1], max_len=ids.shape[1], fresh=len(lens) == 1,
-        )  # fmt: skip
-        rows = cu_q[1:].long() - 1
-        size = next((size for size in PREFILL_SIZES if size >= len(positions)), None)
+        self._slots.copy_(self._slots_of(self._rows, self._positions))
+        rows = batch.cu_q[1:].long() - 1
+        size = next((size for size in PREFILL_SIZES if size >= len(batch.ids)), None)
         if size is None or not self._graphs:
             return self._model.forward(batch, self._pages, rows)
         return self._padded_prefill(batch, rows, size)
+
+    def _packed(self, ids: Tensor, mask: Tensor) -> Batch:
+        """The tokens of all prompts one after another, without padding."""
+        keep = mask.bool()
+        lens = keep.sum(1)
+        row, column = torch.nonzero(keep, as_tuple=True)
+        positions = (keep.cumsum(1) - 1)[row, column]
+        cu_q = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+        return Batch(
+            ids[row, column], positions, self._slots_of(row, positions), self._table, lens.to(torch.int32), cu_q,
+            max_q=ids.shape[1], max_len=ids.shape[1], fresh=len(lens) == 1,
+        )  # fmt: skip
 
     def step(self) -> Tensor:
         """Logits [B, V] after the tokens in `ids`; the next call is one position further and overwrites them."""

@@ -14,12 +14,12 @@ from outpace.inject.policies import by_class
 from outpace.kernels.dispatch import choose_kernels
 from tests.inject.checks import CPU, TOLERANCE, injected_copy, randomised, same_forward
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 97,
     "max_position_embeddings": 64, "pad_token_id": 1,
 }  # fmt: skip
-ODD = {"hidden_size": 60, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}
-DISTIL = {
+ODD: dict[str, Any] = {"hidden_size": 60, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}
+DISTIL: dict[str, Any] = {
     "dim": 48, "hidden_dim": 64, "n_layers": 3, "n_heads": 6, "vocab_size": 97, "max_position_embeddings": 64,
 }  # fmt: skip
 HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification")

@@ -10,7 +10,7 @@ from outpace.errors import NotSupported
 from outpace.inject.paged import PagedModel
 from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97,
     "head_dim": 8,
 }  # fmt: skip

@@ -16,7 +16,7 @@ from tests.inject.checks import (
     same_tokens,
 )
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "logit_scale": 0.4,

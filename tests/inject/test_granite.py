@@ -8,13 +8,13 @@ from transformers import GraniteConfig, GraniteForCausalLM, GraniteMoeConfig, Gr
 
 from tests.inject.checks import padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "attention_multiplier": 0.3,
     "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 5.0,
 }  # fmt: skip
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "granite": (GraniteConfig, GraniteForCausalLM, {}),

@@ -17,15 +17,15 @@ from transformers import (
 
 from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "num_experts_per_tok": 2,
 }  # fmt: skip
-MIXTRAL = {"num_local_experts": 4}
-QWEN = {"num_experts": 5, "moe_intermediate_size": 24}
-QWEN2 = {**QWEN, "shared_expert_intermediate_size": 32}
-OSS = {"num_local_experts": 4, "head_dim": 12, "sliding_window": 5}
+MIXTRAL: dict[str, Any] = {"num_local_experts": 4}
+QWEN: dict[str, Any] = {"num_experts": 5, "moe_intermediate_size": 24}
+QWEN2: dict[str, Any] = {**QWEN, "shared_expert_intermediate_size": 32}
+OSS: dict[str, Any] = {"num_local_experts": 4, "head_dim": 12, "sliding_window": 5}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -17,12 +17,12 @@ from tests.inject.checks import (
     same_tokens,
 )
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+PARTIAL: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 
 
 def longrope(original: int, pairs: int = 4) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from tests.kernels.attention_batches import Case, in_fp64, make_batch
 def test_decode_splits_fill_the_device_and_no_more(batch: int, kv_heads: int, max_len: int, sms: int) -> None:
     splits = decode_splits(batch, kv_heads, max_len, sms)
     assert 1 <= splits <= max(1, -(-max_len // 64))
-    assert splits == 1 or batch * kv_heads * splits <= 4 * sms
-    assert batch * kv_heads <= 2 * sms or splits == 1
-    if max_len >= 64 * 4 * sms:
-        assert batch * kv_heads * splits > 2 * sms
+    assert splits == 1 or batch * kv_heads * splits <= 2 * sms
+    assert batch * kv_heads <= sms or splits == 1
+    if max_len >= 64 * 2 * sms:
+        assert batch * kv_heads * splits > sms
     assert (
         decode_splits(batch + 1, kv_heads, max_len, sms) <= splits <= decode_splits(batch, kv_heads, 2 * max_len, sms)
     )

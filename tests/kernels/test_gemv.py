@@ -281,10 +281,13 @@ def test_what_it_refuses(device: torch.device) -> None:
 
 
 def test_choices_are_pure_and_sane() -> None:
-    assert prefers_gemv(1, 4096, 4096, torch.bfloat16)
-    assert not prefers_gemv(2, 4096, 4096, torch.bfloat16)
-    assert not prefers_gemv(0, 4096, 4096, torch.bfloat16)
-    assert not prefers_gemv(1, 4096, 4096, torch.float64)
+    assert prefers_gemv(1, 128256, 4096, gated=False)
+    assert prefers_gemv(1, 28672, 4096, gated=True)
+    assert prefers_gemv(2, 4096, 4096, gated=False)
+    assert not prefers_gemv(2, 8192, 4096, gated=True)
+    assert not prefers_gemv(2, 128256, 4096, gated=False)
+    assert not prefers_gemv(4, 4096, 4096, gated=False)
+    assert not prefers_gemv(0, 4096, 4096, gated=False)
     for rows, depth, gated in itertools.product(range(1, MAX_ROWS + 1), (1, 17, 4096, 14336), (False, True)):
         config = gemv_config(rows, 4096, depth, gated)
         assert config["block_k"] & (config["block_k"] - 1) == 0
