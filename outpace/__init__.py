@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from outpace.errors import NotSupportedYet as NotSupportedYet
     from outpace.errors import OutpaceError as OutpaceError
     from outpace.errors import StateError as StateError
+    from outpace.inject.policies import register_policy as register_policy
+    from outpace.inject.policy import ModelRoles as ModelRoles
+    from outpace.inject.policy import Policy as Policy
     from outpace.llm import LLM as LLM
     from outpace.types import CompletionOutput as CompletionOutput
     from outpace.types import FinishReason as FinishReason
@@ -35,6 +38,8 @@ _WHERE = {
         *("ConfigError", "DownloadError", "InputError", "ModelError"),
         *("NotSupported", "NotSupportedYet", "OutpaceError", "StateError"),
     ),
+    "outpace.inject.policies": ("register_policy",),
+    "outpace.inject.policy": ("ModelRoles", "Policy"),
     "outpace.llm": ("LLM",),
     "outpace.types": ("CompletionOutput", "FinishReason", "RequestOutput", "SamplingParams"),
 }

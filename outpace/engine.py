@@ -11,8 +11,7 @@ from torch import nn
 from outpace import generation
 from outpace.config import InferenceConfig
 from outpace.errors import StateError
-from outpace.inject.apply import Injected
-from outpace.inject.start import inject_as_asked
+from outpace.inject.start import Injection, inject_as_asked
 from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.inspect import ModelInfo, check_model, describe
 from outpace.loading.place import default_dtype, to_dtype
@@ -152,12 +151,13 @@ class InferenceEngine(nn.Module):
             self.module, self._device, limit=config.max_cuda_graphs, static_output=config.graph_output == "static"
         )
 
-    def _make_fast(self, injected: Injected | None, config: InferenceConfig) -> FastGenerate | None:
-        if injected is None or injected.policy.model is None or not self.info.can_generate:
+    def _make_fast(self, injected: Injection | None, config: InferenceConfig) -> FastGenerate | None:
+        paged = injected.paged() if injected is not None and self.info.can_generate else None
+        if paged is None:
             return None
         return FastGenerate(
             self.module,
-            injected,
+            paged,
             max_tokens=config.max_out_tokens,
             graphs=config.enable_cuda_graph,
             measure=lambda: self._profiler.measure("forward"),
@@ -170,7 +170,7 @@ def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
     return info
 
 
-def _inject(module: nn.Module, config: InferenceConfig) -> Injected | None:
+def _inject(module: nn.Module, config: InferenceConfig) -> Injection | None:
     if not config.replace_with_kernel_inject and not config.injection_policy:
         return None
     return inject_as_asked(module, config, choose_kernels(config.torch_device, config.kernels))

@@ -19,7 +19,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("loading",),
     ("runner", "scheduler"),
     ("generation", "llm", "engine"),
-    ("api", "server", "cli", "metrics"),
+    ("api", "server", "cli", "metrics", "verify"),
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {"scheduler": ("errors", "log", "types", "cache.block_pool", "scheduler")}

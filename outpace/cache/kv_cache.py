@@ -14,8 +14,9 @@ class Pages:
     """The pages of all layers; page p of a sequence is page p in every layer."""
 
     keys: list[Tensor]
-    """For each layer [num_blocks, block_size, kv_heads, head_dim]."""
+    """For each layer [num_blocks, block_size, kv_heads, key_dim]."""
     values: list[Tensor]
+    """For each layer [num_blocks, block_size, kv_heads, value_dim]."""
 
     @property
     def num_blocks(self) -> int:
@@ -29,16 +30,18 @@ class Pages:
 
 
 def allocate(
-    heads: Sequence[tuple[int, int]],
+    heads: Sequence[tuple[int, int, int]],
     num_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
     block_size: int = BLOCK_SIZE,
 ) -> Pages:
-    """Pages for layers with these (kv heads, head size)."""
-    shapes = [(num_blocks, block_size, count, size) for count, size in heads]
-    keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
-    return Pages(keys, values)
+    """Pages for layers with these (kv heads, size of a key, size of a value)."""
+
+    def pages(count: int, size: int) -> Tensor:
+        return torch.zeros(num_blocks, block_size, count, size, dtype=dtype, device=device)
+
+    return Pages([pages(count, size) for count, size, _ in heads], [pages(count, size) for count, _, size in heads])
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.errors import NotSupported
+from outpace.errors import ModelError, NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.kernels.rotary import split_qkv
 
@@ -77,7 +77,7 @@ class _DenseAttention:
             q = layer.q_norm(q)
         if layer.k_norm is not None:
             k = layer.k_norm(k)
-        if not settings.rotary or (self._rotary is None and layer.cos is None):
+        if not settings.rotary:
             return q, k, v
         cos, sin, positions = self._turns(layer)
         return layer.kernels.rotary(
@@ -92,7 +92,8 @@ class _DenseAttention:
         if layer.cos is not None and layer.sin is not None:
             assert self._position_ids is not None, "a layer with its own table is told the positions"
             return layer.cos, layer.sin, self._position_ids.expand(batch, length).reshape(-1)
-        assert self._rotary is not None, "checked by the caller"
+        if self._rotary is None:
+            raise ModelError("injection: the model gave its layer no position_embeddings")
         cos, sin = (self._rows(layer.policy.once(table)) for table in self._rotary)
         return cos, sin, torch.arange(batch * length, device=cos.device)
 

@@ -67,8 +67,9 @@ class Linear(nn.Module):
         act: str | None = None,
         gated: bool = False,
         add: Tensor | None = None,
+        reuse: bool = False,
     ) -> Tensor:
-        """[T, K] -> [T, N], or [T, N / 2] where gated."""
+        """[T, K] -> [T, N], or [T, N / 2] where gated. `reuse`: nobody needs `add` any more, so it may hold the sum."""
         outputs, depth = self.weight.shape
         one_kernel = self._kernels.gemv is not None and (act is None or gated)
         if one_kernel and prefers_gemv(len(x), outputs, depth, gated=gated):
@@ -80,7 +81,8 @@ class Linear(nn.Module):
         if add is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
-            return torch.addmm(add, x, self.weight.t())  # the sum is taken in the product's epilogue
+            product = add.addmm_ if reuse else add.addmm  # the sum is taken in the epilogue
+            return product(x, self.weight.t())
         return F.linear(x, self.weight, self.bias) + add
 
     def _few_rows(self, x: Tensor, norm: Norm | None, act: str | None, add: Tensor | None) -> Tensor:
@@ -126,19 +128,21 @@ class FusedLayer(nn.Module):
         self.index = index
         self.kernels = kernels
 
-    def run(self, x: Tensor, attend: Attend) -> Tensor:
-        """The layer over rows. x: [T, H]."""
-        return _PLACEMENTS[self.policy.placement](self, x, attend)
+    def run(self, x: Tensor, attend: Attend, *, reuse: bool = False) -> Tensor:
+        """The layer over rows. x: [T, H]; `reuse`: it may be overwritten."""
+        return _PLACEMENTS[self.policy.placement](self, x, attend, reuse)
 
-    def attention(self, x: Tensor, norm: Norm | None, attend: Attend, add: Tensor | None) -> Tensor:
+    def attention(
+        self, x: Tensor, norm: Norm | None, attend: Attend, add: Tensor | None, reuse: bool = False
+    ) -> Tensor:
         """Attention of norm(x), plus `add`."""
         qkv = self.qkv(x, norm=norm)
         if self.settings.clip:
             qkv = qkv.clamp_(-self.settings.clip, self.settings.clip)
-        return self.out(attend(self, qkv), add=add)
+        return self.out(attend(self, qkv), add=add, reuse=reuse)
 
     def feed_forward(self, x: Tensor, norm: Norm | None, add: Tensor | None) -> Tensor:
-        """MLP of norm(x), plus `add`."""
+        """MLP of norm(x), plus `add`, which is a sum of this layer's own and may be overwritten."""
         if self.mlp is not None:
             result: Any = self.mlp((norm(x) if norm is not None else x)[None])
             result = result[0] if isinstance(result, tuple) else result
@@ -146,28 +150,28 @@ class FusedLayer(nn.Module):
         assert self.up is not None, "a layer has an MLP or its projections"
         assert self.down is not None, "a layer has an MLP or its projections"
         inner = self.up(x, norm=norm, act=self.settings.activation, gated=self.policy.gated)
-        return self.down(inner, add=add)
+        return self.down(inner, add=add, reuse=True)
 
 
-def _pre(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
-    x = layer.attention(x, layer.attn_norm, attend, add=x)
+def _pre(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
+    x = layer.attention(x, layer.attn_norm, attend, add=x, reuse=reuse)
     return layer.feed_forward(x, layer.mlp_norm, add=x)
 
 
-def _post(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
-    x = layer.attn_norm(layer.attention(x, None, attend, add=x))
+def _post(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
+    x = layer.attn_norm(layer.attention(x, None, attend, add=x, reuse=reuse))
     assert layer.mlp_norm is not None, "post placement has two norms"
     return layer.mlp_norm(layer.feed_forward(x, None, add=x))
 
 
-def _sandwich(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+def _sandwich(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     assert layer.attn_out_norm is not None, "sandwich placement has four norms"
     assert layer.mlp_out_norm is not None, "sandwich placement has four norms"
     x = x + layer.attn_out_norm(layer.attention(x, layer.attn_norm, attend, add=None))
     return x + layer.mlp_out_norm(layer.feed_forward(x, layer.mlp_norm, add=None))
 
 
-def _parallel(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+def _parallel(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     if layer.mlp_norm is not None:
         attended = layer.attention(x, layer.attn_norm, attend, add=x)
         return layer.feed_forward(x, layer.mlp_norm, add=attended)
@@ -175,20 +179,20 @@ def _parallel(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
     return layer.feed_forward(normed, None, add=layer.attention(normed, None, attend, add=x))
 
 
-def _normed(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+def _normed(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     assert layer.mlp_norm is not None, "normed placement has two norms"
     x = layer.attn_norm(x)
     x = layer.mlp_norm(layer.attention(x, None, attend, add=x))
     return layer.feed_forward(x, None, add=x)
 
 
-def _scaled(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+def _scaled(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     scale = layer.settings.residual
     x = x + layer.attention(x, layer.attn_norm, attend, add=None) * scale
     return x + layer.feed_forward(x, layer.mlp_norm, add=None) * scale
 
 
-_PLACEMENTS: dict[str, Callable[[FusedLayer, Tensor, Attend], Tensor]] = {
+_PLACEMENTS: dict[str, Callable[[FusedLayer, Tensor, Attend, bool], Tensor]] = {
     "pre": _pre,
     "post": _post,
     "sandwich": _sandwich,

@@ -1,7 +1,7 @@
 """A model of fused layers over flattened batches: embed, layers, norm, head, with keys and values in pages."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,21 @@ class Batch:
     """One sequence from its first token on: attention needs no pages. What follows the sequence is padding."""
 
 
+class BatchModel(Protocol):
+    """A causal model that runs batches over pages."""
+
+    kv_heads: list[tuple[int, int, int]]
+    """For each layer (kv heads, size of a key, size of a value)."""
+    dtype: torch.dtype
+    """Of the pages."""
+    device: torch.device
+    capturable: bool
+    """Whether a CUDA graph can hold a forward."""
+
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
+
+
 class PagedModel:
     """Runs batches through the fused layers of a causal model. Holds no weights of its own."""
 
@@ -70,7 +85,9 @@ class PagedModel:
         _check_positions(self._positions, self._offset, self._tables, max_positions)
         device = self._embedding.device
         self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
-        self.kv_heads = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
+        sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
+        self.kv_heads = [(count, size, size) for count, size in sizes]
+        self.capturable = True
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
@@ -78,7 +95,7 @@ class PagedModel:
         x = self._embed(batch)
         attend = _PagedAttention(batch, pages, self._tables, self._slopes)
         for layer in self._layers:
-            x = layer.run(x, attend)
+            x = layer.run(x, attend, reuse=True)
         if rows is not None:
             x = x.index_select(0, rows)
         if self._after is not None:
@@ -116,7 +133,7 @@ class _PagedAttention:
             rotary_dim=0 if cos is None else 2 * cos.shape[1], interleaved=layer.policy.interleaved, **_qk_norms(layer),
         )  # fmt: skip
         if batch.fresh and not (settings.window or settings.softcap or settings.alibi or layer.sinks is not None):
-            return _causal(layer, q, k, v)
+            return causal_attention(q, k, v, settings.scale).flatten(1)
         attended: Tensor = layer.kernels.attention(
             q, keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
             scale=settings.scale, window=settings.window, softcap=settings.softcap,
@@ -142,12 +159,12 @@ def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:
     return layer.q_norm(q), layer.k_norm(k), v
 
 
-def _causal(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """torch's own attention over one sequence. q, k, v: [T, heads, D]."""
     q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-    groups = layer.settings.num_heads != layer.settings.num_kv_heads
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.settings.scale, enable_gqa=groups)
-    return attended[0].transpose(0, 1).reshape(q.shape[2], -1)
+    groups = q.shape[1] != k.shape[1]
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups)
+    return attended[0].transpose(0, 1)
 
 
 def _qk_norms(layer: FusedLayer) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from outpace.inject.policy import Policy
 Table = tuple[Tensor | None, Tensor | None]
 """cos and sin [positions, R / 2] in float32; None: no rotation."""
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rope types whose frequencies change with the longest position of a call."""
 
 
 def rope_tables(model: nn.Module, injected: Injected, count: int) -> list[Table]:
@@ -57,12 +58,23 @@ def _rotary_kind(rotary: Any, config: Any, index: int) -> str | None:
     return None if types is None else config.layer_types[index]
 
 
+def rope_types(config: Any) -> set[str]:
+    """The rope types of a config."""
+    return {rope["rope_type"] for rope in _ropes(config) if "rope_type" in rope}
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """One for each kind of layer, or one for all."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [value for value in given.values() if isinstance(value, dict)] or [given]
+
+
 def _check_length(config: Any, count: int) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    limit: Any = original or getattr(config, "max_position_embeddings", count)
-    if rope.get("rope_type") in _LENGTH_DEPENDENT and count > limit:
-        raise NotSupported(
-            f"rope type {rope['rope_type']} changes its frequencies with the length beyond {limit} positions, which "
-            f"pages cannot follow; keep max_out_tokens at {limit} or less"
-        )
+    for rope in _ropes(config):
+        names = ("original_max_position_embeddings", "max_position_embeddings")
+        limit: Any = rope.get(names[0]) or next((n for name in names if (n := getattr(config, name, None))), count)
+        if rope.get("rope_type") in LENGTH_DEPENDENT and count > limit:
+            raise NotSupported(
+                f"rope type {rope['rope_type']} changes its frequencies with the length beyond {limit} positions, "
+                f"which pages cannot follow; keep max_out_tokens at {limit} or less"
+            )

@@ -1,38 +1,61 @@
 """Injection as the config asks for it: with our policies, with the caller's, or not at all."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from torch import nn
 
 from outpace.config import InferenceConfig
 from outpace.errors import ConfigError, NotSupported
 from outpace.inject.apply import Injected, inject
+from outpace.inject.interface import Interface
+from outpace.inject.paged import BatchModel, PagedModel
 from outpace.inject.parts import Parts
 from outpace.inject.policies import by_class
 from outpace.inject.policy import Policy
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 
+Paged = Callable[[int], BatchModel]
+"""Makes a model over pages, for sequences of so many tokens."""
 
-def inject_as_asked(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injected | None:
-    """Replace the model's layers by fused ones; None: nothing was asked for that replaces them."""
+
+class Injection(Protocol):
+    """What injection made of a model."""
+
+    def paged(self) -> Paged | None:
+        """How the model runs over pages, asked once it is where it runs; None: it has no such form."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A model with fused layers: level 1."""
+
+    model: nn.Module
+    injected: Injected
+
+    def paged(self) -> Paged | None:
+        """The fused layers over pages."""
+        if self.injected.policy.model is None:
+            return None
+        return functools.partial(PagedModel, self.model, self.injected)
+
+
+def inject_as_asked(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injection | None:
+    """Fused layers where a policy knows them, else the model's own over pages; None: nothing was asked for."""
     mine = config.injection_policy or {}
     policies = {kind.__name__: replace(policy, layers=(kind.__name__,)) for kind, policy in _own(mine).items()}
     _check_reduced(model, mine)
     if not config.replace_with_kernel_inject and not policies:
         return None
     injected = inject(model, policies or by_class(), kernels)
-    if injected is None:
-        names = ", ".join(sorted(policies or by_class()))
-        raise NotSupported(
-            f"replace_with_kernel_inject: no policy for the layers of {type(model).__name__}; there are policies for "
-            f"{names}. Write one (docs/adding-a-model.md), or leave kernel injection off"
-        )
-    if injected.policy.causal and not config.triangular_masking:
+    if injected is None and policies:
+        raise NotSupported(f"injection_policy: {type(model).__name__} has no layers of {', '.join(sorted(policies))}")
+    if not config.triangular_masking and (injected is None or injected.policy.causal):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
-    return injected
+    return Interface(model, kernels) if injected is None else Fused(model, injected)
 
 
 def _own(policies: Mapping[Any, Any]) -> dict[type[nn.Module], Policy]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from outpace.inject.paged import PagedModel
+from outpace.inject.paged import BatchModel
 from outpace.runner.paged_steps import PagedSteps
 
 Measure = Callable[[], AbstractContextManager[Any]]
@@ -23,7 +23,7 @@ CHECK_EVERY = 16  # steps between looks at whether every sequence has ended: a l
 class PagedDecoder:
     """Generates from padded prompts. Pages and graphs are kept between calls; each call starts with empty sequences."""
 
-    def __init__(self, model: PagedModel, max_tokens: int, measure: Measure = nullcontext, *, graphs: bool) -> None:
+    def __init__(self, model: BatchModel, max_tokens: int, measure: Measure = nullcontext, *, graphs: bool) -> None:
         self._model = model
         self._measure = measure
         self._max_tokens = max_tokens

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from outpace.inject.apply import Injected
-from outpace.inject.paged import PagedModel
+from outpace.inject.start import Paged
 from outpace.loading.inspect import generation_config
 from outpace.log import chosen
 from outpace.runner.decode import Measure, PagedDecoder
@@ -53,10 +52,8 @@ _PLAIN_SETTINGS = frozenset(
 class FastGenerate:
     """The paged loop of one injected model; its pages come with the first call that can use them."""
 
-    def __init__(
-        self, model: nn.Module, injected: Injected, *, max_tokens: int, graphs: bool, measure: Measure
-    ) -> None:
-        self._make = lambda: PagedDecoder(PagedModel(model, injected, max_tokens), max_tokens, measure, graphs=graphs)
+    def __init__(self, model: nn.Module, paged: Paged, *, max_tokens: int, graphs: bool, measure: Measure) -> None:
+        self._make = lambda: PagedDecoder(paged(max_tokens), max_tokens, measure, graphs=graphs)
         self._decoder: PagedDecoder | None = None
         self._told: set[str] = set()
         self._own = generation_config(model)
@@ -84,11 +81,10 @@ class FastGenerate:
             return False
         configs = (arguments.get("generation_config"), self._own)
         return all(
-            value == self._neutral.get(name) or name in _PLAIN_SETTINGS
+            not value or value == self._neutral.get(name) or name in _PLAIN_SETTINGS
             for config in configs
             if config is not None
             for name, value in vars(config).items()
-            if value is not None
         )
 
     def _made(self) -> PagedDecoder:

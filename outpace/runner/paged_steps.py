@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.kv_cache import BLOCK_SIZE, Pages, allocate, blocks_for
-from outpace.inject.paged import Batch, PagedModel
+from outpace.inject.paged import Batch, BatchModel
 
 PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens that a prefill is padded to, so that a graph serves it; a longer one keeps the GPU busy without."""
@@ -16,11 +16,11 @@ WARM_UPS = 2
 class PagedSteps:
     """Static buffers of a batch of sequences, their pages, and the graphs that work on them."""
 
-    def __init__(self, model: PagedModel, batch: int, length: int, *, graphs: bool) -> None:
+    def __init__(self, model: BatchModel, batch: int, length: int, *, graphs: bool) -> None:
         device, per_sequence = model.device, blocks_for(length)
         self._model = model
         self._length = length
-        self._graphs = graphs
+        self._graphs = graphs and model.capturable
         self._pages: Pages = allocate(model.kv_heads, batch * per_sequence, model.dtype, device)
         self._table = torch.arange(batch * per_sequence, dtype=torch.int32, device=device).view(batch, per_sequence)
         self._positions = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -39,7 +39,7 @@ class PagedSteps:
 
     def prefill(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [B, V] after the prompts. ids, mask: [B, L]; padding may stand anywhere before a sequence's end."""
-        batch = self._packed(ids, torch.ones_like(ids) if mask is None else mask)
+        batch = self._whole(ids) if mask is None else self._packed(ids, mask)
         lens = batch.seq_lens
         self._positions.copy_(lens)
         self._lens.copy_(lens + 1)
@@ -49,6 +49,16 @@ class PagedSteps:
         if size is None or not self._graphs:
             return self._model.forward(batch, self._pages, rows)
         return self._padded_prefill(batch, rows, size)
+
+    def _whole(self, ids: Tensor) -> Batch:
+        """The tokens of prompts of one length: nothing needs to be looked up, so nothing waits for the GPU."""
+        count, length = ids.shape
+        positions = torch.arange(length, device=ids.device).repeat(count)
+        starts = torch.arange(count + 1, dtype=torch.int32, device=ids.device) * length
+        return Batch(
+            ids.reshape(-1), positions, self._slots_of(self._rows.repeat_interleave(length), positions), self._table,
+            starts.diff(), starts, max_q=length, max_len=length, fresh=count == 1,
+        )  # fmt: skip
 
     def _packed(self, ids: Tensor, mask: Tensor) -> Batch:
         """The tokens of all prompts one after another, without padding."""

@@ -90,3 +90,13 @@ def test_a_bidirectional_one_runs_as_hugging_face_masks_it_and_never_through_pag
     fused, injected = injected_copy(Gemma3ForCausalLM(config))
     with pytest.raises(NotSupported, match="use_bidirectional_attention"):
         PagedModel(fused, injected, 64)
+
+
+def test_frequencies_of_one_kind_of_layer_that_change_with_the_length_are_not_for_pages() -> None:
+    tables = {**TABLES, "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    fused, injected = injected_copy(
+        Gemma3ForCausalLM(Gemma3TextConfig(**{**SMALL, **GEMMA3, "rope_parameters": tables}))
+    )
+    PagedModel(fused, injected, 256)
+    with pytest.raises(NotSupported, match="dynamic changes its frequencies with the length beyond 256"):
+        PagedModel(fused, injected, 257)

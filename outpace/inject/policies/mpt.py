@@ -1,17 +1,6 @@
-"""MPT: ALiBi with slopes of its own, nothing has a bias."""
+"""MPT: ALiBi, and nothing has a bias."""
 
-import math
-
-from outpace.inject.policy import ModelRoles, Policy, Settings
-
-
-def _slopes(settings: Settings, positions: int) -> list[float]:
-    """Of the next power of two, every second one first."""
-    heads = settings.num_heads
-    power = 2 ** math.ceil(math.log2(heads))
-    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
-    return slopes if power == heads else [*slopes[1::2], *slopes[::2]][:heads]
-
+from outpace.inject.policy import ModelRoles, Policy
 
 MPT = Policy(
     layers=("MptBlock",),
@@ -24,7 +13,6 @@ MPT = Policy(
     gated=False,
     down="ffn.down_proj",
     mask_forbids=True,
-    slopes=_slopes,
     returns_tuple=True,
     readers={
         "scale": lambda config, index: config.attn_config.softmax_scale or (config.d_model / config.n_heads) ** -0.5,

@@ -1,0 +1,182 @@
+"""Level 0: a model that no policy knows keeps its own layers and attends over pages, by Hugging Face's interface."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from outpace.cache.kv_cache import Pages, allocate
+from outpace.errors import NotSupported
+from outpace.inject.attention import KEYWORD, PAGED, AttentionLayer, PagedAttention, register, switched
+from outpace.inject.paged import Batch, BatchModel
+from outpace.inject.policy import looks_ahead
+from outpace.inject.probe import probe
+from outpace.inject.rope import LENGTH_DEPENDENT, rope_types
+from outpace.kernels.dispatch import Kernels
+from outpace.log import chosen
+
+LENGTHS = (9, 6)  # of the sequences that the check runs
+LIMITS: Mapping[torch.dtype, float] = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Largest relative difference that rounding explains; of the median row, since it may send a token to other experts."""
+LIMIT = 1e-4
+TF32_LIMIT = 1e-2
+
+
+class Interface:
+    """A model that runs on level 0. What its class and config say is checked here, what it computes in `paged`."""
+
+    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+        self._model = model
+        self._kernels = kernels
+        if reason := next((found for check in _CHECKS if (found := check(model))), None):
+            raise refused(model, reason)
+
+    def paged(self) -> Callable[[int], BatchModel]:
+        """The model over pages, once it is where it runs; refused where its logits are not those of its own forward."""
+        model = self._model.eval()
+        try:
+            paged = InterfaceModel(model, self._kernels)
+            error, limit = check(model, paged)
+        except NotSupported as cause:
+            raise refused(model, str(cause)) from cause
+        except Exception as cause:  # somebody's code, called in a way it did not expect
+            raise refused(model, f"{type(cause).__name__} in a forward over pages: {cause}") from cause
+        if not error <= limit:
+            raise refused(model, f"its logits over pages differ from its own by {error:.1e}, more than {limit:.0e}")
+        chosen("injection", "level 0: its own layers, attention over pages", _reason(model, error))
+        if not paged.capturable:
+            chosen("cuda graphs", "none in generate", f"{type(model).__name__} says it cannot be captured")
+        return lambda max_positions: paged
+
+
+class InterfaceModel:
+    """Runs batches through a model's own forward. Outside of a call of this the model is as it was."""
+
+    def __init__(self, model: Any, kernels: Kernels) -> None:
+        register()
+        self._model = model
+        self._kernels = kernels
+        self._configs = _configs(model)
+        self._layers = probe(model, self._configs, model.config.num_hidden_layers)
+        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        layers = [self._layers[index] for index in range(len(self._layers))]
+        self.kv_heads = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
+        self.dtype, self.device = _dtype(layers), next(model.parameters()).device
+        self.capturable = bool(getattr(model, "_can_compile_fullgraph", False))
+
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
+        options: dict[str, Any] = {KEYWORD: PagedAttention(batch, pages, self._layers, self._kernels)}
+        if rows is not None and self._picks_rows:
+            options["logits_to_keep"] = rows
+        with switched(self._configs, PAGED):
+            output = self._model.forward(
+                input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, **options
+            )
+        logits: Tensor = output.logits[0]
+        return logits if rows is None or self._picks_rows else logits.index_select(0, rows)
+
+
+@torch.no_grad()
+def check(model: Any, paged: BatchModel) -> tuple[float, float]:
+    """How far logits over pages are from the model's own, and how far they may be: a prefill and a step of two
+    sequences in one batch against each sequence alone."""
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.vocab_size
+    texts = [torch.randint(size, (length,), generator=generator).to(paged.device) for length in LENGTHS]
+    own = [model.forward(input_ids=text[None], use_cache=False).logits[0] for text in texts]
+    pages = allocate(paged.kv_heads, len(texts), paged.dtype, paged.device)
+    begin = _batch(texts, 0, pages.block_size)
+    found = [paged.forward(begin, pages, torch.arange(len(begin.ids), device=paged.device))]
+    found.append(paged.forward(_batch(texts, 1, pages.block_size), pages))
+    want = torch.cat([logits[:-1] for logits in own] + [logits[-1:] for logits in own]).float()
+    error = (want - torch.cat(found).float()).abs().amax(1) / want.abs().max()
+    if paged.dtype in LIMITS:
+        return float(error.median()), LIMITS[paged.dtype]
+    rounds = paged.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return float(error.max()), TF32_LIMIT if rounds else LIMIT
+
+
+def _batch(texts: list[Tensor], step: int, block_size: int) -> Batch:
+    """All tokens of each text but the last, each text on a page of its own; in the step the last ones."""
+    device = texts[0].device
+    parts = [slice(len(text) - 1, len(text)) if step else slice(0, len(text) - 1) for text in texts]
+    places = [torch.arange(len(text), device=device)[part] for text, part in zip(texts, parts, strict=True)]
+    lens = torch.tensor([len(text) - 1 + step for text in texts], dtype=torch.int32, device=device)
+    counts = torch.tensor([0, *(len(place) for place in places)], device=device)
+    return Batch(
+        ids=torch.cat([text[part] for text, part in zip(texts, parts, strict=True)]),
+        positions=torch.cat(places),
+        slots=torch.cat([page * block_size + place for page, place in enumerate(places)]),
+        block_table=torch.arange(len(texts), dtype=torch.int32, device=device)[:, None],
+        seq_lens=lens,
+        cu_q=counts.cumsum(0).to(torch.int32),
+        max_q=max(len(place) for place in places),
+        max_len=block_size,
+    )
+
+
+def refused(model: nn.Module, reason: str) -> NotSupported:
+    """The error of a model that neither level can run."""
+    return NotSupported(
+        f"replace_with_kernel_inject: no policy for the layers of {type(model).__name__}, and it cannot run with its "
+        f"own: {reason}. Write a policy (docs/adding-a-model.md), or leave kernel injection off"
+    )
+
+
+def _class(model: Any) -> str | None:
+    config = getattr(model, "config", None)
+    if not isinstance(model, GenerationMixin) or config is None:
+        return "it is not a generative model of Hugging Face"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder with a decoder"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its class does not let its attention be replaced (_supports_attention_backend)"
+    return None if config.get_text_config() is config else "it reads more than text"
+
+
+def _call(model: Any) -> str | None:
+    given = inspect.signature(model.forward).parameters
+    if "position_ids" not in given or all(each.kind != each.VAR_KEYWORD for each in given.values()):
+        return "its forward takes no position_ids, or no arguments for its attention"
+    if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+        return "it prepares the inputs of each step in its own way"
+    return None
+
+
+def _config(model: Any) -> str | None:
+    config = model.config
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is cut in chunks (attention_chunk_size)"
+    changing = sorted(rope_types(config) & set(LENGTH_DEPENDENT))
+    return f"its rope type {changing[0]} changes its frequencies with the length" if changing else None
+
+
+def _ahead(model: Any) -> str | None:
+    reason = looks_ahead(model.config)
+    return None if reason is None else f"it {reason}"
+
+
+_CHECKS: tuple[Callable[[Any], str | None], ...] = (_class, _call, _config, _ahead)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every config that some module reads; most models have one."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in found if hasattr(config, "_attn_implementation")}.values())
+
+
+def _dtype(layers: list[AttentionLayer]) -> torch.dtype:
+    if len(kinds := {layer.dtype for layer in layers}) > 1:
+        raise NotSupported("its layers have keys of different dtypes")
+    return kinds.pop()
+
+
+def _reason(model: nn.Module, error: float) -> str:
+    return f"no policy knows the layers of {type(model).__name__}; logits differ by {error:.1e}"

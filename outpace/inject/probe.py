@@ -1,0 +1,89 @@
+"""What a model asks of its attention, found out by one forward of two tokens and not guessed from its config."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.errors import NotSupported
+from outpace.inject.attention import KEYWORD, PROBE, AttentionLayer, Mask, MaskFunction, switched
+
+KNOWN = frozenset(
+    {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "output_attentions"}
+)
+"""What attention may be given beside q, k, v and the mask: what is known here, and what changes nothing."""
+REACH = 1 << 15  # places of queries at which a mask is asked
+DISTANCES = (-1000, -2, -1, *(1 << power for power in range(15)))
+
+
+def probe(model: nn.Module, configs: Sequence[Any], num_layers: int) -> dict[int, AttentionLayer]:
+    """Every layer by its number; a model that pages cannot serve is refused."""
+    recorder = _Recorder()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    places = torch.arange(2, device=ids.device)[None]
+    with torch.no_grad(), switched(configs, PROBE):
+        model.forward(input_ids=ids, position_ids=places, use_cache=False, **{KEYWORD: recorder})
+    if sorted(recorder.layers) != list(range(num_layers)):
+        raise NotSupported(
+            f"{len(recorder.layers)} of its {num_layers} layers call attention; the others keep a state of their own"
+        )
+    return recorder.layers
+
+
+class _Recorder:
+    """Attends in the place of the model's attention, writes down what it sees and returns zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionLayer] = {}
+        self._windows: dict[Mask, int] = {}
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self.layers:
+            raise NotSupported(f"{type(module).__name__} calls attention more than once, or does not know its number")
+        _check_options(module, options)
+        heads, width = key.shape[1], value.shape[3]
+        if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[1] % heads:
+            raise NotSupported(f"{type(module).__name__} attends to other keys than its tokens' own")
+        window = self._window(module, mask, options.get("sliding_window"))
+        self.layers[index] = AttentionLayer(heads, key.shape[3], width, window, key.dtype)
+        return value.new_zeros(1, query.shape[2], query.shape[1], width)
+
+    def _window(self, module: Any, mask: object, given: Any) -> int:
+        if not isinstance(mask, Mask):
+            raise NotSupported(f"{type(module).__name__} has a mask that is not one of Hugging Face's")
+        if mask not in self._windows:
+            own = (given, getattr(module, "sliding_window", None), getattr(module.config, "sliding_window", None))
+            found = window_of(mask.function, own)
+            if found is None:
+                raise NotSupported(f"the mask of {type(module).__name__} is neither causal nor a causal window")
+            self._windows[mask] = found
+        return self._windows[mask]
+
+
+def _check_options(module: Any, options: dict[str, Any]) -> None:
+    if options.get("is_causal") is False or getattr(module, "is_causal", None) is False:
+        raise NotSupported(f"{type(module).__name__} sees later tokens (is_causal=False)")
+    for name, value in options.items():
+        if name not in KNOWN and value is not None and value is not False:
+            raise NotSupported(f"{type(module).__name__} gives its attention {name}, which pages do not know")
+
+
+def window_of(function: MaskFunction, candidates: Iterable[Any]) -> int | None:
+    """The window that a mask keeps to, 0 for none; None: the mask is something else, as chunks and prefixes are."""
+    windows = sorted({size for size in candidates if isinstance(size, int) and size > 0})
+    distances = sorted({*DISTANCES, 0, *(size + step for size in windows for step in (-1, 0, 1))})
+    query = torch.arange(max(REACH, 2 * max(windows, default=0)))
+    seen = {distance: _sees(function, query, distance) for distance in distances}
+    for window in (0, *windows):
+        if all(sees is (distance >= 0 and (not window or distance < window)) for distance, sees in seen.items()):
+            return window
+    return None
+
+
+def _sees(function: MaskFunction, query: Tensor, distance: int) -> bool | None:
+    """Whether every query sees the key at this distance before it; None: some do and some do not."""
+    query = query[max(distance, 0) :]
+    sees = torch.as_tensor(function(0, 0, query, query - distance))
+    return True if bool(sees.all()) else None if bool(sees.any()) else False

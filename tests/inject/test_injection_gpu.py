@@ -1,0 +1,108 @@
+"""Injected models on a GPU: no further from the truth than Hugging Face's own, and the same tokens under graphs."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from tests.inject import (
+    test_bert,
+    test_bloom,
+    test_falcon,
+    test_gemma,
+    test_gpt2,
+    test_gpt_neox,
+    test_gptj,
+    test_llama,
+    test_opt,
+    test_phi,
+    test_phi3,
+)
+from tests.inject.checks import padded_prompts, randomised
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+MODULES: dict[str, Any] = {
+    "bloom": test_bloom, "falcon": test_falcon, "gemma": test_gemma, "gpt2": test_gpt2, "gpt_neox": test_gpt_neox,
+    "gptj": test_gptj, "llama": test_llama, "opt": test_opt, "phi": test_phi, "phi3": test_phi3,
+}  # fmt: skip
+CASES = [(family, case) for family, module in MODULES.items() for case in list(module.CASES)[:1]]
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def build(family: str, case: str) -> Any:
+    """The tiny model of a family's own tests, with weights of a size that 16 bits hold."""
+    module = MODULES[family]
+    config, kind, options = module.CASES[case]
+    model = randomised(kind(config(**{**module.SMALL, **options})))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 0.3
+    return model.cuda()
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_errors_are_no_larger_than_hugging_faces(family: str, case: str) -> None:
+    """Summed over prompts: the error of one small tensor is noise."""
+    model = build(family, case)
+    vocab = model.config.vocab_size
+    for dtype in DTYPES:
+        plain = outpace.init_inference(copy.deepcopy(model), dtype=dtype)
+        fused = outpace.init_inference(copy.deepcopy(model), dtype=dtype, kernel_inject=True)
+        exact = copy.deepcopy(plain.module).float().eval()  # the rounded weights, in exact arithmetic
+        errors = torch.zeros(2)
+        for seed in range(6):
+            inputs = {name: value.cuda() for name, value in padded_prompts(vocab, seed=seed).items()}
+            keep = inputs["attention_mask"].bool()
+            with torch.no_grad():
+                truth = exact(**inputs).logits[keep]
+            errors += torch.tensor([error(engine(**inputs).logits[keep], truth) for engine in (plain, fused)])
+        assert errors[1] <= 1.5 * errors[0], (dtype, errors.tolist())
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_tokens_in_fp32_equal_plain_hugging_face_with_and_without_graphs(family: str, case: str) -> None:
+    model = build(family, case)
+    inputs = {name: value.cuda() for name, value in padded_prompts(model.config.vocab_size).items()}
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    precision = torch.backends.cuda.matmul.allow_tf32
+    assert not precision, "fp32 must be fp32"
+    expected = model.generate(**inputs, **options)
+    for graphs in (False, True):
+        engine = outpace.init_inference(
+            copy.deepcopy(model), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=graphs
+        )
+        for _ in range(2):  # the second call finds pages and graphs of the first
+            assert torch.equal(engine.generate(**inputs, **options), expected), graphs
+
+
+def test_sampling_under_graphs_equals_sampling_without() -> None:
+    model = build("llama", "llama gqa")
+    inputs = {name: value.cuda() for name, value in padded_prompts(97).items()}
+    texts = []
+    for graphs in (False, True):
+        engine = outpace.init_inference(
+            copy.deepcopy(model), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=graphs, seed=5
+        )
+        texts.append(engine.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=8, temperature=0.8))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("case", list(test_bert.CASES)[:2])
+def test_encoders_under_graphs(case: str) -> None:
+    family, options = test_bert.CASES[case]
+    model = test_bert.made(family, "Model", options).cuda()
+    inputs = {name: value.cuda() for name, value in padded_prompts(97).items()}
+    engine = outpace.init_inference(
+        copy.deepcopy(model), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True
+    )
+    with torch.no_grad():
+        expected = model(**inputs)
+    for _ in range(2):
+        torch.testing.assert_close(engine(**inputs)[0], expected[0], rtol=1e-4, atol=1e-4)
