@@ -41,10 +41,13 @@ def prompt(length: int) -> torch.Tensor:
     return torch.randint(10, 30000, (1, length), device="cuda", generator=torch.Generator("cuda").manual_seed(7))
 
 
-def row(what: str, figure: float, unit: str, limit: float, target: float | None) -> dict[str, Any]:
-    """A figure beside its limit and its target; the ratio is how near the limit it is."""
-    ratio = figure / limit if unit == "tok/s" else limit / figure
-    return {"what": what, "figure": figure, "unit": unit, "limit": limit, "of limit": ratio, "target": target or "-"}
+def row(what: str, figure: float, unit: str, limit: float | None, target: float | None) -> dict[str, Any]:
+    """A figure beside its limit, where there is one, and its target; the ratio is how near the limit it is."""
+    ratio = "-" if limit is None else figure / limit if unit == "tok/s" else limit / figure
+    return {
+        "what": what, "figure": figure, "unit": unit, "limit": "-" if limit is None else limit, "of limit": ratio,
+        "target": target or "-",
+    }  # fmt: skip
 
 
 def measure_model(name: str, bandwidth: float, flops: float) -> list[dict[str, Any]]:
@@ -57,11 +60,11 @@ def measure_model(name: str, bandwidth: float, flops: float) -> list[dict[str, A
         model, dtype=torch.bfloat16, kernel_inject=True, enable_cuda_graph=True, max_out_tokens=max(PREFILLS) + NEW
     )
     torch.cuda.synchronize()
-    rows = [row(f"{name}: inject", time.perf_counter() - begin, "s", 0.0, 3.0)]
+    rows = [row(f"{name}: inject", time.perf_counter() - begin, "s", None, 3.0)]
     begin = time.perf_counter()
     engine.generate(prompt(PROMPT), max_new_tokens=2, do_sample=False, eos_token_id=None)
     torch.cuda.synchronize()
-    rows.append(row(f"{name}: first call (kernels compiled)", time.perf_counter() - begin, "s", 0.0, 20.0))
+    rows.append(row(f"{name}: first call (kernels compiled)", time.perf_counter() - begin, "s", None, 20.0))
 
     def generate(length: int, new: int) -> float:
         ids = prompt(length)

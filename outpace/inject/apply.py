@@ -51,7 +51,7 @@ def inject(model: nn.Module, policies: Mapping[str, Policy], kernels: Kernels) -
         fill(fused, layer)
         model.set_submodule(path, fused)
         layers.append(fused)
-    chosen("injection", f"{len(layers)} fused layers", f"policy of {type(found[0][1]).__name__}")
+    chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {type(found[0][1]).__name__}")
     return Injected(policy, config, layers)
 
 

@@ -82,7 +82,7 @@ class PagedModel:
         self._head = Linear(head.weight.data, None if head.bias is None else head.bias.data, kernels)
         self._softcap, self._logit_scale = roles.logit_softcap(config), roles.logit_scale(config)
         self._tables = rope_tables(model, injected, max_positions)
-        _check_positions(self._positions, self._offset, self._tables, max_positions)
+        self.max_positions = min([max_positions, *self._known_positions()])
         device = self._embedding.device
         self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
@@ -103,6 +103,11 @@ class PagedModel:
         x = self._head(x, norm=self._norm if self._after is None else None)
         x = x if self._logit_scale == 1.0 else x * self._logit_scale
         return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
+
+    def _known_positions(self) -> list[int]:
+        """Rows of the tables that are read by position: behind the last one is memory of somebody else."""
+        learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
+        return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
 
     def _embed(self, batch: Batch) -> Tensor:
         learned = {"positions": batch.positions, "position_table": self._positions, "position_offset": self._offset}
@@ -140,14 +145,6 @@ class _PagedAttention:
             alibi_slopes=self._slopes[index], sinks=layer.sinks, max_len=batch.max_len,
         )  # fmt: skip
         return attended.reshape(qkv.shape[0], -1)
-
-
-def _check_positions(learned: Any, offset: int, tables: list[Table], asked: int) -> None:
-    """A read behind the last position would be of whatever memory is there."""
-    rows = [cos.shape[0] for cos, _ in tables if cos is not None]
-    limit = min(rows if learned is None else [*rows, learned.shape[0] - offset], default=asked)
-    if asked > limit:
-        raise NotSupported(f"pages: the model knows {limit} positions and not {asked}; give max_out_tokens={limit}")
 
 
 def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:

@@ -1,10 +1,11 @@
 """What a model asks of its attention, found out by one forward of two tokens and not guessed from its config."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from outpace.errors import NotSupported
 from outpace.inject.attention import KEYWORD, PROBE, AttentionLayer, Mask, MaskFunction, switched
@@ -28,7 +29,16 @@ def probe(model: nn.Module, configs: Sequence[Any], num_layers: int) -> dict[int
         raise NotSupported(
             f"{len(recorder.layers)} of its {num_layers} layers call attention; the others keep a state of their own"
         )
+    _check_cache(model, recorder.layers)
     return recorder.layers
+
+
+def _check_cache(model: Any, layers: Mapping[int, AttentionLayer]) -> None:
+    """Some models see everything, and their cache forgets it: generate gives other tokens than their forward."""
+    for index, kept in enumerate(DynamicCache(config=model.config).layers[: len(layers)]):
+        size = getattr(kept, "sliding_window", None)
+        if size is not None and not 0 < layers[index].window <= size:
+            raise NotSupported(f"its cache keeps {size} keys, and its mask lets it see more")
 
 
 class _Recorder:

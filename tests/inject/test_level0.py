@@ -1,0 +1,233 @@
+"""Models that no policy knows: their own layers over pages, and the reasons why some are refused."""
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers import masking_utils
+
+import outpace
+from outpace import ConfigError, InferenceEngine, NotSupported
+from outpace.inject.interface import Interface
+from outpace.inject.policies import by_class
+from outpace.inject.probe import window_of
+from outpace.kernels.dispatch import Kernels, choose_kernels
+from tests.inject.checks import CPU, padded_prompts, randomised
+from tests.models import tiny
+
+VOCAB = 97
+NEW = 64  # with the prompts, more than a page holds
+SMALL: Mapping[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+MIXED: Mapping[str, Any] = {
+    **SMALL, "num_hidden_layers": 3, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+LATENT: Mapping[str, Any] = {
+    **{name: value for name, value in SMALL.items() if name != "head_dim"}, "num_key_value_heads": 6,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+SHARED: Mapping[str, Any] = {
+    **MIXED, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    "intermediate_size": [64] * 4, "activation_sparsity_pattern": None, "laurel_rank": 4,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "olmo2": ("Olmo2", SMALL),
+    "yarn": ("Olmo2", {**SMALL, "rope_parameters": YARN}),
+    "olmo3": ("Olmo3", MIXED),
+    "glm4": ("Glm4", SMALL),
+    "exaone4": ("Exaone4", MIXED),
+    "helium": ("Helium", SMALL),
+    "seed_oss": ("SeedOss", SMALL),
+    "ernie4_5": ("Ernie4_5", SMALL),
+    "hunyuan": ("HunYuanDenseV1", SMALL),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "olmoe": ("Olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2}),
+    "vaultgemma": ("VaultGemma", {**MIXED, "attn_logit_softcapping": 20.0}),
+    "gemma3n": ("Gemma3n", SHARED),
+}
+REFUSED: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
+    "chunks": ("Llama4", {**SMALL, "num_local_experts": 2, "intermediate_size_mlp": 64}, "type chunked_attention"),
+    "a hybrid": ("Lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "a secret hybrid": ("RecurrentGemma", {**SMALL, "num_hidden_layers": 3}, "1 of its 3 layers call attention"),
+    "its own attention": ("BioGpt", SMALL, "_supports_attention_backend"),
+    "no keywords": ("Nemotron", SMALL, "not given the arguments"),
+    "two attentions": ("DiffLlama", SMALL, "calls attention more than once"),
+    "both ways": ("Glm4", {**SMALL, "is_causal": False}, "is_causal=False"),
+    "a rope that changes": ("Olmo2", {**SMALL, "rope_parameters": {**YARN, "rope_type": "dynamic"}}, "type dynamic"),
+    "steps of its own": ("Phimoe", {**SMALL, "num_local_experts": 4}, "prepares the inputs"),
+    "a cache that forgets": ("Moshi", {**SMALL, "ffn_dim": 64, "sliding_window": 5}, "its cache keeps 5 keys"),
+    "a mask of its own": ("Doge", SMALL, "in a forward over pages"),
+}
+
+
+def made(name: str, options: Mapping[str, Any]) -> Any:
+    config = getattr(hf, f"{name}TextConfig", None) or getattr(hf, f"{name}Config")
+    torch.manual_seed(0)
+    return randomised(getattr(hf, f"{name}ForCausalLM")(config(**options)))
+
+
+@functools.cache
+def plain(family: str) -> Any:
+    return made(*FAMILIES[family])
+
+
+def engine(model: nn.Module, **options: Any) -> InferenceEngine:
+    return outpace.init_inference(model, device="cpu", **{"dtype": torch.float32, "kernel_inject": True, **options})
+
+
+def level0(family: str, **options: Any) -> InferenceEngine:
+    return engine(copy.deepcopy(plain(family)), **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_hugging_face(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = plain(family), padded_prompts(VOCAB)
+    assert not {type(module).__name__ for module in model.modules()} & by_class().keys()
+    with caplog.at_level(logging.INFO, "outpace"):
+        fast = level0(family)
+        found = fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
+    assert f"level 0: its own layers, attention over pages (no policy knows the layers of {type(model).__name__}; " in (
+        caplog.text
+    )
+    assert "Hugging Face's loop" not in caplog.text
+    assert torch.equal(fast(**inputs).logits, model(**inputs).logits)
+    assert fast.config._attn_implementation == model.config._attn_implementation
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3", "deepseek_v3"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_samples_are_those_of_hugging_face(family: str, batch: int) -> None:
+    inputs, options = padded_prompts(VOCAB, batch), {"max_new_tokens": 24, "do_sample": True, "temperature": 1.5}
+    torch.manual_seed(5)
+    expected = plain(family).generate(**inputs, **options)
+    torch.manual_seed(5)
+    assert torch.equal(level0(family).generate(**inputs, **options), expected)
+
+
+def test_one_sequence_without_padding() -> None:
+    ids = padded_prompts(VOCAB, batch=1)["input_ids"]
+    expected = plain("glm4").generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(level0("glm4").generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_pass_the_check(dtype: torch.dtype) -> None:
+    found = level0("olmoe", dtype=dtype).generate(**padded_prompts(VOCAB), max_new_tokens=4)
+    assert found.shape == (3, 16)
+
+
+def test_each_step_has_one_time() -> None:
+    fast = level0("olmo2")
+    fast.profile_model_time()
+    fast.generate(**padded_prompts(VOCAB), max_new_tokens=5, do_sample=False)
+    assert len(fast.model_times()) == 5
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_right_is_refused(case: str) -> None:
+    name, options, reason = REFUSED[case]
+    model = made(name, options)
+    with pytest.raises(NotSupported, match=f"no policy for the layers of {name}ForCausalLM, and .*{reason}"):
+        engine(model)
+
+
+def test_what_does_not_generate_is_refused() -> None:
+    with pytest.raises(NotSupported, match=r"AlbertModel, and .* not a generative model"):
+        engine(hf.AlbertModel(hf.AlbertConfig(embedding_size=16, hidden_size=32, num_attention_heads=4)))
+    with pytest.raises(NotSupported, match=r"T5ForConditionalGeneration, and .* an encoder with a decoder"):
+        engine(tiny("t5"))
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    model = made("Nemotron", SMALL)
+    before = model.config._attn_implementation
+    with pytest.raises(NotSupported):
+        engine(model)
+    assert model.config._attn_implementation == before
+    model.generate(**padded_prompts(VOCAB), max_new_tokens=2)
+
+
+def test_level_0_is_for_causal_models() -> None:
+    with pytest.raises(ConfigError, match="triangular_masking=False: Olmo2ForCausalLM is a causal model"):
+        level0("olmo2", triangular_masking=False)
+
+
+def wrong_scale(attention: Any, *args: Any, scale: float, **options: Any) -> Any:
+    return attention(*args, scale=2 * scale, **options)
+
+
+def wrong_window(attention: Any, *args: Any, **options: Any) -> Any:
+    return attention(*args, **{**options, "window": 4})
+
+
+def wrong_step(attention: Any, q: Any, k: Any, v: Any, table: Any, *args: Any, **options: Any) -> Any:
+    return attention(q, k, v, table.flip(0) if args[2] == 1 else table, *args, **options)
+
+
+def no_write(rotary: Any, qkv: Any, *args: Any, **options: Any) -> Any:
+    return qkv
+
+
+def broken() -> dict[str, Kernels]:
+    kernels = choose_kernels(CPU)
+    faults = (("attention", wrong_scale), ("attention", wrong_window), ("attention", wrong_step), ("rotary", no_write))
+    return {
+        fault.__name__: dataclasses.replace(kernels, **{op: functools.partial(fault, vars(kernels)[op])})
+        for op, fault in faults
+    }
+
+
+@pytest.mark.parametrize("fault", ["wrong_scale", "wrong_window", "wrong_step", "no_write"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_catches_wrong_attention(fault: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(plain("glm4")).to(dtype)
+    with pytest.raises(NotSupported, match=r"its logits over pages differ from its own by \d"):
+        Interface(model, broken()[fault]).paged()
+
+
+def test_the_check_lets_right_attention_pass() -> None:
+    assert Interface(copy.deepcopy(plain("glm4")), choose_kernels(CPU)).paged()(64).kv_heads == [(2, 8, 8)] * 2
+
+
+def chunked(size: int) -> Any:
+    return masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+
+
+def prefix(*place: Any) -> Any:
+    return (place[3] < 7) | masking_utils.causal_mask_function(*place)
+
+
+@pytest.mark.parametrize(
+    ("mask", "candidates", "window"),
+    [
+        (masking_utils.causal_mask_function, (None,), 0),
+        (masking_utils.causal_mask_function, (4096,), 0),
+        (masking_utils.sliding_window_causal_mask_function(4096), (None, 4096), 4096),
+        (masking_utils.sliding_window_causal_mask_function(100_000), (100_000,), 100_000),
+        (masking_utils.sliding_window_causal_mask_function(4096), (4095, 4097), None),
+        (masking_utils.bidirectional_mask_function, (None,), None),
+        (masking_utils.sliding_window_bidirectional_mask_function(64), (64,), None),
+        (chunked(8192), (8192,), None),
+        (chunked(3), (3,), None),
+        (prefix, (None,), None),
+    ],
+)
+def test_the_window_of_a_mask(mask: Any, candidates: tuple[Any, ...], window: int | None) -> None:
+    assert window_of(mask, candidates) == window
