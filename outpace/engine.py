@@ -84,7 +84,7 @@ class InferenceEngine(nn.Module):
         generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
         if self._fast is None:
             return generate(**call.kwargs)
-        plain = self._fast.greedy(call.kwargs, call.setting)
+        plain = self._fast.greedy(call.kwargs, call.mask, call.setting)
         if plain is not None:
             return plain
         loop = self._fast.loop(call.kwargs, call.setting)

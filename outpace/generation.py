@@ -23,6 +23,8 @@ class Call:
     kwargs: dict[str, Any]
     setting: Callable[[str], Any]
     """A generation setting as Hugging Face resolves it."""
+    mask: torch.Tensor | None = None
+    """Which tokens of a decoder's prompt count, given or seen from its padding; None: all."""
     prompt: torch.Tensor | None = None
     """The caller's right-padded prompt, where it had to be moved to the right."""
 
@@ -51,8 +53,9 @@ def check_call(
     mask = _check_mask(named, prompt)
     _check_length(named, prompt, settings, info, config)
     if info.kind == "causal":
-        named, moved = _pad_left(named, ids, mask if mask is not None else _implied_mask(ids, settings))
-        return Call(named, settings.get, moved)
+        mask = _implied_mask(ids, settings) if mask is None else mask
+        named, moved = _pad_left(named, ids, mask)
+        return Call(named, settings.get, mask if moved is None else named["attention_mask"], moved)
     return Call(named, settings.get)
 
 
@@ -198,7 +201,8 @@ def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor
     if ids is None or pad is None or pad in ends:
         return None
     mask = ids.ne(pad)
-    return mask.long() if bool(mask.any(dim=1).all()) else None
+    empty_row, no_padding = (bool(fact) for fact in (~mask.any(dim=1).all(), mask.all()))
+    return None if empty_row or no_padding else mask.long()
 
 
 def _pad_left(

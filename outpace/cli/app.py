@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from outpace._version import __version__
-from outpace.cli import generate, info, models
+from outpace.cli import generate, info, models, verify
 from outpace.errors import OutpaceError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("generate")(generate.command)
 app.command("info")(info.command)
 app.command("models")(models.command)
+app.command("verify")(verify.command)
 
 
 def _show_version(asked: bool) -> None:

@@ -31,6 +31,8 @@ def command(
     ] = False,
     dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16. [default: the checkpoint's own]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: the first GPU]")] = None,
+    kernel_inject: Annotated[bool, typer.Option("--kernel-inject", help="Run fused layers over pages.")] = False,
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture CUDA graphs.")] = False,
 ) -> None:
     """Answer a prompt: text on standard output as it comes, figures on standard error."""
     from outpace.llm import LLM
@@ -38,7 +40,7 @@ def command(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     begin = time.perf_counter()
-    llm = LLM(model, dtype=dtype, device=device)
+    llm = LLM(model, dtype=dtype, device=device, kernel_inject=kernel_inject, enable_cuda_graph=cuda_graph)
     ready = time.perf_counter() - begin
     output = _answer(llm, sys.stdin.read() if prompt == "-" else prompt, system, raw, params)
     _report(Console(stderr=True), llm, output, ready)

@@ -57,13 +57,15 @@ def _versions() -> Iterator[tuple[str, ...]]:
 
 def _choices() -> Iterator[tuple[str, ...]]:
     from outpace.config import InferenceConfig
+    from outpace.kernels.dispatch import default_kernels
     from outpace.loading.place import default_dtype
 
     device = InferenceConfig().torch_device
     dtype, reason = default_dtype(device)
     yield "device", str(device), "torch sees a GPU" if device.type == "cuda" else "torch sees no GPU"
     yield "dtype", str(dtype).removeprefix("torch."), f"init_inference: {reason}"
-    yield "attention", "the model's own (sdpa where it can)", "fused layers are not in this release yet"
-    yield "kernels", "torch", "kernel injection is not in this release yet"
+    default, why = default_kernels(device)
+    yield "attention", "the model's own (sdpa where it can)", "with kernel_inject=True: pages and the kernels below"
+    yield "kernels", default, f"in fused layers (kernel_inject=True): {why}"
     graphs = "on request" if device.type == "cuda" else "no"
     yield "cuda graphs", graphs, "enable_cuda_graph=True" if device.type == "cuda" else "a CPU has none"

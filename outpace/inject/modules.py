@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -60,7 +60,7 @@ def choose_kernels(device: torch.device, asked: Mapping[str, str] | None = None)
             raise ConfigError(f"kernels: no op is called {op!r}; there are {', '.join(IMPLEMENTATIONS)}")
         if name not in IMPLEMENTATIONS[op]:
             raise ConfigError(f"kernels.{op}: {name!r} is not one of {', '.join(IMPLEMENTATIONS[op])}")
-    default, reason = _default(device)
+    default, reason = default_kernels(device)
     for op, name in asked.items():
         chosen(f"kernel {op}", name, "asked for")
     chosen("kernels", default, reason)
@@ -68,7 +68,8 @@ def choose_kernels(device: torch.device, asked: Mapping[str, str] | None = None)
     return Kernels(**ops)
 
 
-def _default(device: torch.device) -> tuple[str, str]:
+def default_kernels(device: torch.device) -> tuple[str, str]:
+    """The implementation that ops get on a device, and why."""
     if device.type != "cuda":
         return "torch", "a CPU runs the torch implementations"
     if not HAS_TRITON:

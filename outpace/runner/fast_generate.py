@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from outpace.errors import NotSupported
 from outpace.inject.start import Paged
 from outpace.loading.inspect import generation_config
 from outpace.log import chosen
@@ -55,23 +56,22 @@ class FastGenerate:
     def __init__(self, model: nn.Module, paged: Paged, *, max_tokens: int, graphs: bool, measure: Measure) -> None:
         self._make = lambda: PagedDecoder(paged(max_tokens), max_tokens, measure, graphs=graphs)
         self._decoder: PagedDecoder | None = None
+        self._refused = False
         self._told: set[str] = set()
         self._own = generation_config(model)
         self._neutral = vars(GenerationConfig())
 
-    def greedy(self, arguments: Mapping[str, Any], setting: Setting) -> Tensor | None:
+    def greedy(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Tensor | None:
         """The whole call, if it is a plain greedy one: Hugging Face's preparation takes longer than a token."""
         ids = arguments.get("input_ids", arguments.get("inputs"))
-        if not isinstance(ids, Tensor) or not self._is_plain(arguments, setting):
+        if not isinstance(ids, Tensor) or not self._is_plain(arguments, setting) or (decoder := self._made()) is None:
             return None
         new, length = setting("max_new_tokens"), setting("max_length")
         end = arguments["eos_token_id"] if "eos_token_id" in arguments else setting("eos_token_id")
         ends = [] if end is None else [int(token) for token in (end if isinstance(end, list) else [end])]
         pad = setting("pad_token_id")
         limit = ids.shape[1] + new if new is not None else length
-        return self._made().greedy(
-            ids, arguments.get("attention_mask"), limit, ends, ends[0] if pad is None and ends else pad
-        )
+        return decoder.greedy(ids, mask, limit, ends, ends[0] if pad is None and ends else pad)
 
     def _is_plain(self, arguments: Mapping[str, Any], setting: Setting) -> bool:
         """Whether every argument and every setting of the generation configs is one that the greedy loop knows."""
@@ -87,9 +87,14 @@ class FastGenerate:
             for name, value in vars(config).items()
         )
 
-    def _made(self) -> PagedDecoder:
-        if self._decoder is None:
-            self._decoder = self._make()
+    def _made(self) -> PagedDecoder | None:
+        """The loop; None: pages cannot hold this model, which the log says once."""
+        if self._decoder is None and not self._refused:
+            try:
+                self._decoder = self._make()
+            except NotSupported as error:
+                self._refused = True
+                chosen("generate", "Hugging Face's loop", str(error))
         return self._decoder
 
     def loop(self, arguments: Mapping[str, Any], setting: Setting) -> Callable[..., Any] | None:
@@ -100,4 +105,5 @@ class FastGenerate:
                     chosen("generate", "Hugging Face's loop", f"{name} is not known to the paged one")
                     self._told.add(name)
                 return None
-        return functools.partial(self._made(), streamer=arguments.get("streamer"))
+        decoder = self._made()
+        return None if decoder is None else functools.partial(decoder, streamer=arguments.get("streamer"))

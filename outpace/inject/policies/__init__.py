@@ -73,6 +73,6 @@ def register_policy(policy: Policy, *, replace: bool = False) -> None:
 
 
 def by_class() -> Mapping[str, Policy]:
-    """Policies by the class name of the layers they are for: Outpace's own, and in front of them the registered ones."""
+    """Policies by the class name of the layers they are for; a registered one stands before one of Outpace's own."""
     own = {name: policy for policy in POLICIES for name in policy.layers}
     return own | REGISTRY.policies

@@ -1,0 +1,77 @@
+"""`outpace verify`: prove on the user's own model that fused layers change nothing."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from outpace.verify import PromptReport, Report
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, a .gguf file or a Hugging Face id. [default: SmolLM2-135M-Instruct]"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16. [default: the checkpoint's own]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: the first GPU]")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the error of each layer into this .png file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything into this file.")] = None,
+) -> None:
+    """Compare plain Hugging Face with Outpace's fused layers: hidden states, logits, greedy tokens."""
+    from outpace.verify import verify
+
+    _check_files(plot, json_file)
+    with Console(stderr=True).status("running the model plain and injected"):
+        report = verify(model, dtype=dtype, device=device)
+    _show(Console(), report)
+    _write(report, plot, json_file)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _check_files(plot: Path | None, json_file: Path | None) -> None:
+    """What cannot be written is said before minutes have gone into it."""
+    from outpace.errors import InputError
+    from outpace.verify.plot import check_plot
+
+    for path in (plot, json_file):
+        if path is not None and not path.parent.is_dir():
+            raise InputError(f"{path}: there is no folder {path.parent}; make it first")
+    if plot is not None:
+        check_plot(plot)
+
+
+def _show(console: Console, report: "Report") -> None:
+    table = Table(title=f"{report.model} in {report.dtype} on {report.device}", title_justify="left")
+    for column in ("prompts", "tokens", "logits error", "first layer beyond the tolerance", "greedy tokens equal"):
+        table.add_column(column)
+    for prompts in report.prompts:
+        table.add_row(*_row(prompts))
+    console.print(table)
+    console.print(report.rule + ("" if report.tokens_count else "; greedy tokens do not count"), highlight=False)
+    console.print("[bold green]PASS[/]" if report.passed else "[bold red]FAIL[/]")
+
+
+def _row(prompts: "PromptReport") -> tuple[str, ...]:
+    wrong, where = prompts.first_divergence, prompts.first_difference
+    differ = "yes" if where is None else f"no: token {where[1] + 1} of prompt {where[0] + 1}"
+    return (
+        prompts.name,
+        " + ".join(map(str, prompts.lengths)),
+        "none" if prompts.logits is None else f"{prompts.logits.error:.1e}",
+        "none" if wrong is None else f"{wrong.name}: {wrong.error:.1e} (allowed {wrong.allowed:.1e})",
+        f"{differ} ({prompts.new_tokens} new)" if prompts.new_tokens else "it does not generate",
+    )
+
+
+def _write(report: "Report", plot: Path | None, json_file: Path | None) -> None:
+    from outpace.verify.plot import plot as draw
+
+    if plot is not None:
+        draw(report, plot)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")

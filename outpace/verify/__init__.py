@@ -1,0 +1,6 @@
+"""Whether a model with fused layers is still the model it was: plain Hugging Face and Outpace side by side."""
+
+from outpace.verify.report import Compared, PromptReport, Report
+from outpace.verify.run import verify
+
+__all__ = ["Compared", "PromptReport", "Report", "verify"]

@@ -1,0 +1,160 @@
+"""Run a model plain, in float32 where that is the measure, and injected, over the same prompts."""
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outpace.config import InferenceConfig
+from outpace.engine import InferenceEngine
+from outpace.errors import InputError, ModelError, NotSupported
+from outpace.inject.modules import FusedLayer
+from outpace.inject.policies import by_class
+from outpace.loading.build import Loaded, load
+from outpace.loading.dtypes import short
+from outpace.loading.inspect import ModelInfo, check_model, describe
+from outpace.loading.place import to_dtype
+from outpace.log import chosen
+from outpace.verify.compare import WITHOUT_REFERENCE, Observed, compare, rule
+from outpace.verify.prompts import Inputs, make_prompts, new_tokens
+from outpace.verify.report import Report
+
+
+def verify(
+    model: str | os.PathLike[str] | nn.Module | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt_seed: int = 0,
+    **options: Any,
+) -> Report:
+    """Compare a model with its injected self: hidden states, logits, greedy tokens.
+
+    `model` is what `outpace.LLM` takes; a live module is copied and left as it is. `options` are those of
+    `init_inference`: dtype, device, injection_policy, ...
+    """
+    asked = InferenceConfig.of(None, **options)
+    loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
+    info = describe(loaded.model)
+    prompts = make_prompts(loaded.model, info, tokenizer or loaded.tokenizer, prompt_seed)
+    config = _engine_config(asked, loaded, _longest(prompts) + new_tokens(info))
+    _refuse_early(loaded.model, info, config)
+    plain = _observe_all(loaded.model, prompts, info)
+    reference = _reference(loaded, prompts)
+    engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
+    fused = _observe_all(engine, prompts, info)
+    reports = compare(prompts, plain, reference, fused, _layer_names(engine), loaded.dtype)
+    return Report(
+        model=loaded.name,
+        dtype=short(loaded.dtype),
+        device=str(engine.device),
+        rule=rule(loaded.dtype, reference=reference is not None),
+        tokens_count=loaded.dtype not in WITHOUT_REFERENCE,
+        prompts=reports,
+    )
+
+
+def _load(model: str | os.PathLike[str] | None, config: InferenceConfig) -> Loaded:
+    if not isinstance(model, str | os.PathLike | None):
+        raise ModelError(f"model: expected a name, a path or a Hugging Face model, got {type(model).__name__}")
+    return load(None if model is None else os.fspath(model), dtype=config.dtype, device=config.torch_device)
+
+
+def _live(model: nn.Module, config: InferenceConfig) -> Loaded:
+    """A copy of somebody's module, to be injected in its stead."""
+    if isinstance(model, InferenceEngine):
+        raise InputError("model: expected the model itself and not an engine, which has changed it; load it again")
+    if not isinstance(check_model(model), PreTrainedModel):
+        raise ModelError(f"model: expected a Hugging Face model, got {type(model).__name__}")
+    ours = copy.deepcopy(model).eval()
+    dtype = config.dtype or next(tensor.dtype for tensor in ours.parameters() if tensor.is_floating_point())
+    to_dtype(ours, dtype)
+    return Loaded(ours.to(config.torch_device), None, type(model).__name__, None, dtype, "")
+
+
+def _longest(prompts: Mapping[str, Inputs]) -> int:
+    return max(inputs["input_ids"].shape[1] for inputs in prompts.values())
+
+
+def _engine_config(asked: InferenceConfig, loaded: Loaded, longest: int) -> InferenceConfig:
+    given = {**asked.given(), "dtype": loaded.dtype, "max_out_tokens": longest}
+    if asked.injection_policy is None:
+        given["replace_with_kernel_inject"] = True
+    return InferenceConfig(**given)
+
+
+def _refuse_early(model: nn.Module, info: ModelInfo, config: InferenceConfig) -> None:
+    """What injection would refuse anyway, before the plain model has run for minutes."""
+    if info.kind == "encoder-decoder":
+        raise NotSupported(
+            f"verify: {type(model).__name__} is an encoder with a decoder; there are no policies for those"
+        )
+    kinds = {type(module) for module in model.modules()}
+    names = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
+    if config.injection_policy is None and not names & by_class().keys():
+        InferenceEngine(model, config)  # raises, with the layers that there are policies for
+
+
+def _observe_all(model: nn.Module, prompts: Mapping[str, Inputs], info: ModelInfo) -> list[Observed]:
+    greedy = _greedy(model, info) if info.can_generate else None
+    return [_observed(model, inputs, greedy) for inputs in prompts.values()]
+
+
+@torch.no_grad()
+def _observed(model: nn.Module, inputs: Inputs, greedy: Callable[[Inputs], Tensor] | None) -> Observed:
+    output = model(**inputs, output_hidden_states=True)
+    if output.get("hidden_states") is None:
+        raise ModelError("verify: the model gives no hidden states with output_hidden_states=True")
+    real = inputs["attention_mask"].bool()
+
+    def rows(values: Tensor) -> Tensor:
+        return (values[real] if values.shape[:2] == real.shape else values).cpu()
+
+    logits = output.get("logits")
+    return Observed(
+        states=[rows(values) for values in output.hidden_states],
+        logits=None if logits is None else rows(logits),
+        tokens=None if greedy is None else greedy(inputs).cpu(),
+    )
+
+
+def _greedy(model: Any, info: ModelInfo) -> Callable[[Inputs], Tensor]:
+    """Adds the likeliest tokens to prompts: an engine over pages, a plain model in Hugging Face's loop."""
+    own, options = model.generation_config, {"max_new_tokens": new_tokens(info), "do_sample": False}
+    end = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
+    pad = end if own.pad_token_id is None else own.pad_token_id  # Hugging Face's choice, without its warning
+    return lambda inputs: model.generate(**inputs, **options, **({} if pad is None else {"pad_token_id": pad}))
+
+
+def _reference(loaded: Loaded, prompts: Mapping[str, Inputs]) -> list[Observed] | None:
+    """What a float32 copy of a 16-bit model makes of the prompts; None: not needed, or no memory for it."""
+    if loaded.dtype not in WITHOUT_REFERENCE:
+        return None
+    if not _has_room(loaded.model):
+        chosen("reference", "none", "a float32 copy of the model does not fit in the free memory")
+        return None
+    exact = copy.deepcopy(loaded.model)
+    to_dtype(exact, torch.float32)
+    return [_observed(exact, inputs, None) for inputs in prompts.values()]
+
+
+def _has_room(model: nn.Module) -> bool:
+    """Whether a float32 copy fits beside the model, with a tenth to spare."""
+    parameters = list(model.parameters())
+    needed, device = 4.4 * sum(parameter.numel() for parameter in parameters), parameters[0].device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] > needed
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux: the system will page
+        return True
+    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return free is None or 1024 * int(free) > needed
+
+
+def _layer_names(engine: InferenceEngine) -> list[str]:
+    return [path for path, module in engine.module.named_modules() if isinstance(module, FusedLayer)]
