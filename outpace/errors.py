@@ -17,6 +17,10 @@ class StateError(OutpaceError, RuntimeError):
     """A call that cannot work now: the engine is destroyed, or profiling was not turned on."""
 
 
+class Overloaded(OutpaceError, RuntimeError):
+    """The queue of waiting requests is full; the same call can work later."""
+
+
 class ModelError(OutpaceError, ValueError):
     """A model, checkpoint or tokenizer cannot be loaded or used as asked."""
 

@@ -1,5 +1,7 @@
 """The nouns every layer shares: what is asked for, and what comes back. No torch here."""
 
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -123,3 +125,97 @@ class RequestOutput:
         """Tokens after the first, over the time they took."""
         first, last, count = self.metrics.first_token_time, self.metrics.last_token_time, len(self.outputs[0].token_ids)
         return (count - 1) / (last - first) if first is not None and last is not None and last > first else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to be generated, as the scheduler takes it; n answers to a prompt are n requests."""
+
+    request_id: str
+    """Unique among the requests that have not ended and whose last step has been updated."""
+    prompt_token_ids: tuple[int, ...]
+    """At least one token."""
+    params: SamplingParams = SamplingParams()
+    """How tokens are chosen, and when to end."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's own end-of-sequence tokens."""
+    priority: int = 0
+    """Smaller is sooner; first come, first served among equals."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests with the same salt."""
+
+    def __post_init__(self) -> None:
+        tokens = self.prompt_token_ids
+        try:
+            valid = len(array("q", tokens)) > 0 and min(tokens) >= 0
+        except (TypeError, ValueError, OverflowError):
+            valid = False
+        if not valid:
+            raise InputError(f"prompt_token_ids: expected one or more token ids, got {str(tokens)[:80]}")
+        object.__setattr__(self, "prompt_token_ids", tuple(tokens))
+
+
+class Preemption(StrEnum):
+    """How a running request gave way: its blocks are forgotten, or kept in host memory."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """What one request does in a step. Its token at a position may be one that the step before samples."""
+
+    request_id: str
+    start: int
+    """Position of its first new token: so many are in the cache."""
+    num_new_tokens: int
+    """Tokens to compute, from `start` on."""
+    samples: bool
+    """All its tokens are computed then, and the next one is chosen."""
+    new_blocks: tuple[int, ...] = ()
+    """Blocks to append to its table."""
+    request: Request | None = None
+    """Given when it comes in or comes back: the runner starts afresh with `token_ids` and `new_blocks`."""
+    token_ids: tuple[int, ...] = ()
+    """With `request`: all its tokens so far, prompt and answer."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward of the model. The runner works through the fields in this order, and through steps in theirs."""
+
+    step_id: int
+    ended: list[str] = field(default_factory=list)
+    """Requests that finished or were aborted; the runner forgets them."""
+    preempted: dict[str, Preemption] = field(default_factory=dict)
+    """Requests that gave way; the runner forgets them until they come back."""
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """(device block, host block) to copy before anything is written."""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """(host block, device block) to copy then."""
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    """What to compute, and for whom."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this step computes."""
+        return sum(sequence.num_new_tokens for sequence in self.sequences)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What came out of a step."""
+
+    step_id: int
+    token_ids: Mapping[str, int]
+    """The token chosen for each request whose entry in the step says `samples`."""
+
+
+@dataclass(slots=True)
+class NewToken:
+    """A token of an answer, and the reason if it is the last."""
+
+    request_id: str
+    token_id: int
+    finish_reason: FinishReason | None = None

@@ -46,8 +46,9 @@ def _check_files(plot: Path | None, json_file: Path | None) -> None:
 
 
 def _show(console: Console, report: "Report") -> None:
-    table = Table(title=f"{report.model} in {report.dtype} on {report.device}", title_justify="left")
-    for column in ("prompts", "tokens", "logits error", "first layer beyond the tolerance", "greedy tokens equal"):
+    layers = f"{report.fused_layers} fused layers" if report.fused_layers else "its own layers over pages"
+    table = Table(title=f"{report.model} in {report.dtype} on {report.device}, {layers}", title_justify="left")
+    for column in ("prompts", "tokens", "logits error", "first layer off", "greedy tokens equal"):
         table.add_column(column)
     for prompts in report.prompts:
         table.add_row(*_row(prompts))

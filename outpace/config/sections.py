@@ -146,7 +146,7 @@ class ZeroConfig(ConfigModel):
 class CacheConfig(ConfigModel):
     """The paged key-value cache."""
 
-    block_size: int = Field(default=16, ge=1)
+    block_size: int = Field(default=64, ge=1)
     """Tokens in one page."""
     num_blocks: int | None = Field(default=None, ge=1)
     """Number of pages; None: from the memory measured free."""

@@ -35,29 +35,38 @@ class Injected:
 
 def inject(model: nn.Module, policies: Mapping[str, Policy], kernels: Kernels) -> Injected | None:
     """Replace every layer that a policy knows; None: no policy knows any of the model's layers."""
-    found = [(path, module) for path, module in model.named_modules() if _policy_of(module, policies) is not None]
+    found = [(path, module) for path, module in model.named_modules() if _policy_of(type(module), policies) is not None]
     if not found:
         return None
-    family = _policy_of(found[0][1], policies)
-    assert family is not None, "the layers were found by it"
     config = _config_of(model)
-    if reason := family.refuses(config):
-        raise NotSupported(f"injection: {type(model).__name__} {reason}")
-    policy = family.of(config)
-    classes = {kind: hugging_face_layer(kind) for kind in {type(layer) for _, layer in found}}
+    kinds = {
+        kind: (hugging_face_layer(kind), _resolved(model, config, kind, policies))
+        for kind in dict.fromkeys(type(layer) for _, layer in found)
+    }
     layers = []
     for index, (path, layer) in enumerate(found):
-        fused = classes[type(layer)](policy, policy.settings(config, index), index, kernels)
+        fused_class, policy = kinds[type(layer)]
+        fused = fused_class(policy, policy.settings(config, index), index, kernels)
         fill(fused, layer)
         model.set_submodule(path, fused)
         layers.append(fused)
-    chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {type(found[0][1]).__name__}")
-    return Injected(policy, config, layers)
+    names = ", ".join(kind.__name__ for kind in kinds)
+    chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {names}")
+    return Injected(layers[0].policy, config, layers)
 
 
-def _policy_of(module: nn.Module, policies: Mapping[str, Policy]) -> Policy | None:
-    kind = type(module)
-    return policies.get(kind.__name__) or policies.get(f"{kind.__module__}.{kind.__name__}")
+def _resolved(model: nn.Module, config: Any, kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy:
+    """The policy of a class of layers as this config wants it, or the reason why it cannot be right."""
+    family = _policy_of(kind, policies)
+    assert family is not None, "the layers were found by it"
+    if reason := family.refuses(config):
+        raise NotSupported(f"injection: {type(model).__name__} {reason}")
+    return family.of(config)
+
+
+def _policy_of(kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy | None:
+    """A policy for this very class before one for any class of its name."""
+    return policies.get(f"{kind.__module__}.{kind.__name__}") or policies.get(kind.__name__)
 
 
 def fill(fused: FusedLayer, layer: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from outpace.config import InferenceConfig
-from outpace.errors import ConfigError, NotSupported
+from outpace.errors import ConfigError
 from outpace.inject.apply import Injected, inject
 from outpace.inject.interface import Interface
 from outpace.inject.paged import BatchModel, PagedModel
@@ -48,11 +48,12 @@ def inject_as_asked(model: nn.Module, config: InferenceConfig, kernels: Kernels)
     mine = config.injection_policy or {}
     policies = {kind.__name__: replace(policy, layers=(kind.__name__,)) for kind, policy in _own(mine).items()}
     _check_reduced(model, mine)
+    for name in policies:
+        if not any(type(module).__name__ == name for module in model.modules()):
+            raise ConfigError(f"injection_policy: {type(model).__name__} has no layer of class {name}")
     if not config.replace_with_kernel_inject and not policies:
         return None
     injected = inject(model, policies or by_class(), kernels)
-    if injected is None and policies:
-        raise NotSupported(f"injection_policy: {type(model).__name__} has no layers of {', '.join(sorted(policies))}")
     if not config.triangular_masking and (injected is None or injected.policy.causal):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
     return Interface(model, kernels) if injected is None else Fused(model, injected)

@@ -58,8 +58,8 @@ class ForwardGraphs:
         try:
             captured.capture(self._pool)
         except Exception as error:
-            _mend(self._device)
-            self.uncapturable = str(error).splitlines()[0] if str(error) else type(error).__name__
+            mend(self._device)
+            self.uncapturable = first_line(error)
             logger.warning(
                 "enable_cuda_graph: this model cannot be captured, running without graphs (%s)", self.uncapturable
             )
@@ -101,6 +101,11 @@ class _Captured:
         return self._output
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @contextmanager
 def _no_mask_out_of_nothing() -> Iterator[None]:
     """While a stream is captured, transformers 5.17 makes a mask even where none is given, and so runs other kernels.
@@ -120,7 +125,7 @@ def _no_mask_out_of_nothing() -> Iterator[None]:
         masks.is_tracing = before
 
 
-def _mend(device: torch.device) -> None:
+def mend(device: torch.device) -> None:
     """After a failed capture torch's random generator still believes it is captured; a capture that works tells it."""
     torch.cuda.synchronize(device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

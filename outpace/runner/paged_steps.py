@@ -7,6 +7,8 @@ from torch import Tensor
 
 from outpace.cache.kv_cache import BLOCK_SIZE, Pages, allocate, blocks_for
 from outpace.inject.paged import Batch, BatchModel
+from outpace.log import logger
+from outpace.runner.graphs import first_line, mend
 
 PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens that a prefill is padded to, so that a graph serves it; a longer one keeps the GPU busy without."""
@@ -78,7 +80,7 @@ class PagedSteps:
             return self._advance()
         if self._step is None:
             state = (self._positions, self._lens, self._slots)
-            self._step = _captured(self._advance, state)
+            self._step = self._captured(self._advance, state)
         return self._step()
 
     def _padded_prefill(self, batch: Batch, rows: Tensor, size: int) -> Tensor:
@@ -106,7 +108,17 @@ class PagedSteps:
         fresh = len(lens) == 1
         static = Batch(ids, positions, slots, self._table, lens, cu_q, max_q=size, max_len=size, fresh=fresh)
         rows = torch.zeros_like(self._rows)
-        return static, rows, _captured(lambda: self._model.forward(static, self._pages, rows), ())
+        return static, rows, self._captured(lambda: self._model.forward(static, self._pages, rows), ())
+
+    def _captured(self, run: Callable[[], Tensor], state: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+        """`run` as a graph, or as it is where it cannot be one: experts that look at values, say."""
+        try:
+            return _captured(run, state)
+        except Uncapturable as error:
+            mend(self._rows.device)
+            self._graphs = False
+            logger.warning("enable_cuda_graph: a step cannot be captured, running without graphs (%s)", error)
+            return run
 
     def _advance(self) -> Tensor:
         batch = Batch(
@@ -124,6 +136,10 @@ class PagedSteps:
         return page * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
+class Uncapturable(Exception):
+    """A capture failed; nothing was run, and buffers are as they were."""
+
+
 def _captured(run: Callable[[], Tensor], state: tuple[Tensor, ...]) -> Callable[[], Tensor]:
     """`run` as a graph. It must work on static buffers alone; those in `state`, which it changes, are put back."""
     graph = torch.cuda.CUDAGraph()
@@ -137,8 +153,11 @@ def _captured(run: Callable[[], Tensor], state: tuple[Tensor, ...]) -> Callable[
             for buffer, value in zip(state, saved, strict=True):
                 buffer.copy_(value)
     here.wait_stream(side)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = run()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = run()
+    except Exception as error:
+        raise Uncapturable(first_line(error)) from error
 
     def replay() -> Tensor:
         graph.replay()

@@ -54,6 +54,8 @@ class Report:
     model: str
     dtype: str
     device: str
+    fused_layers: int
+    """0: no policy knows the model, and its own layers run over pages."""
     rule: str
     """What the errors are taken against, and how large they may be."""
     tokens_count: bool

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outpace.config import InferenceConfig
 from outpace.engine import InferenceEngine
-from outpace.errors import InputError, ModelError, NotSupported
+from outpace.errors import InputError, ModelError
 from outpace.inject.modules import FusedLayer
 from outpace.inject.policies import by_class
 from outpace.loading.build import Loaded, load
@@ -42,16 +42,18 @@ def verify(
     info = describe(loaded.model)
     prompts = make_prompts(loaded.model, info, tokenizer or loaded.tokenizer, prompt_seed)
     config = _engine_config(asked, loaded, _longest(prompts) + new_tokens(info))
-    _refuse_early(loaded.model, info, config)
+    _refuse_early(loaded.model, config)
     plain = _observe_all(loaded.model, prompts, info)
     reference = _reference(loaded, prompts)
     engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
     fused = _observe_all(engine, prompts, info)
-    reports = compare(prompts, plain, reference, fused, _layer_names(engine), loaded.dtype)
+    layers = _fused_layers(engine)
+    reports = compare(prompts, plain, reference, fused, layers, loaded.dtype)
     return Report(
         model=loaded.name,
         dtype=short(loaded.dtype),
         device=str(engine.device),
+        fused_layers=len(layers),
         rule=rule(loaded.dtype, reference=reference is not None),
         tokens_count=loaded.dtype not in WITHOUT_REFERENCE,
         prompts=reports,
@@ -87,16 +89,12 @@ def _engine_config(asked: InferenceConfig, loaded: Loaded, longest: int) -> Infe
     return InferenceConfig(**given)
 
 
-def _refuse_early(model: nn.Module, info: ModelInfo, config: InferenceConfig) -> None:
-    """What injection would refuse anyway, before the plain model has run for minutes."""
-    if info.kind == "encoder-decoder":
-        raise NotSupported(
-            f"verify: {type(model).__name__} is an encoder with a decoder; there are no policies for those"
-        )
+def _refuse_early(model: nn.Module, config: InferenceConfig) -> None:
+    """A model that no policy knows is refused, if it is, before it has run plain for minutes."""
     kinds = {type(module) for module in model.modules()}
     names = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
     if config.injection_policy is None and not names & by_class().keys():
-        InferenceEngine(model, config)  # raises, with the layers that there are policies for
+        InferenceEngine(model, config)  # which leaves the model's layers as they are
 
 
 def _observe_all(model: nn.Module, prompts: Mapping[str, Inputs], info: ModelInfo) -> list[Observed]:
@@ -156,5 +154,5 @@ def _has_room(model: nn.Module) -> bool:
     return free is None or 1024 * int(free) > needed
 
 
-def _layer_names(engine: InferenceEngine) -> list[str]:
+def _fused_layers(engine: InferenceEngine) -> list[str]:
     return [path for path, module in engine.module.named_modules() if isinstance(module, FusedLayer)]

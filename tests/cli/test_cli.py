@@ -51,7 +51,7 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("generate", "info", "models"):
+    for command in ("generate", "info", "models", "verify"):
         assert command in result.stdout
 
 

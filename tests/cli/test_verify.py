@@ -1,0 +1,123 @@
+"""`outpace verify`: the table, the verdict and its exit code, the files it writes, and how it fails."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outpace.verify.run as run
+from outpace import InferenceEngine
+from tests.cli.test_cli import Main
+from tests.cli.test_cli import run as outpace
+from tests.cli.test_cli import run_main as run_main
+from tests.models import tiny
+
+CPU = ("--device", "cpu", "--dtype", "fp32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama without a tokenizer."""
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injection that spoils a weight of layer 1."""
+
+    class Careless(InferenceEngine):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.module.get_parameter("model.layers.1.qkv.weight").data.neg_()
+
+    monkeypatch.setattr(run, "InferenceEngine", Careless)
+
+
+def test_it_passes(folder: Path) -> None:
+    result = outpace("verify", folder, *CPU)
+    assert result.exit_code == 0, result.output
+    assert "tiny in float32 on cpu, 2 fused layers" in result.stdout
+    assert re.search(r"batch +│ 23 \+ 7 \+ 32 \+ 2 +│ \d\.\de-\d+ +│ none +│ yes \(32 new\)", result.stdout)
+    assert re.search(r"long +│ 32 +│", result.stdout)
+    assert re.search(r"short +│ 1 +│", result.stdout)
+    assert result.stdout.endswith("worst relative error against plain Hugging Face up to 0.0001\nPASS\n")
+
+
+@pytest.mark.usefixtures("broken")
+def test_it_fails_and_says_where(folder: Path) -> None:
+    result = outpace("verify", folder, *CPU)
+    assert result.exit_code == 1
+    layer = r"model\.layers\.1: \d\.\de[-+]\d+ \(allowed 1\.0e-04\)"
+    assert re.search(rf"batch .*│ {layer} +│ no: token \d+ of prompt \d \(32 new\)", result.stdout)
+    assert result.stdout.endswith("FAIL\n")
+
+
+@pytest.mark.usefixtures("broken")
+def test_everything_is_in_the_json(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    outpace("verify", folder, *CPU, "--json", file)
+    found = json.loads(file.read_text())
+    assert (found["passed"], found["dtype"], found["fused_layers"]) == (False, "float32", 2)
+    assert [prompts["name"] for prompts in found["prompts"]] == ["batch", "long", "short"]
+    layers = found["prompts"][0]["layers"]
+    assert [layer["name"] for layer in layers] == ["embedding", "model.layers.0", "model.layers.1"]
+    assert layers[1]["error"] < layers[1]["allowed"] < layers[2]["error"]
+
+
+def test_16_bits(folder: Path) -> None:
+    result = outpace("verify", folder, "--device", "cpu", "--dtype", "bf16")
+    assert result.exit_code == 0, result.output
+    assert "in bfloat16; greedy tokens do not count\nPASS\n" in result.stdout
+
+
+def test_a_plot(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "error.png"
+    assert outpace("verify", folder, *CPU, "--plot", file).exit_code == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib(run_main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = run_main("verify", tmp_path / "nothing", "--plot", tmp_path / "error.png")
+    assert (code, out) == (1, "")
+    assert err == "error: plot: matplotlib is not installed; pip install outpace[bench]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--plot", "error.doc"), "plot: error.doc must end in one of .png, .svg, .pdf"),
+        (("--plot", "no/such/error.png"), "no/such/error.png: there is no folder no/such; make it first"),
+        (("--json", "no/such/report.json"), "no/such/report.json: there is no folder no/such; make it first"),
+        (("--dtype", "fp7"), "dtype: "),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_model_is_looked_for(
+    options: tuple[str, ...], said: str, run_main: Main
+) -> None:
+    code, _, err = run_main("verify", "/no/such/model", *options)
+    assert code == 1
+    assert err.startswith(f"error: {said}")
+
+
+def test_a_model_that_cannot_be_injected_is_one_line_and_exit_code_1(run_main: Main, tmp_path: Path) -> None:
+    tiny("t5").save_pretrained(tmp_path / "t5")
+    code, out, err = run_main("verify", tmp_path / "t5", *CPU)
+    assert (code, out) == (1, "")
+    lines = [line for line in err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert "no policy for the layers of T5ForConditionalGeneration" in lines[0]
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("default_model_folder")
+def test_the_default_model() -> None:
+    result = outpace("verify", *CPU)
+    assert result.exit_code == 0, result.output
+    assert "SmolLM2-135M-Instruct in float32 on cpu, 30 fused layers" in result.stdout
+    assert result.stdout.endswith("PASS\n")
