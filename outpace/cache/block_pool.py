@@ -1,0 +1,110 @@
+"""Which blocks of the key-value cache are free, who holds them, and which can be shared. Ids only; no torch here."""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+
+from outpace.errors import ConfigError
+
+
+def block_hashes(
+    tokens: Sequence[int], block_size: int, salt: str = "", known: list[bytes] | None = None
+) -> list[bytes]:
+    """A hash for each full block, of its tokens, all before them and the salt; `known`, of the first, is extended."""
+    hashes = [] if known is None else known
+    # Surrogates pass: a salt is the caller's text, and no text may make the scheduler fail.
+    parent = hashes[-1] if hashes else sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
+        parent = sha256(parent + array("q", tokens[end - block_size : end]).tobytes()).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class BlockPool:
+    """Blocks with reference counts. Unreferenced ones that hold a known prefix stay until their room is needed."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 0 or block_size < 1:
+            raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: must not be below 0 and 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._references = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now: the empty ones and those that can be evicted."""
+        return len(self._empty) + len(self._evictable)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix; they are not the caller's until it calls `share`."""
+        blocks = []
+        for key in hashes:
+            block = self._cached.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to each of these blocks."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """So many blocks to write to, each with one reference, or None if there are not enough."""
+        if count > self.num_free:
+            return None
+        blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each; of one sequence the last blocks will be evicted first."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} was released more often than it was taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hashes[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def register(self, block: int, key: bytes) -> None:
+        """Make a block findable that is full and computed; the first block with a hash keeps it."""
+        assert self._references[block] > 0, f"block {block} is nobody's"
+        if self.enable_prefix_caching and self._hashes[block] is None and key not in self._cached:
+            self._hashes[block] = key
+            self._cached[key] = block
+
+    def check(self, held: Mapping[int, int] | None = None) -> None:
+        """Assert every invariant; with `held` also that these are all the references there are."""
+        kinds = Counter(self._empty) + Counter(self._evictable.keys())
+        for block, (references, key) in enumerate(zip(self._references, self._hashes, strict=True)):
+            assert references >= 0
+            assert kinds[block] == (references == 0), f"block {block} has {references} references and is free or lost"
+            assert (block in self._evictable) == (references == 0 and key is not None)
+            assert key is None or self._cached[key] == block
+            assert held is None or held.get(block, 0) == references, f"block {block}: {references} references"
+        assert len(self._cached) == sum(key is not None for key in self._hashes)
+        assert self.enable_prefix_caching or not self._cached
+
+    def _evict(self) -> int:
+        block, _ = self._evictable.popitem(last=False)
+        key = self._hashes[block]
+        assert key is not None
+        del self._cached[key]
+        self._hashes[block] = None
+        return block
