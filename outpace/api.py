@@ -1,15 +1,11 @@
 """The calls people make: `init_inference` for a module."""
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from outpace.config import InferenceConfig
+from outpace.config import ConfigLike, InferenceConfig
 from outpace.engine import InferenceEngine
-
-ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
 
 
 def init_inference(model: nn.Module, config: ConfigLike = None, **kwargs: Any) -> InferenceEngine:

@@ -1,6 +1,8 @@
 """InferenceEngine: somebody's module, made ready to run, and still usable as that module."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,8 +12,8 @@ from torch import nn
 
 from outpace import generation
 from outpace.config import InferenceConfig
-from outpace.errors import StateError
-from outpace.inject.start import Injection, inject_as_asked
+from outpace.errors import ModelError, NotSupported, StateError
+from outpace.inject.start import Fused, Injection, plan_injection
 from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.inspect import ModelInfo, check_model, describe
 from outpace.loading.place import default_dtype, to_dtype
@@ -20,6 +22,8 @@ from outpace.profile import Profiler
 from outpace.runner.fast_generate import FastGenerate
 from outpace.runner.graphs import ForwardGraphs
 from outpace.tree import moved
+
+_SEEDING = threading.Lock()  # seeded calls of a process take turns: Hugging Face samples from torch's one generator
 
 
 class InferenceEngine(nn.Module):
@@ -33,15 +37,20 @@ class InferenceEngine(nn.Module):
 
     def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
         super().__init__()
+        if isinstance(model, InferenceEngine):
+            raise ModelError("model: it is an engine already; use it, or give init_inference its module")
         self.module = check_model(model)
         self.inference_config = config
         self.info = _look_at(self.module, config)
+        injection = _plan(self.module, config)  # what cannot work is refused before the model is touched
+        self._fused = isinstance(injection, Fused)
         self._dtype = _convert(self.module, config)
-        injected = _inject(self.module, config)
+        if injection is not None:
+            injection.apply()
         self._device = _place(self.module, config)
         self._graphs = self._make_graphs(config)
         self._profiler = Profiler(self._device)
-        self._fast = self._make_fast(injected, config)
+        self._fast = self._make_fast(injection, config)
         self.eval()
 
     @property
@@ -54,10 +63,20 @@ class InferenceEngine(nn.Module):
         """What the model computes in."""
         return self._dtype
 
+    @property
+    def generation_config(self) -> Any:
+        """The model's own, and set there."""
+        return self._alive().generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._alive().generation_config = value
+
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, from a captured CUDA graph where that is turned on. Inputs are moved to its device."""
         module = self._alive()
+        self._refuse_attentions(kwargs.get("output_attentions"))
         if self._graphs is None:
             args, kwargs = self._here((args, kwargs))
             return module(*args, **kwargs)
@@ -68,16 +87,19 @@ class InferenceEngine(nn.Module):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Hugging Face's `generate`, with its arguments and results; a prompt may be padded on either side."""
+        """Hugging Face's `generate`, with its arguments and results; a prompt may be padded on either side.
+
+        `seed=` makes one call repeatable, before the config's; torch's global generator is left as it was.
+        """
         module = self._alive()
+        seed = kwargs.pop("seed", None)
+        seed = self.inference_config.seed if seed is None else seed
         if isinstance(kwargs.get("assistant_model"), InferenceEngine):
             kwargs["assistant_model"] = kwargs["assistant_model"].module
         args, kwargs = self._here((args, kwargs))
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
-        seed = self.inference_config.seed
-        with self._profiler.measure("generate"), torch.random.fork_rng(self._cuda_devices(), enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
+        self._refuse_attentions(call.setting("output_attentions"))
+        with self._profiler.measure("generate"), self._seeded(seed):
             return call.restore(self._generate(module, call))
 
     def _generate(self, module: nn.Module, call: generation.Call) -> Any:
@@ -89,6 +111,19 @@ class InferenceEngine(nn.Module):
             return plain
         loop = self._fast.loop(call.kwargs, call.setting)
         return generate(**call.kwargs) if loop is None else generate(**call.kwargs, custom_generate=loop)
+
+    @contextmanager
+    def _seeded(self, seed: int | None) -> Iterator[None]:
+        if seed is None:
+            yield
+            return
+        with _SEEDING, torch.random.fork_rng(self._cuda_devices()):
+            torch.manual_seed(seed)
+            yield
+
+    def _refuse_attentions(self, asked: object) -> None:
+        if asked and self._fused:
+            raise NotSupported("output_attentions: fused layers keep no attention weights; leave kernel injection off")
 
     def profile_model_time(self, use_cuda_events: bool = True, *, modules: bool = False) -> None:
         """Take times of every forward and generate from now on; `modules`: of every submodule too."""
@@ -151,14 +186,14 @@ class InferenceEngine(nn.Module):
             self.module, self._device, limit=config.max_cuda_graphs, static_output=config.graph_output == "static"
         )
 
-    def _make_fast(self, injected: Injection | None, config: InferenceConfig) -> FastGenerate | None:
-        paged = injected.paged() if injected is not None and self.info.can_generate else None
+    def _make_fast(self, injection: Injection | None, config: InferenceConfig) -> FastGenerate | None:
+        paged = injection.paged() if injection is not None and self.info.can_generate else None
         if paged is None:
             return None
         return FastGenerate(
             self.module,
             paged,
-            max_tokens=config.max_out_tokens,
+            max_tokens=min(config.max_out_tokens, self.info.max_positions or config.max_out_tokens),
             graphs=config.enable_cuda_graph,
             measure=lambda: self._profiler.measure("forward"),
         )
@@ -170,10 +205,10 @@ def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
     return info
 
 
-def _inject(module: nn.Module, config: InferenceConfig) -> Injection | None:
+def _plan(module: nn.Module, config: InferenceConfig) -> Injection | None:
     if not config.replace_with_kernel_inject and not config.injection_policy:
         return None
-    return inject_as_asked(module, config, choose_kernels(config.torch_device, config.kernels))
+    return plan_injection(module, config, choose_kernels(config.torch_device, config.kernels))
 
 
 def _convert(module: nn.Module, config: InferenceConfig) -> torch.dtype:

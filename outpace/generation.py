@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from outpace.config import InferenceConfig
 from outpace.errors import InputError, NotSupported
-from outpace.loading.inspect import ModelInfo, generation_config
+from outpace.loading.inspect import ModelInfo, generation_config, token_list
 
 DEFAULT_NEW_TOKENS = 20  # Hugging Face's, when neither max_new_tokens nor max_length is given
 _PER_TOKEN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
@@ -70,6 +71,8 @@ class _Settings:
 
 
 def _fields(config: Any) -> Mapping[str, Any]:
+    if not isinstance(config, GenerationConfig | None):
+        raise InputError(f"generation_config: expected a GenerationConfig, got {type(config).__name__}")
     return {} if config is None else vars(config)
 
 
@@ -196,11 +199,10 @@ def _prompt_length(named: Mapping[str, Any], given: torch.Tensor | None, info: M
 
 def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor | None:
     """Hugging Face's rule: without a mask, padding is what equals the pad token, unless that ends sequences too."""
-    pad, end = settings.get("pad_token_id"), settings.get("eos_token_id")
-    ends = end if isinstance(end, list) else [end]
-    if ids is None or pad is None or pad in ends:
+    pad, ends = (token_list(name, settings.get(name)) for name in ("pad_token_id", "eos_token_id"))
+    if ids is None or not pad or pad[0] in ends:
         return None
-    mask = ids.ne(pad)
+    mask = ids.ne(pad[0])
     empty_row, no_padding = (bool(fact) for fact in (~mask.any(dim=1).all(), mask.all()))
     return None if empty_row or no_padding else mask.long()
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from outpace.config import InferenceConfig
+from outpace.config import ConfigLike, InferenceConfig
 from outpace.engine import InferenceEngine
 from outpace.errors import InputError, ModelError
 from outpace.loading.build import Loaded, load
@@ -36,11 +36,12 @@ class LLM:
         model: str | os.PathLike[str] | nn.Module | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        **config: Any,
+        config: ConfigLike = None,
+        **options: Any,
     ) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             raise InputError(f"tokenizer: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
-        asked = InferenceConfig.of(None, **config)
+        asked = InferenceConfig.of(config, **options)
         loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
         self.name = loaded.name
         self.dtype_reason = loaded.dtype_reason
@@ -110,11 +111,10 @@ class LLM:
         """Let the engine produce every token of a request."""
         params = run.params
         ids = torch.tensor([run.output.prompt_token_ids], device=self.engine.device)
-        with self._lock, torch.random.fork_rng(enabled=params.seed is not None):
-            if params.seed is not None:
-                torch.manual_seed(params.seed)
+        with self._lock:
             self.engine.generate(
                 ids,
+                seed=params.seed,
                 attention_mask=torch.ones_like(ids),
                 streamer=run,
                 stopping_criteria=StoppingCriteriaList([run]),
@@ -265,11 +265,11 @@ def _for_model(asked: InferenceConfig, loaded: Loaded) -> InferenceConfig:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) or not prompts:
+    if not isinstance(prompts, list | tuple) or not prompts:
         raise InputError(f"prompts: expected text, token ids or a list of them, got {prompts!r:.80}")
     if isinstance(prompts[0], int):
-        return [list(prompts)]  # type: ignore[arg-type]  # one prompt as token ids
-    return list(prompts)  # type: ignore[arg-type]
+        return [list(prompts)]  # one prompt as token ids
+    return list(prompts)
 
 
 def _pair(

@@ -51,6 +51,10 @@ class SamplingParams:
                 raise InputError(f"{name}: expected a number, got {value!r}")
             if not low <= value <= high:
                 raise InputError(f"{name}: must be from {low:g} to {high:g}, got {value!r}")
+        if 0 < self.temperature < _COLDEST:
+            raise InputError(
+                f"temperature: {self.temperature!r} is too small; use 0 for greedy, or {_COLDEST:g} or more"
+            )
         for name in _INTEGERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | None):
@@ -72,6 +76,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
 
+_COLDEST = 1e-5  # logits divided by less overflow
 _SWITCHES = ("ignore_eos", "skip_special_tokens")
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
 _RANGES: tuple[tuple[str, float, float], ...] = (

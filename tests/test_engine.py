@@ -169,8 +169,10 @@ def test_use_after_destroy_is_said_clearly() -> None:
             call()
     with pytest.raises(StateError):
         engine.model_times()
-    with pytest.raises(AttributeError):
+    with pytest.raises(StateError):
         _ = engine.generation_config
+    with pytest.raises(AttributeError):
+        _ = engine.config
     assert engine.device == torch.device("cpu")
 
 

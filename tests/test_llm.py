@@ -322,3 +322,22 @@ def test_the_default_model_with_stop_strings_and_chat(default_model_folder: Path
     (cut,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(stop="aris"))
     assert cut.outputs[0].text == text.partition("aris")[0]
     assert cut.outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_the_seed_of_a_request_comes_before_that_of_the_config() -> None:
+    model = tiny("llama")
+    ids = [5, 6, 7, 8]
+    seeded = outpace.LLM(model, seed=1, device="cpu")
+    texts = [
+        seeded.generate([ids], outpace.SamplingParams(max_tokens=12, seed=seed))[0].outputs[0].token_ids
+        for seed in (2, 3, 2, None, None)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+    assert texts[3] == texts[4]
+
+
+def test_options_as_a_config() -> None:
+    llm = outpace.LLM(tiny("llama"), config={"kernel_inject": True, "device": "cpu"})
+    assert llm.engine.inference_config.replace_with_kernel_inject
+    with pytest.raises(outpace.ConfigError, match="vocab_sise"):
+        outpace.LLM(tiny("llama"), args={"vocab_sise": 5})

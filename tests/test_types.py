@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from outpace import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from outpace import CompletionOutput, FinishReason, InputError, RequestOutput, SamplingParams
 from outpace.types import RequestMetrics
 
 # vLLM's names and defaults (top_k: 0 and -1 mean all there)
@@ -59,6 +59,16 @@ def test_stop_strings_become_a_tuple(stop: list[str] | str, kept: tuple[str, ...
 @pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, -(2**63)])
 def test_every_seed_that_torch_takes(seed: int) -> None:
     assert SamplingParams(seed=seed).seed == seed
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 9.9e-6, 5e-324])
+def test_a_temperature_too_small_to_divide_by(temperature: float) -> None:
+    with pytest.raises(
+        InputError, match=f"^temperature: {temperature} is too small; use 0 for greedy, or 1e-05 or more$"
+    ):
+        SamplingParams(temperature=temperature)
+    for allowed in (0, 1e-5):
+        assert SamplingParams(temperature=allowed).temperature == allowed
 
 
 def test_a_finish_reason_is_its_name() -> None:

@@ -160,6 +160,17 @@ def test_in_16_bits_the_measure_is_a_float32_copy() -> None:
         assert all(1e-4 < place.error < place.allowed for place in prompts.places[1:])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_each_step_is_told_as_it_begins(dtype: str) -> None:
+    told: list[str] = []
+    verify(tiny("llama"), device="cpu", dtype=dtype, progress=told.append)
+    runs = {
+        name: [f"{name}, prompts {place} of 3" for place in (1, 2, 3)] for name in ("plain", "float32 copy", "injected")
+    }
+    copied = [] if dtype == "fp32" else runs["float32 copy"]
+    assert told == ["loading the model", *runs["plain"], *copied, "injecting fused layers", *runs["injected"]]
+
+
 def test_without_memory_for_a_copy_the_measure_is_plain_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_has_room", lambda model: False)
     report = verify(tiny("llama"), device="cpu", dtype="bf16")

@@ -1,5 +1,6 @@
 """`outpace generate`: answer one prompt and say how fast that went."""
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -39,11 +40,21 @@ def command(
     from outpace.types import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
     llm = LLM(model, dtype=dtype, device=device, kernel_inject=kernel_inject, enable_cuda_graph=cuda_graph)
     ready = time.perf_counter() - begin
-    output = _answer(llm, sys.stdin.read() if prompt == "-" else prompt, system, raw, params)
+    output = _answer(llm, asked, system, raw, params)
     _report(Console(stderr=True), llm, output, ready)
+
+
+def _standard_input() -> str:
+    from outpace.errors import InputError
+
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompt: standard input is not UTF-8 from byte {error.start} on; give it as UTF-8") from None
 
 
 def _answer(llm: "LLM", prompt: str, system: str | None, raw: bool, params: "SamplingParams") -> "RequestOutput":
@@ -52,11 +63,20 @@ def _answer(llm: "LLM", prompt: str, system: str | None, raw: bool, params: "Sam
     shown = 0
     for output in llm.stream(asked, params):
         text = output.outputs[0].text
-        sys.stdout.write(text[shown:])
-        sys.stdout.flush()
+        _write(text[shown:])
         shown = len(text)
-    sys.stdout.write("\n")
+    _write("\n")
     return output
+
+
+def _write(text: str) -> None:
+    """Write at once; a reader that has gone (`| head`) has had enough, which is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        raise typer.Exit(141) from None  # 128 + SIGPIPE, as other programs end
 
 
 def _report(console: Console, llm: "LLM", output: "RequestOutput", ready: float) -> None:

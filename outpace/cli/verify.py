@@ -1,6 +1,8 @@
 """`outpace verify`: prove on the user's own model that fused layers change nothing."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,15 +24,28 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Draw the error of each layer into this .png file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything into this file.")] = None,
 ) -> None:
-    """Compare plain Hugging Face with Outpace's fused layers: hidden states, logits, greedy tokens."""
+    """Compare plain Hugging Face with Outpace's fused layers: hidden states, logits, greedy tokens.
+
+    This loads the model and runs it several times over: seconds on a GPU, minutes on a small CPU.
+    """
     from outpace.verify import verify
 
     _check_files(plot, json_file)
-    with Console(stderr=True).status("running the model plain and injected"):
-        report = verify(model, dtype=dtype, device=device)
+    with _progress(Console(stderr=True)) as say:
+        report = verify(model, progress=say, dtype=dtype, device=device)
     _show(Console(), report)
     _write(report, plot, json_file)
     raise typer.Exit(0 if report.passed else 1)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Shows each step: in one line that moves on a terminal, in a line each elsewhere."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda step: console.print(step, highlight=False, markup=False)
 
 
 def _check_files(plot: Path | None, json_file: Path | None) -> None:

@@ -5,7 +5,7 @@ unchanged. Unlike there, every accepted field acts or raises: what is not in thi
 and raises `NotSupportedYet`; the release that brings the capability removes the line.
 """
 
-from outpace.config.inference import InferenceConfig, default_inference_config
+from outpace.config.inference import ConfigLike, InferenceConfig, default_inference_config
 from outpace.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -21,6 +21,7 @@ from outpace.config.values import parse_dtype
 __all__ = [
     "CacheConfig",
     "CheckpointConfig",
+    "ConfigLike",
     "InferenceConfig",
     "MoEConfig",
     "OffloadConfig",

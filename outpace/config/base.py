@@ -7,9 +7,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from outpace.errors import ConfigError
 
@@ -67,6 +67,16 @@ class ConfigModel(BaseModel):
             _move(result, old, cls.deprecated[old], data[old], cls)
         return result
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic takes True for 1."""
+        items = value if isinstance(value, list | tuple) else (value,)
+        field = cls.model_fields[str(info.field_name)]
+        if any(isinstance(item, bool) for item in items) and _is_number(field.annotation):
+            raise ValueError(f"expected a number, got {value!r}")
+        return value
+
     def given(self) -> dict[str, Any]:
         """The fields that were set, by name."""
         return {name: getattr(self, name) for name in self.model_fields_set}
@@ -104,6 +114,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise ConfigError(f"config: cannot read {path}: {error.strerror}; give the path of a JSON file") from None
+    except RecursionError:
+        raise ConfigError(f"config: {path} is nested too deep to be a config; check the path") from None
     except ValueError as error:
         raise ConfigError(f"config: {path} is not a valid JSON config: {error}") from None
     if not isinstance(content, dict):
@@ -139,6 +151,12 @@ def _section(owner: type[ConfigModel], name: str) -> type[ConfigModel]:
     assert isinstance(annotation, type), f"{name} must be a section"
     assert issubclass(annotation, ConfigModel)
     return annotation
+
+
+def _is_number(annotation: object) -> bool:
+    """Whether a field holds numbers: int, float | None, tuple[int, ...], Literal[0, 1]."""
+    parts = {part if isinstance(part, type) else type(part) for part in (annotation, *get_args(annotation))}
+    return bool not in parts and not parts.isdisjoint((int, float))
 
 
 def _is_auto(value: object) -> bool:

@@ -1,5 +1,6 @@
 """The options of `init_inference` and `LLM`: the top of the config tree."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ from outpace.config.sections import (
     TensorParallelConfig,
     ZeroConfig,
 )
-from outpace.config.values import DType, check_device, same_dtype
+from outpace.config.values import Device, DType, check_device, same_device, same_dtype
 from outpace.errors import NotSupportedYet
 
 
@@ -36,7 +37,7 @@ class InferenceConfig(ConfigModel):
         "min_tokens": "min_out_tokens",
     }
     keeps_auto = frozenset({"replace_method"})
-    same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype}
+    same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype, "device": same_device}
     deprecated: ClassVar[Mapping[str, str]] = {
         "mp_size": "tensor_parallel.tp_size",
         "mpu": "tensor_parallel.mpu",
@@ -53,7 +54,7 @@ class InferenceConfig(ConfigModel):
     """Replace every transformer layer by a fused one."""
     dtype: DType | None = None
     """fp32, fp16, bf16, int8. None: `init_inference` takes fp16 on a GPU, fp32 on a CPU; `LLM` the checkpoint's own."""
-    device: str | None = None
+    device: Device | None = None
     """"cpu", "cuda" or "cuda:N". None: the first GPU if there is one."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     """Tensor parallelism."""
@@ -162,6 +163,10 @@ class InferenceConfig(ConfigModel):
     def torch_device(self) -> torch.device:
         """The device the engine runs on."""
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
+"""What options may be given as, beside keywords."""
 
 
 def default_of(path: str) -> object:

@@ -39,6 +39,19 @@ def same_dtype(left: object, right: object) -> bool:
 DType = Annotated[torch.dtype, BeforeValidator(parse_dtype), PlainSerializer(str, return_type=str)]
 
 
+def device_name(value: object) -> object:
+    """A device by its name; what is no torch.device is left for others to judge."""
+    return str(value) if isinstance(value, torch.device) else value
+
+
+def same_device(left: object, right: object) -> bool:
+    """Whether two ways of writing a device mean the same one."""
+    return device_name(left) == device_name(right)
+
+
+Device = Annotated[str, BeforeValidator(device_name)]
+
+
 def check_device(name: str) -> None:
     """Raise ValueError unless this machine has the device."""
     try:

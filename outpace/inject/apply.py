@@ -1,6 +1,6 @@
 """Put fused layers in the place of a model's own: find them, build them from their weights, swap them in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from outpace.errors import ModelError, NotSupported
 from outpace.inject.hugging_face import hugging_face_layer
 from outpace.inject.modules import FusedLayer, Linear, Norm
 from outpace.inject.parts import Parts
+from outpace.inject.plan import Plan
 from outpace.inject.policy import Policy, Settings
-from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 
@@ -33,40 +33,24 @@ class Injected:
     layers: list[FusedLayer]
 
 
-def inject(model: nn.Module, policies: Mapping[str, Policy], kernels: Kernels) -> Injected | None:
-    """Replace every layer that a policy knows; None: no policy knows any of the model's layers."""
-    found = [(path, module) for path, module in model.named_modules() if _policy_of(type(module), policies) is not None]
-    if not found:
-        return None
-    config = _config_of(model)
-    kinds = {
-        kind: (hugging_face_layer(kind), _resolved(model, config, kind, policies))
-        for kind in dict.fromkeys(type(layer) for _, layer in found)
-    }
+def inject(model: nn.Module, plan: Plan, kernels: Kernels) -> Injected:
+    """Replace the planned layers by fused ones."""
+    classes = {kind: hugging_face_layer(kind) for kind in dict.fromkeys(type(item.layer) for item in plan.layers)}
     layers = []
-    for index, (path, layer) in enumerate(found):
-        fused_class, policy = kinds[type(layer)]
-        fused = fused_class(policy, policy.settings(config, index), index, kernels)
-        fill(fused, layer)
-        model.set_submodule(path, fused)
+    for index, item in enumerate(plan.layers):
+        fused = classes[type(item.layer)](item.policy, item.settings, index, kernels)
+        fill(fused, item.layer)
+        model.set_submodule(item.path, fused)
         layers.append(fused)
-    names = ", ".join(kind.__name__ for kind in kinds)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+    names = ", ".join(kind.__name__ for kind in classes)
     chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {names}")
-    return Injected(layers[0].policy, config, layers)
+    return Injected(layers[0].policy, plan.config, layers)
 
 
-def _resolved(model: nn.Module, config: Any, kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy:
-    """The policy of a class of layers as this config wants it, or the reason why it cannot be right."""
-    family = _policy_of(kind, policies)
-    assert family is not None, "the layers were found by it"
-    if reason := family.refuses(config):
-        raise NotSupported(f"injection: {type(model).__name__} {reason}")
-    return family.of(config)
-
-
-def _policy_of(kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy | None:
-    """A policy for this very class before one for any class of its name."""
-    return policies.get(f"{kind.__module__}.{kind.__name__}") or policies.get(kind.__name__)
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise NotSupported("save_pretrained: nobody could load fused weights by their names; save before injection")
 
 
 def fill(fused: FusedLayer, layer: nn.Module) -> None:
@@ -93,8 +77,6 @@ def fill(fused: FusedLayer, layer: nn.Module) -> None:
     table = None if policy.rotary_table is None else part.buffer(policy.rotary_table).float().chunk(2, dim=-1)
     fused.register_buffer("sin", None if table is None else table[0].contiguous(), persistent=False)
     fused.register_buffer("cos", None if table is None else table[1].contiguous(), persistent=False)
-    if policy.mlp is None:
-        activation_kind(settings.activation)  # unknown ones raise here, not in the first forward
     for name in _HOOKS:  # Hugging Face puts its own there once, when outputs are first recorded
         setattr(fused, name, getattr(layer, name))
     for name, value in vars(layer).items():  # plain attributes that the model around it may read
@@ -189,10 +171,3 @@ def make_norm(module: nn.Module, policy: Policy, kernels: Kernels) -> Norm:
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
     value = getattr(module, name, None)
     return value.data if isinstance(value, nn.Parameter) else None
-
-
-def _config_of(model: nn.Module) -> Any:
-    """The config that the layers were made from: of the model, or of its text part."""
-    config: Any = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", None)
-    return text() if callable(text) else config

@@ -36,6 +36,9 @@ class Interface:
         if reason := next((found for check in _CHECKS if (found := check(model))), None):
             raise refused(model, reason)
 
+    def apply(self) -> None:
+        """Nothing is changed on this level."""
+
     def paged(self) -> Callable[[int], BatchModel]:
         """The model over pages, once it is where it runs; refused where its logits are not those of its own forward."""
         model = self._model.eval()

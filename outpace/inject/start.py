@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -13,6 +13,7 @@ from outpace.inject.apply import Injected, inject
 from outpace.inject.interface import Interface
 from outpace.inject.paged import BatchModel, PagedModel
 from outpace.inject.parts import Parts
+from outpace.inject.plan import Plan, make_plan
 from outpace.inject.policies import by_class
 from outpace.inject.policy import Policy
 from outpace.kernels.dispatch import Kernels
@@ -23,27 +24,37 @@ Paged = Callable[[int], BatchModel]
 
 
 class Injection(Protocol):
-    """What injection made of a model."""
+    """What injection will make of a model; everything that can be checked beforehand has been."""
+
+    def apply(self) -> None:
+        """Change the model."""
 
     def paged(self) -> Paged | None:
         """How the model runs over pages, asked once it is where it runs; None: it has no such form."""
 
 
-@dataclass(frozen=True)
 class Fused:
     """A model with fused layers: level 1."""
 
-    model: nn.Module
-    injected: Injected
+    def __init__(self, model: nn.Module, plan: Plan, kernels: Kernels) -> None:
+        self._model = model
+        self._plan = plan
+        self._kernels = kernels
+        self._injected: Injected | None = None
+
+    def apply(self) -> None:
+        """Put the fused layers in."""
+        self._injected = inject(self._model, self._plan, self._kernels)
 
     def paged(self) -> Paged | None:
         """The fused layers over pages."""
-        if self.injected.policy.model is None:
+        assert self._injected is not None, "apply comes first"
+        if self._injected.policy.model is None:
             return None
-        return functools.partial(PagedModel, self.model, self.injected)
+        return functools.partial(PagedModel, self._model, self._injected)
 
 
-def inject_as_asked(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injection | None:
+def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injection | None:
     """Fused layers where a policy knows them, else the model's own over pages; None: nothing was asked for."""
     mine = config.injection_policy or {}
     policies = {kind.__name__: replace(policy, layers=(kind.__name__,)) for kind, policy in _own(mine).items()}
@@ -53,10 +64,10 @@ def inject_as_asked(model: nn.Module, config: InferenceConfig, kernels: Kernels)
             raise ConfigError(f"injection_policy: {type(model).__name__} has no layer of class {name}")
     if not config.replace_with_kernel_inject and not policies:
         return None
-    injected = inject(model, policies or by_class(), kernels)
-    if not config.triangular_masking and (injected is None or injected.policy.causal):
+    plan = make_plan(model, policies or by_class())
+    if not config.triangular_masking and all(item.policy.causal for item in plan.layers):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
-    return Interface(model, kernels) if injected is None else Fused(model, injected)
+    return Fused(model, plan, kernels) if plan.layers else Interface(model, kernels)
 
 
 def _own(policies: Mapping[Any, Any]) -> dict[type[nn.Module], Policy]:

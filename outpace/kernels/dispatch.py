@@ -60,6 +60,8 @@ def choose_kernels(device: torch.device, asked: Mapping[str, str] | None = None)
             raise ConfigError(f"kernels: no op is called {op!r}; there are {', '.join(IMPLEMENTATIONS)}")
         if name not in IMPLEMENTATIONS[op]:
             raise ConfigError(f"kernels.{op}: {name!r} is not one of {', '.join(IMPLEMENTATIONS[op])}")
+        if name == "triton" and default_kernels(device)[0] != "triton":
+            raise ConfigError(f"kernels.{op}: Triton kernels need a GPU and Triton; leave it out, or give 'torch'")
     default, reason = default_kernels(device)
     for op, name in asked.items():
         chosen(f"kernel {op}", name, "asked for")

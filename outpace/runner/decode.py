@@ -1,5 +1,6 @@
 """Hugging Face's generation loop over pages: one prefill of the prompts, then a captured graph for each token."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ class PagedDecoder:
     def __init__(self, model: BatchModel, max_tokens: int, measure: Measure = nullcontext, *, graphs: bool) -> None:
         self._model = model
         self._measure = measure
+        self._lock = threading.Lock()
         self._max_tokens = max_tokens
         self._graphs = graphs
         self._state: PagedSteps | None = None
@@ -44,24 +46,25 @@ class PagedDecoder:
         """What `generate(custom_generate=...)` calls: the ids [B, L] with the new tokens after them."""
         mask: Tensor | None = model_kwargs.get("attention_mask")
         limit = generation_config.max_length
-        state = self._prepared(input_ids.shape[0], limit)
-        with self._measure():
-            logits = state.prefill(input_ids, mask)
         run = _Run(input_ids, limit, logits_processor, stopping_criteria, generation_config, streamer)
-        return run.loop(state, logits, self._measure)
+        return self._decode(run, input_ids, mask, limit)
 
     def greedy(self, ids: Tensor, mask: Tensor | None, limit: int, ends: list[int], pad: int | None) -> Tensor:
         """Likeliest tokens up to `limit` in all: what the call above does, without Hugging Face's preparation."""
-        state = self._prepared(ids.shape[0], limit)
-        with self._measure():
-            logits = state.prefill(ids, mask)
         config = SimpleNamespace(
             do_sample=False,
             _eos_token_tensor=torch.tensor(ends, device=ids.device) if ends else None,
             _pad_token_tensor=None if pad is None else torch.tensor(pad, device=ids.device),
         )
         run = _Run(ids, limit, LogitsProcessorList(), StoppingCriteriaList(), config, None)
-        return run.loop(state, logits, self._measure)
+        return self._decode(run, ids, mask, limit)
+
+    def _decode(self, run: "_Run", ids: Tensor, mask: Tensor | None, limit: int) -> Tensor:
+        with self._lock:  # pages and buffers belong to one call at a time
+            state = self._prepared(ids.shape[0], limit)
+            with self._measure():
+                logits = state.prefill(ids, mask)
+            return run.loop(state, logits, self._measure)
 
     def _prepared(self, batch: int, length: int) -> PagedSteps:
         if self._state is None or not self._state.fits(batch, length):

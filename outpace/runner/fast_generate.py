@@ -1,15 +1,17 @@
 """Which calls of `generate` run over pages, and which must go to Hugging Face's own loop, with the reason."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from outpace.errors import NotSupported
+from outpace.inject.modules import FusedLayer
+from outpace.inject.plan import foreign_hooks
 from outpace.inject.start import Paged
-from outpace.loading.inspect import generation_config
+from outpace.loading.inspect import generation_config, token_list
 from outpace.log import chosen
 from outpace.runner.decode import Measure, PagedDecoder
 
@@ -58,20 +60,36 @@ class FastGenerate:
         self._decoder: PagedDecoder | None = None
         self._refused = False
         self._told: set[str] = set()
-        self._own = generation_config(model)
+        self._own = lambda: generation_config(model)
+        self._watched = _around_fused_layers(model)
         self._neutral = vars(GenerationConfig())
 
     def greedy(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Tensor | None:
         """The whole call, if it is a plain greedy one: Hugging Face's preparation takes longer than a token."""
         ids = arguments.get("input_ids", arguments.get("inputs"))
-        if not isinstance(ids, Tensor) or not self._is_plain(arguments, setting) or (decoder := self._made()) is None:
+        if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape) or self._hooked():
+            return None
+        if not self._is_plain(arguments, setting) or (decoder := self._made()) is None:
             return None
         new, length = setting("max_new_tokens"), setting("max_length")
         end = arguments["eos_token_id"] if "eos_token_id" in arguments else setting("eos_token_id")
-        ends = [] if end is None else [int(token) for token in (end if isinstance(end, list) else [end])]
-        pad = setting("pad_token_id")
+        ends, pads = token_list("eos_token_id", end), token_list("pad_token_id", setting("pad_token_id"))
         limit = ids.shape[1] + new if new is not None else length
-        return decoder.greedy(ids, mask, limit, ends, ends[0] if pad is None and ends else pad)
+        return decoder.greedy(ids, mask, limit, ends, next(iter((*pads, *ends)), None))
+
+    def _reasons(self, arguments: Mapping[str, Any], setting: Setting) -> Iterator[str]:
+        """Why Hugging Face's loop must run."""
+        for name, in_use in _HUGGING_FACE_ONLY.items():
+            if in_use(arguments.get(name) if name in arguments else setting(name)):
+                yield f"{name} is not known to the paged one"
+        ids, mask = arguments.get("input_ids", arguments.get("inputs")), arguments.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape != ids.shape:
+            yield "attention_mask has another shape than the prompt"
+        if self._hooked():
+            yield "a module has a hook, which the paged one never calls"
+
+    def _hooked(self) -> bool:
+        return any(foreign_hooks(module) for module in self._watched)
 
     def _is_plain(self, arguments: Mapping[str, Any], setting: Setting) -> bool:
         """Whether every argument and every setting of the generation configs is one that the greedy loop knows."""
@@ -79,7 +97,7 @@ class FastGenerate:
             return False
         if setting("max_new_tokens") is None and setting("max_length") is None:
             return False
-        configs = (arguments.get("generation_config"), self._own)
+        configs = (arguments.get("generation_config"), self._own())
         return all(
             not value or value == self._neutral.get(name) or name in _PLAIN_SETTINGS
             for config in configs
@@ -99,11 +117,18 @@ class FastGenerate:
 
     def loop(self, arguments: Mapping[str, Any], setting: Setting) -> Callable[..., Any] | None:
         """What to pass as `custom_generate`; None: Hugging Face's loop must run, and the log says why."""
-        for name, in_use in _HUGGING_FACE_ONLY.items():
-            if in_use(arguments.get(name) if name in arguments else setting(name)):
-                if name not in self._told:
-                    chosen("generate", "Hugging Face's loop", f"{name} is not known to the paged one")
-                    self._told.add(name)
-                return None
+        reason = next((reason for reason in self._reasons(arguments, setting)), None)
+        if reason is not None:
+            if reason not in self._told:
+                chosen("generate", "Hugging Face's loop", reason)
+                self._told.add(reason)
+            return None
         decoder = self._made()
         return None if decoder is None else functools.partial(decoder, streamer=arguments.get("streamer"))
+
+
+def _around_fused_layers(model: nn.Module) -> list[nn.Module]:
+    """Fused layers and what stands around them: modules that the paged loop does not call as the model would."""
+    fused = [path for path, module in model.named_modules() if isinstance(module, FusedLayer)]
+    inside = tuple(f"{path}." for path in fused)
+    return [module for path, module in model.named_modules() if fused and path and not path.startswith(inside)]

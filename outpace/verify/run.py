@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,35 @@ from outpace.verify.compare import WITHOUT_REFERENCE, Observed, compare, rule
 from outpace.verify.prompts import Inputs, make_prompts, new_tokens
 from outpace.verify.report import Report
 
+Progress = Callable[[str], None]
+"""Told each step as it begins."""
+
 
 def verify(
     model: str | os.PathLike[str] | nn.Module | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     prompt_seed: int = 0,
+    progress: Progress = lambda step: None,
     **options: Any,
 ) -> Report:
     """Compare a model with its injected self: hidden states, logits, greedy tokens.
 
     `model` is what `outpace.LLM` takes; a live module is copied and left as it is. `options` are those of
-    `init_inference`: dtype, device, injection_policy, ...
+    `init_inference`: dtype, device, injection_policy, ... `progress` is called with each step as it begins.
     """
     asked = InferenceConfig.of(None, **options)
+    progress("loading the model")
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
     info = describe(loaded.model)
     prompts = make_prompts(loaded.model, info, tokenizer or loaded.tokenizer, prompt_seed)
     config = _engine_config(asked, loaded, _longest(prompts) + new_tokens(info))
     _refuse_early(loaded.model, config)
-    plain = _observe_all(loaded.model, prompts, info)
-    reference = _reference(loaded, prompts)
+    plain = _observe_all(loaded.model, info, _each(prompts, "plain", progress))
+    reference = _reference(loaded, _each(prompts, "float32 copy", progress))
+    progress("injecting fused layers")
     engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
-    fused = _observe_all(engine, prompts, info)
+    fused = _observe_all(engine, info, _each(prompts, "injected", progress))
     layers = _fused_layers(engine)
     reports = compare(prompts, plain, reference, fused, layers, loaded.dtype)
     return Report(
@@ -97,9 +103,16 @@ def _refuse_early(model: nn.Module, config: InferenceConfig) -> None:
         InferenceEngine(model, config)  # which leaves the model's layers as they are
 
 
-def _observe_all(model: nn.Module, prompts: Mapping[str, Inputs], info: ModelInfo) -> list[Observed]:
+def _each(prompts: Mapping[str, Inputs], run: str, progress: Progress) -> Iterator[Inputs]:
+    """The sets of prompts, each announced before it is used."""
+    for place, inputs in enumerate(prompts.values(), 1):
+        progress(f"{run}, prompts {place} of {len(prompts)}")
+        yield inputs
+
+
+def _observe_all(model: nn.Module, info: ModelInfo, prompts: Iterator[Inputs]) -> list[Observed]:
     greedy = _greedy(model, info) if info.can_generate else None
-    return [_observed(model, inputs, greedy) for inputs in prompts.values()]
+    return [_observed(model, inputs, greedy) for inputs in prompts]
 
 
 @torch.no_grad()
@@ -128,7 +141,7 @@ def _greedy(model: Any, info: ModelInfo) -> Callable[[Inputs], Tensor]:
     return lambda inputs: model.generate(**inputs, **options, **({} if pad is None else {"pad_token_id": pad}))
 
 
-def _reference(loaded: Loaded, prompts: Mapping[str, Inputs]) -> list[Observed] | None:
+def _reference(loaded: Loaded, prompts: Iterator[Inputs]) -> list[Observed] | None:
     """What a float32 copy of a 16-bit model makes of the prompts; None: not needed, or no memory for it."""
     if loaded.dtype not in WITHOUT_REFERENCE:
         return None
@@ -137,7 +150,7 @@ def _reference(loaded: Loaded, prompts: Mapping[str, Inputs]) -> list[Observed] 
         return None
     exact = copy.deepcopy(loaded.model)
     to_dtype(exact, torch.float32)
-    return [_observed(exact, inputs, None) for inputs in prompts.values()]
+    return [_observed(exact, inputs, None) for inputs in prompts]
 
 
 def _has_room(model: nn.Module) -> bool:

@@ -2,23 +2,25 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from outpace import OutpaceError, __version__
+from outpace import InputError, OutpaceError, __version__
 from outpace.cli.app import app, main
 from tests.models import CYCLE
 
 Main = Callable[..., tuple[int, str, str]]
 
 
-def run(*args: str | Path, stdin: str | None = None) -> Result:
+def run(*args: str | Path, stdin: str | bytes | None = None) -> Result:
     """The command in this process, with a terminal wide enough for every line."""
     return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [str(arg) for arg in args], input=stdin)
 
@@ -84,6 +86,23 @@ def test_the_prompt_from_standard_input(chain_folder: Path) -> None:
     assert "7 prompt tokens" in result.stderr
 
 
+def test_standard_input_that_is_not_utf_8_is_refused_before_the_model_is_looked_for() -> None:
+    result = run("generate", "-", "-m", "/no/such/model", stdin=b"caf\xe9 au lait")
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception) == "prompt: standard input is not UTF-8 from byte 3 on; give it as UTF-8"
+
+
+def test_a_reader_that_has_gone_ends_it_quietly(
+    chain_folder: Path, run_main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:  # which closes without an error: what is left goes nowhere
+        monkeypatch.setattr(sys, "stdout", pipe)
+        code, _, err = run_main("generate", "?", "--raw", "-m", chain_folder, "--device", "cpu")
+    assert (code, err) == (141, "")
+
+
 def test_options_of_sampling(chain_folder: Path) -> None:
     options = ("-m", chain_folder, "--device", "cpu", "--raw")
     short = run("generate", "?", *options, "--max-tokens", "5")
@@ -140,16 +159,31 @@ def test_models_of_an_empty_cache(cache: Path) -> None:
 
 
 def test_models_of_a_filled_cache(cache: Path) -> None:
-    facts = {"some-model": {"dtype": "float16", "source": "PyPI"}, "bare": None}
+    facts: dict[str, Any] = {"some-model": {"dtype": "float16", "source": "PyPI [/]"}, "bare": None, "odd": [1]}
+    (cache / "models" / "empty").mkdir(parents=True)
     for name, provenance in facts.items():
         (cache / "models" / name).mkdir(parents=True)
-        (cache / "models" / name / "weights").write_bytes(bytes(3 * 2**20))
+        (cache / "models" / name / "config.json").touch()
+        (cache / "models" / name / "model.safetensors").write_bytes(bytes(3 * 2**20))
         if provenance:
             (cache / "models" / name / "outpace.json").write_text(json.dumps(provenance))
     result = run("models")
     assert str(cache) in result.stdout.replace("\n", "").replace(" ", "")
     assert re.search(r"bare .*3 MiB.*unknown.*unknown", result.stdout)
-    assert re.search(r"some-model .*3 MiB.*float16.*PyPI", result.stdout)
+    assert re.search(r"some-model .*3 MiB.*float16.*PyPI \[/\]", result.stdout)
+    assert re.search(r"odd .*3 MiB.*unknown.*unknown", result.stdout)
+    assert "empty" not in result.stdout
+
+
+@pytest.mark.parametrize("args", [("models",), ("generate", "hi", "--device", "cpu")])
+def test_a_cache_that_is_a_file(
+    args: tuple[str, ...], run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("OUTPACE_CACHE", str(file))
+    said = f"error: OUTPACE_CACHE: {file} is a file; set OUTPACE_CACHE to a folder\n"
+    assert run_main(*args) == (1, "", said)
 
 
 # errors

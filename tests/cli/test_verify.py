@@ -1,5 +1,6 @@
 """`outpace verify`: the table, the verdict and its exit code, the files it writes, and how it fails."""
 
+import io
 import json
 import re
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import outpace.verify.run as run
 from outpace import InferenceEngine
+from outpace.cli.verify import _progress
 from tests.cli.test_cli import Main
 from tests.cli.test_cli import run as outpace
 from tests.cli.test_cli import run_main as run_main
@@ -67,6 +70,25 @@ def test_everything_is_in_the_json(folder: Path, tmp_path: Path) -> None:
     layers = found["prompts"][0]["layers"]
     assert [layer["name"] for layer in layers] == ["embedding", "model.layers.0", "model.layers.1"]
     assert layers[1]["error"] < layers[1]["allowed"] < layers[2]["error"]
+
+
+def test_each_step_is_a_line_where_standard_error_is_no_terminal(folder: Path) -> None:
+    lines = outpace("verify", folder, *CPU).stderr.splitlines()
+    assert lines[:2] == ["loading the model", "plain, prompts 1 of 3"]
+    assert lines[-1] == "injected, prompts 3 of 3"
+
+
+def test_each_step_moves_one_line_of_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with _progress(console) as say:
+        say("loading the model")
+        console.file.truncate(0)
+        say("injecting fused layers")
+    assert "injecting fused layers" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_help_says_what_it_costs() -> None:
+    assert "loads the model and runs it several times" in outpace("verify", "--help").stdout
 
 
 def test_16_bits(folder: Path) -> None:

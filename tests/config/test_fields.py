@@ -257,6 +257,27 @@ def test_the_default_value_may_be_written_out(path: str) -> None:
     assert InferenceConfig.of(nested(path, FIELDS[path].default)) == InferenceConfig()
 
 
+def _holds_numbers(field: FieldInfo) -> bool:
+    parts = [part for whole in _parts(field.annotation) for part in (whole, *get_args(whole))]
+    return any(part in (int, float) or type(part) is int for part in parts)
+
+
+NUMBERS = [path for path, field in FIELDS.items() if _holds_numbers(field)]
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_a_bool_is_no_number(path: str) -> None:
+    value = [True] if path == "moe.moe_experts" else True
+    with pytest.raises(ConfigError, match=rf"^{path}: expected a number, got \[?True\]?$"):
+        InferenceConfig.of(nested(path, value))
+
+
+def test_every_kind_of_number_is_among_them() -> None:
+    kinds = {"max_out_tokens", "seed", "moe.moe_experts", "zero.stage", "cache.gpu_memory_utilization"}
+    assert kinds <= set(NUMBERS)
+    assert not {"moe.enabled", "device", "config"} & set(NUMBERS)
+
+
 # For each rule: what triggers it, and the fields and the remedy its message must name.
 WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     (

@@ -131,6 +131,12 @@ def test_a_file_that_is_no_json_object(tmp_path: Path, content: str, says: str) 
         InferenceConfig.of(path)
 
 
+@pytest.mark.parametrize("content", ['{"args": ' * 100_000, "[" * 100_000])
+def test_a_file_that_is_nested_too_deep(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigError, match=r"config: .*config.json is nested too deep to be a config; check the path"):
+        InferenceConfig.of(as_json(tmp_path, content))
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config: cannot read .*nothing.json: No such file"):
         InferenceConfig.of(tmp_path / "nothing.json")

@@ -159,6 +159,17 @@ def test_int8_is_understood_and_refused(name: object) -> None:
     assert caught.value.field == "dtype"
 
 
+def test_a_device_by_name_or_as_torch_has_it() -> None:
+    config = InferenceConfig.of({"device": "cpu"}, device=torch.device("cpu"))
+    assert config.device == "cpu"
+    assert config == InferenceConfig(device=torch.device("cpu"))
+    assert InferenceConfig.of(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+    with pytest.raises(ConfigError, match="device: 'meta': Outpace runs on"):
+        InferenceConfig.of(device=torch.device("meta"))
+    with pytest.raises(ConfigError, match="device: input should be a valid string, got 0"):
+        InferenceConfig.of(device=0)
+
+
 @pytest.mark.parametrize("name", sorted(InferenceConfig.model_fields))
 def test_auto_means_the_default(name: str) -> None:
     config = InferenceConfig.of({name: "auto"})

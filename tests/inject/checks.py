@@ -10,6 +10,7 @@ from torch import nn
 from outpace.cache.kv_cache import allocate
 from outpace.inject.apply import Injected, inject
 from outpace.inject.paged import Batch, PagedModel
+from outpace.inject.plan import make_plan
 from outpace.inject.policies import by_class
 from outpace.kernels.dispatch import choose_kernels
 from outpace.runner.decode import PagedDecoder
@@ -31,9 +32,9 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 def injected_copy(model: nn.Module) -> tuple[nn.Module, Injected]:
     """A copy of the model with fused layers."""
     fused = copy.deepcopy(model)
-    injected = inject(fused, by_class(), choose_kernels(CPU))
-    assert injected is not None, f"no policy for {type(model).__name__}"
-    return fused, injected
+    plan = make_plan(fused, by_class())
+    assert plan.layers, f"no policy for {type(model).__name__}"
+    return fused, inject(fused, plan, choose_kernels(CPU))
 
 
 def padded_prompts(vocab: int, batch: int = 3, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:

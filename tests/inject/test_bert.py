@@ -8,11 +8,10 @@ import transformers
 from torch import nn
 
 from outpace.errors import ModelError, NotSupported
-from outpace.inject.apply import inject
 from outpace.inject.paged import PagedModel
+from outpace.inject.plan import make_plan
 from outpace.inject.policies import by_class
-from outpace.kernels.dispatch import choose_kernels
-from tests.inject.checks import CPU, TOLERANCE, injected_copy, randomised, same_forward
+from tests.inject.checks import TOLERANCE, injected_copy, randomised, same_forward
 
 SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 97,
@@ -135,4 +134,4 @@ def test_a_class_that_shares_the_name_of_distilberts_layer_is_left_alone() -> No
     class TransformerBlock(nn.Module):
         pass
 
-    assert inject(nn.Sequential(TransformerBlock()), by_class(), choose_kernels(CPU)) is None
+    assert not make_plan(nn.Sequential(TransformerBlock()), by_class()).layers

@@ -14,8 +14,13 @@ from outpace.errors import ModelError, OutpaceError
 from outpace.loading.cache import PROVENANCE, cache_dir, cached_models, install
 
 
+def bare(folder: Path) -> None:
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").write_bytes(b"12345678")
+
+
 def fill(folder: Path) -> None:
-    (folder / "weights").write_bytes(b"12345678")
+    bare(folder)
     (folder / PROVENANCE).write_text(json.dumps({"dtype": "float16", "source": "a test"}))
 
 
@@ -112,7 +117,8 @@ from outpace.loading.cache import install
 def make(folder):
     with open(os.environ["CALLS"], "a") as file:
         file.write("x")
-    (folder / "weights").write_bytes(b"12345678")
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").write_bytes(b"12345678")
     if "die" in sys.argv:
         os._exit(9)
 
@@ -148,6 +154,53 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert cached_models() == []
 
 
+@pytest.mark.parametrize("name", ["", "models"])
+def test_a_cache_that_is_a_file(cache: Path, name: str) -> None:
+    file = cache / name if name else cache
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    for act in (cached_models, lambda: install("m", fill)):
+        with pytest.raises(OutpaceError, match=f"^OUTPACE_CACHE: {file} is a file; set OUTPACE_CACHE to a folder$"):
+            act()
+
+
+def test_an_empty_folder_is_no_model_and_is_replaced(cache: Path) -> None:
+    (cache / "models" / "m").mkdir(parents=True)
+    assert cached_models() == []
+    assert (install("m", fill) / "config.json").is_file()
+    assert [model.name for model in cached_models()] == ["m"]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "notes.txt"])
+def test_a_half_made_folder_is_no_model_and_nothing_in_it_is_deleted(cache: Path, file: str) -> None:
+    folder = cache / "models" / "m"
+    folder.mkdir(parents=True)
+    (folder / file).touch()
+    assert cached_models() == []
+    with pytest.raises(ModelError, match=f"^model: {folder} is not a whole model .*; delete it and try again$"):
+        install("m", lambda folder: pytest.fail("it was made"))
+    assert (folder / file).exists()
+
+
+def test_a_link_to_a_model_is_one_and_a_broken_link_is_not(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    fill(tmp_path / "elsewhere")
+    (cache / "models").mkdir(parents=True)
+    (cache / "models" / "m").symlink_to(tmp_path / "elsewhere")
+    (cache / "models" / "broken").symlink_to(tmp_path / "nowhere")
+    assert install("m", fill) == cache / "models" / "m"
+    assert [model.name for model in cached_models()] == ["m"]
+    with pytest.raises(ModelError, match="delete it"):
+        install("broken", fill)
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", "3", "{", "\xff", "[" * 100_000])
+def test_a_provenance_that_says_nothing(cache: Path, text: str) -> None:
+    (install("m", bare) / PROVENANCE).write_bytes(text.encode("latin-1"))
+    (model,) = cached_models()
+    assert (model.name, model.dtype, model.source) == ("m", "unknown", "unknown")
+
+
 def test_a_full_disk(cache: Path) -> None:
     def make(folder: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -159,8 +212,8 @@ def test_a_full_disk(cache: Path) -> None:
 def test_cached_models(cache: Path) -> None:
     assert cached_models() == []
     install("b", fill)
-    install("a", lambda folder: (folder / "x").touch())
+    install("a", bare)
     first, second = cached_models()
-    assert (first.name, first.size, first.dtype, first.source) == ("a", 0, "unknown", "unknown")
+    assert (first.name, first.size, first.dtype, first.source) == ("a", 8, "unknown", "unknown")
     size = 8 + (cache / "models" / "b" / PROVENANCE).stat().st_size
     assert (second.name, second.size, second.dtype, second.source) == ("b", size, "float16", "a test")

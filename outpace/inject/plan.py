@@ -1,0 +1,122 @@
+"""What injection will replace, checked in full before anything is changed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from outpace.errors import ModelError, NotSupported
+from outpace.inject.modules import FusedLayer
+from outpace.inject.parts import Parts
+from outpace.inject.policy import Policy, Settings
+from outpace.kernels.activation import activation_kind
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer that a policy knows, and how the fused one in its place computes."""
+
+    path: str
+    layer: nn.Module
+    policy: Policy
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layers to replace; none: no policy knows this model."""
+
+    config: Any
+    """The config of the part of the model that holds the layers."""
+    layers: list[PlannedLayer]
+
+
+def make_plan(model: nn.Module, policies: Mapping[str, Policy]) -> Plan:
+    """Find the layers, and refuse what would be lost or wrong in fused ones."""
+    if any(isinstance(module, FusedLayer) for module in model.modules()):
+        raise ModelError("model: its layers are fused already; use the engine that fused them, or load the model anew")
+    config = _config_of(model)
+    found = [(path, module) for path, module in model.named_modules() if _policy_of(type(module), policies) is not None]
+    _check_sharing(model, [layer for _, layer in found])
+    kinds = {kind: _resolved(model, config, kind, policies) for kind in {type(layer) for _, layer in found}}
+    layers = []
+    for index, (path, layer) in enumerate(found):
+        policy = kinds[type(layer)]
+        planned = PlannedLayer(path, layer, policy, policy.settings(config, index))
+        _check(planned)
+        layers.append(planned)
+    return Plan(config, layers)
+
+
+def foreign_hooks(module: nn.Module) -> bool:
+    """Whether somebody hooked a module; Hugging Face's own hooks, which record outputs, do not count."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
+
+
+def _check(planned: PlannedLayer) -> None:
+    """Every role is played by a module whose computation the fused layer knows, and nobody listens to it."""
+    policy, layer = planned.policy, planned.layer
+    part = Parts(layer)
+    for path in _roles(policy):
+        module = part(path)
+        if not _is_stock(type(module), type(layer)):
+            kind = type(module)
+            raise ModelError(
+                f"injection: {planned.path}.{path} is a {kind.__module__}.{kind.__name__}, whose computation would be "
+                "lost; merge adapters into the weights first, or leave kernel injection off"
+            )
+    kept = () if policy.mlp is None else tuple(part(policy.mlp).modules())
+    for path, module in layer.named_modules():
+        if module is not layer and not any(module is other for other in kept) and foreign_hooks(module):
+            raise ModelError(f"injection: {planned.path}.{path} has a hook, which a fused layer never calls; remove it")
+    if policy.mlp is None:
+        activation_kind(planned.settings.activation)  # unknown ones raise here, not in the first forward
+
+
+def _roles(policy: Policy) -> Iterator[str]:
+    linears = (policy.qkv, policy.out, policy.up, policy.down)
+    norms = (policy.attn_norm, policy.mlp_norm, policy.attn_out_norm, policy.mlp_out_norm, policy.q_norm, policy.k_norm)
+    for role in (*linears, *norms):
+        if role is not None:
+            yield from (role,) if isinstance(role, str) else role
+
+
+def _is_stock(kind: type[nn.Module], layer: type[nn.Module]) -> bool:
+    """From torch, from transformers, or from where the layer itself comes."""
+    roots = {"torch", "transformers", layer.__module__.partition(".")[0]}
+    return kind.__module__.partition(".")[0] in roots
+
+
+def _check_sharing(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Layers or weights that stand in two places would be taken from one of them."""
+    places = [module for _, module in model.named_modules(remove_duplicate=False)]
+    if any(sum(place is layer for place in places) > 1 for layer in layers):
+        raise ModelError("injection: a layer of the model stands in two places; leave kernel injection off")
+    owners: dict[int, nn.Module] = {}
+    for layer in layers:
+        for parameter in layer.parameters():
+            if owners.setdefault(id(parameter), layer) is not layer:
+                raise ModelError("injection: two layers of the model share weights; leave kernel injection off")
+
+
+def _resolved(model: nn.Module, config: Any, kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy:
+    """The policy of a class of layers as this config wants it, or the reason why it cannot be right."""
+    family = _policy_of(kind, policies)
+    assert family is not None, "the layers were found by it"
+    if reason := family.refuses(config):
+        raise NotSupported(f"injection: {type(model).__name__} {reason}")
+    return family.of(config)
+
+
+def _policy_of(kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy | None:
+    """A policy for this very class before one for any class of its name."""
+    return policies.get(f"{kind.__module__}.{kind.__name__}") or policies.get(kind.__name__)
+
+
+def _config_of(model: nn.Module) -> Any:
+    """The config that the layers were made from: of the model, or of its text part."""
+    config: Any = getattr(model, "config", None)
+    text: Callable[[], Any] | None = getattr(config, "get_text_config", None)
+    return text() if callable(text) else config
