@@ -22,7 +22,7 @@ class Adapter(nn.Module):
         self.base = base
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
