@@ -26,7 +26,7 @@ def command(
 ) -> None:
     """Compare plain Hugging Face with Outpace's fused layers: hidden states, logits, greedy tokens.
 
-    This loads the model and runs it several times over: seconds on a GPU, minutes on a small CPU.
+    This loads the model and runs it several times, which can take minutes on a CPU.
     """
     from outpace.verify import verify
 
