@@ -14,7 +14,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import outpace
-from bench import limits, report, shapes
+from bench import kernels, limits, report, shapes
 
 PROMPT, NEW = 128, 256
 PREFILLS = (128, 2048, 8192)
@@ -102,18 +102,12 @@ def measure_bert() -> dict[str, Any]:
             "limit": "-", "of limit": "-", "target": 5.0}  # fmt: skip
 
 
-def matmul_flops(size: int = 8192) -> float:
-    """Operations per second of a large bf16 product."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / (limits.gpu_ms(lambda: a @ b, repeats=20) * 1e-3)
-
-
 def main() -> None:
-    """Measure every shape and write the results."""
+    """Measure every shape, then every kernel, and write both tables."""
     options = report.parser(__doc__)
     options.add_argument("--models", nargs="*", default=list(shapes.SHAPES), help="shapes to measure")
     chosen = options.parse_args()
-    bandwidth, flops = limits.read_bandwidth(), matmul_flops()
+    bandwidth, flops = limits.read_bandwidth(), limits.matmul_flops()
     rows = []
     for name in chosen.models:
         rows += measure_model(name, bandwidth, flops)
@@ -122,6 +116,7 @@ def main() -> None:
     rows.append(measure_bert())
     notes = {"read bandwidth TB/s": bandwidth / 1e12, "bf16 TFLOP/s": flops / 1e12}
     report.write("inject", limits.device_name(torch.device("cuda")), rows, notes, chosen.out)
+    kernels.measure(chosen.out)
 
 
 if __name__ == "__main__":

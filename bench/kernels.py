@@ -8,12 +8,12 @@ data, so that neither launch gaps nor the L2 cache are measured.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import limits, report
-from bench.inject import matmul_flops
 from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.attention import paged_attention
 from outpace.kernels.gemv import gemv_triton
@@ -151,10 +151,9 @@ def graph_ms(runs: Sequence[Callable[[], object]]) -> float:
     return limits.gpu_ms(graph.replay, repeats=20) / (2 * len(runs))
 
 
-def main() -> None:
+def measure(folder: Path) -> None:
     """Measure every kernel and write the table."""
-    options = report.parser(__doc__).parse_args()
-    rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": matmul_flops()}
+    rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
     rows = []
     for shape in SHAPES:
         for cases in (streaming, attention, products):
@@ -167,7 +166,12 @@ def main() -> None:
                 })  # fmt: skip
             torch.cuda.empty_cache()
     notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
-    report.write("kernels", limits.device_name(torch.device("cuda")), rows, notes, options.out)
+    report.write("kernels", limits.device_name(torch.device("cuda")), rows, notes, folder)
+
+
+def main() -> None:
+    """Measure from the command line."""
+    measure(report.parser(__doc__).parse_args().out)
 
 
 if __name__ == "__main__":

@@ -40,3 +40,9 @@ def read_bandwidth(size: int = 4 << 30) -> float:
     """Bytes read per second by a large reduction."""
     source = torch.randint(-128, 127, (size // 4,), dtype=torch.int32, device="cuda")
     return size / (gpu_ms(lambda: source.max(), repeats=20) * 1e-3)
+
+
+def matmul_flops(size: int = 8192) -> float:
+    """Operations per second of a large bf16 product."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (gpu_ms(lambda: a @ b, repeats=20) * 1e-3)
