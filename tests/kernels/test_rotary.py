@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from outpace.kernels.rms_norm import rms_norm_ref
-from outpace.kernels.rope_tables import rope_tables
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton, split_qkv
 from tests.kernels.buffers import GUARD, Output, random_rows
 from tests.kernels.tolerances import DTYPES, assert_close, assert_equal
@@ -47,7 +46,8 @@ class Case:
     def __init__(self, heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.heads = heads
         inv_freq = 1.0 / 100 ** (torch.arange(0, heads.rotary, 2, device=device) / heads.rotary)
-        self.cos, self.sin = rope_tables(inv_freq, 1.2, POSITIONS)
+        angles = torch.arange(POSITIONS, device=inv_freq.device)[:, None] * inv_freq.float()  # [P, R/2]
+        self.cos, self.sin = 1.2 * angles.cos(), 1.2 * angles.sin()
         self.positions = torch.randint(0, POSITIONS, (tokens,), device=device)
         self.slots = torch.randperm(PAGES * PAGE, device=device)[:tokens]
         self.slots[1::3] = -1
