@@ -27,6 +27,7 @@ from outpace import (
     StateError,
 )
 from outpace.cli.app import main
+from outpace.config import LLMConfig
 from tests.models import byte_tokenizer, chain_model, tiny
 
 SOON = 2.0  # seconds; nothing here should load, allocate or run anything
@@ -36,6 +37,10 @@ Wrong = tuple[Callable[[Any], Any], type[OutpaceError], str]
 
 def of(**config: Any) -> InferenceConfig:
     return InferenceConfig.of(config)
+
+
+def of_llm(**config: Any) -> LLMConfig:
+    return LLMConfig.of(config)
 
 
 def start(model: Any, *args: Any, **config: Any) -> InferenceEngine:
@@ -85,9 +90,9 @@ CONFIGS: dict[str, Wrong] = {
     "a seed too large for torch": (lambda _: of(seed=2**64), ConfigError, "seed: .*less than"),
     "a choice that is none": (lambda _: of(graph_output="view"), ConfigError, "graph_output: .*'copy' or 'static'"),
     "a section that is a number": (lambda _: of(tensor_parallel=2), ConfigError, "tensor_parallel: .*got 2"),
-    "no ranks": (lambda _: of(tp={"tp_size": 0}), ConfigError, r"tensor_parallel\.tp_size: .*greater than or equal"),
+    "no ranks": (lambda _: of(tp={"tp_size": 0}), ConfigError, r"tp\.tp_size: .*greater than or equal"),
     "several ranks": (
-        lambda _: of(tp={"tp_size": 2}),
+        lambda _: of(tensor_parallel={"tp_size": 2}),
         NotSupportedYet,
         r"tensor_parallel\.tp_size: tensor parallelism",
     ),
@@ -103,6 +108,40 @@ CONFIGS: dict[str, Wrong] = {
         r"config: cannot read no\.json",
     ),
     "a key that is no text": (lambda _: InferenceConfig.of({3: 4}), ConfigError, "unknown name '3'"),
+    "a scheduler where none is": (
+        lambda _: of(scheduler={"max_num_seqs": 8}),
+        ConfigError,
+        "scheduler: only outpace.LLM and outpace serve schedule requests; leave it out",
+    ),
+    "pages where none are kept": (
+        lambda _: of(gpu_memory_utilization=0.5),
+        ConfigError,
+        "gpu_memory_utilization: only outpace.LLM and outpace serve keep the pages of requests",
+    ),
+    "no requests in a step": (lambda _: of_llm(max_num_seqs=0), ConfigError, "max_num_seqs: .*got 0"),
+    "a page no kernel runs": (lambda _: of_llm(block_size=17), ConfigError, "block_size: .*16, 32, 64.*got 17"),
+    "more than all memory": (
+        lambda _: of_llm(cache={"gpu_memory_utilization": 1.1}),
+        ConfigError,
+        r"cache\.gpu_memory_utilization: .*less than or equal to 1",
+    ),
+    "memory without end": (lambda _: of_llm(swap_space=float("inf")), ConfigError, "swap_space: .*finite"),
+    "pipeline parallelism": (
+        lambda _: of_llm(pipeline_parallel_size=2),
+        NotSupportedYet,
+        "pipeline_parallel_size: pipeline parallelism",
+    ),
+    "an LLM that is not injected": (
+        lambda _: of_llm(kernel_inject=False),
+        ConfigError,
+        "replace_with_kernel_inject=False: LLM runs fused layers",
+    ),
+    "one option by two names": (
+        lambda _: of_llm(max_num_seqs=8, scheduler={"max_num_seqs": 9}),
+        ConfigError,
+        r"scheduler\.max_num_seqs=9 and max_num_seqs=8: these are one option",
+    ),
+    "a config of an LLM that is a list": (lambda _: LLMConfig.of([1]), ConfigError, "config: .*an LLMConfig, got list"),
 }
 
 # init_inference
@@ -260,7 +299,7 @@ PROMPTS: dict[str, Wrong] = {
         InputError,
         "tokenizer: expected .*got str",
     ),
-    "an unknown option": (lambda _: LLM(tiny("llama"), max_model_len=3), ConfigError, "unknown name 'max_model_len'"),
+    "an unknown option": (lambda _: LLM(tiny("llama"), max_length=3), ConfigError, "unknown name 'max_length'"),
     "a wrong dtype": (lambda _: LLM(tiny("llama"), dtype="fp17"), ConfigError, "dtype: 'fp17'"),
     "no prompts": (lambda llm: llm.generate([]), InputError, r"prompts: expected text.*got \[\]"),
     "nothing": (lambda llm: llm.generate(None), InputError, "prompts: expected text.*got None"),

@@ -1,11 +1,13 @@
 """Every option of Outpace, its default and its meaning: the only place where a default is written.
 
-Names, defaults and aliases are DeepSpeed's where DeepSpeed has the option, so that its scripts and JSON files work
-unchanged. Unlike there, every accepted field acts or raises: what is not in this release yet is listed in `rules.LATER`
-and raises `NotSupportedYet`; the release that brings the capability removes the line.
+`InferenceConfig` is for `init_inference`; `LLMConfig` adds what the runtime of `LLM` and the server needs, and vLLM's
+names for it. Other names, defaults and aliases are DeepSpeed's where DeepSpeed has the option, so that its scripts and
+JSON files work unchanged. Unlike there, every accepted field acts or raises: what is not in this release yet is listed
+in `rules.LATER` and raises `NotSupportedYet`; the release that brings the capability removes the line.
 """
 
 from outpace.config.inference import ConfigLike, InferenceConfig, default_inference_config
+from outpace.config.llm import LLMConfig
 from outpace.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -23,6 +25,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigLike",
     "InferenceConfig",
+    "LLMConfig",
     "MoEConfig",
     "OffloadConfig",
     "QuantizationConfig",

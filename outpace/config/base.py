@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, NotSupportedYet
 
 
 class ConfigModel(BaseModel):
@@ -25,9 +25,13 @@ class ConfigModel(BaseModel):
         use_attribute_docstrings=True,
     )
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names of fields."""
+    """Other name -> field, or dotted path of a section's field."""
     deprecated: ClassVar[Mapping[str, str]] = {}
-    """Old name -> dotted path of the field that replaced it."""
+    """The same for old names: they work, and warn."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Name that another config has -> why it is refused here, and what to do."""
+    switches: ClassVar[frozenset[str]] = frozenset()
+    """Sections that a bool turns on or off."""
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {}
     """How two ways of writing a field's value are compared, where == is not enough."""
     keeps_auto: ClassVar[frozenset[str]] = frozenset()
@@ -37,7 +41,9 @@ class ConfigModel(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(_one_line(error)) from None
+            raise ConfigError(_one_line(error, self._given_as(data))) from None
+        except NotSupportedYet as error:
+            raise NotSupportedYet(_written(error.field, self._given_as(data)), error.capability) from None
 
     # pydantic must not call this __init__ for nested models: their errors belong to the outermost one.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -48,24 +54,32 @@ class ConfigModel(BaseModel):
         """The same data by field names alone; what is wrong with the names is said here."""
         if not isinstance(data, Mapping):
             return data
-        names = [*cls.model_fields, *cls.aliases, *cls.deprecated]
+        others = {**cls.aliases, **cls.deprecated}
         for key in data:
-            if key not in names:
-                raise ValueError(f"unknown name {key!r}{_nearest(key, names)}")
-        current = {
-            key: value
+            if key in cls.elsewhere:
+                raise ValueError(f"{key}: {cls.elsewhere[key]}")
+            if key not in cls.model_fields and key not in others:
+                raise ValueError(f"unknown name {key!r}{_nearest(key, [*cls.model_fields, *others])}")
+        given = {
+            key: {"enabled": value} if isinstance(value, bool) and key in cls.switches else value
             for key, value in data.items()
-            if key not in cls.deprecated and (not _is_auto(value) or key in cls.keeps_auto)
+            if not _is_auto(value) or key in cls.keeps_auto
         }
-        result: dict[str, Any] = {}
-        for key, value in current.items():
-            name = cls.aliases.get(key, key)
-            if name != key and name in current:
-                raise ValueError(f"{key} is another name of {name}: give only one of them")
-            result[name] = value
-        for old in (key for key in cls.deprecated if key in data and not _is_auto(data[key])):
-            _move(result, old, cls.deprecated[old], data[old], cls)
+        result = {key: value for key, value in given.items() if key in cls.model_fields}
+        named: dict[str, str] = {}
+        # Whole sections come before fields of sections.
+        for key in sorted(given.keys() - result.keys(), key=lambda key: (others[key].count("."), key)):
+            if key in cls.deprecated:
+                warnings.warn(f"{key} is deprecated: use {others[key]}", FutureWarning, stacklevel=2)
+            _put(result, key, given[key], named, cls)
+            named[others[key]] = key
         return result
+
+    @classmethod
+    def _given_as(cls, data: Mapping[str, Any]) -> dict[str, str]:
+        """Path of a field -> the other name that it was given by."""
+        others = {**cls.aliases, **cls.deprecated}
+        return {path: key for key, path in others.items() if key in data and not _is_auto(data[key])}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -84,7 +98,7 @@ class ConfigModel(BaseModel):
     @classmethod
     def of(cls, config: object = None, /, **kwargs: Any) -> Self:
         """The config from None, a mapping, a JSON path or another config, merged with keywords; neither is changed."""
-        base = _as_mapping(config)
+        base = _as_mapping(config, cls)
         for key in base.keys() & kwargs.keys():
             same = cls.same_value.get(key, operator.eq)
             if not same(base[key], kwargs[key]):
@@ -95,7 +109,7 @@ class ConfigModel(BaseModel):
         return cls(**{**base, **kwargs})
 
 
-def _as_mapping(config: object) -> dict[str, Any]:
+def _as_mapping(config: object, wanted: type[ConfigModel]) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, ConfigModel):
@@ -105,7 +119,7 @@ def _as_mapping(config: object) -> dict[str, Any]:
     if isinstance(config, str | os.PathLike):
         return _read_json(Path(config))
     raise ConfigError(
-        f"config: expected None, a dict, the path of a JSON file or an InferenceConfig, got {type(config).__name__}"
+        f"config: expected None, a dict, the path of a JSON file or an {wanted.__name__}, got {type(config).__name__}"
     )
 
 
@@ -132,18 +146,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _move(data: dict[str, Any], old: str, path: str, value: object, owner: type[ConfigModel]) -> None:
-    """Put the value of a deprecated name where it belongs now."""
-    section, _, name = path.partition(".")
-    warnings.warn(f"{old} is deprecated: use {path}", FutureWarning, stacklevel=2)
-    inner = data.get(section, {})
-    inner = {"enabled": inner} if isinstance(inner, bool) else _as_mapping(inner)
-    inner = {key: given for key, given in inner.items() if not _is_auto(given)}
-    names = {name, *(alias for alias, target in _section(owner, section).aliases.items() if target == name)}
-    taken = sorted(names & inner.keys())
-    if taken:
-        raise ValueError(f"{old} is the deprecated name of {path}, and {section}.{taken[0]} is given too: drop {old}")
-    data[section] = {**inner, name: value}
+def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str], owner: type[ConfigModel]) -> None:
+    """Put what another name was given where it belongs; `named`: the other names of what is there already."""
+    path = owner.aliases.get(key) or owner.deprecated[key]
+    section, _, name = path.rpartition(".")
+    inner, taken = data, [name] if name in data else []
+    if section:
+        held = data.get(section, {})
+        if not isinstance(held, Mapping | ConfigModel):
+            return  # the section's own error says what is wrong with it
+        model = _section(owner, section)
+        inner = {field: given for field, given in _as_mapping(held, model).items() if not _is_auto(given)}
+        taken = [other for other in inner if model.aliases.get(other, other) == name]
+        data[section] = inner
+    same = owner.same_value.get(path, operator.eq)
+    for other in taken:
+        if not same(inner[other], value):
+            there = named.get(path) or f"{section}.{other}".removeprefix(".")
+            raise ValueError(
+                f"{there}={inner[other]!r} and {key}={value!r}: these are one option, given twice with different "
+                "values; give it once"
+            )
+    if not taken:
+        inner[name] = value
 
 
 def _section(owner: type[ConfigModel], name: str) -> type[ConfigModel]:
@@ -168,11 +193,18 @@ def _nearest(key: object, names: Iterable[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-def _one_line(error: ValidationError) -> str:
+def _written(path: str, given_as: Mapping[str, str]) -> str:
+    """The path of a field as the user wrote it, where that was by another name."""
+    known = [start for start in given_as if f"{path}.".startswith(f"{start}.")]
+    start = max(known, key=len, default="")
+    return given_as.get(start, "") + path.removeprefix(start)
+
+
+def _one_line(error: ValidationError, given_as: Mapping[str, str]) -> str:
     """pydantic's report as one line: field, what is wrong, what was given."""
     parts = []
     for item in error.errors(include_url=False):
-        where = ".".join(str(step) for step in item["loc"])
+        where = _written(".".join(str(step) for step in item["loc"]), given_as)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "value_error":
             parts.append(f"{where}: {message}" if where else message)

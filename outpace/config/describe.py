@@ -1,41 +1,61 @@
 """The options as a document: `python -m outpace.config.describe > docs/configuration.md`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from pydantic.fields import FieldInfo
 
 from outpace.config.base import ConfigModel
 from outpace.config.inference import InferenceConfig
-from outpace.config.rules import COMPOSITIONS, LATER
+from outpace.config.llm import LLMConfig
+from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LLM_COMPOSITIONS
 
 _HEAD = """# Options
 
-Options of `outpace.init_inference(model, config=None, **options)` and `outpace.LLM(model, **options)`. `config` is a
-dict, the path of a JSON file or an `outpace.InferenceConfig`; keywords are merged with it, and a key given twice with
-different values is an error. The value "auto" means the default. Names and defaults are DeepSpeed's where it has them.
+There are two places to give options, and a config for each:
+
+- `outpace.init_inference(model, config=None, **options)`, with `outpace.InferenceConfig`;
+- `outpace.LLM(model, config=None, **options)` and the server, with `outpace.LLMConfig`: the same options, and those of
+  the runtime that schedules requests. `init_inference` schedules none and refuses these.
+
+`config` is a dict, the path of a JSON file or such a config; keywords are merged with it. An option given twice with
+different values, by whatever names, is an error. The value "auto" means the default. Names and defaults are
+DeepSpeed's where it has them, and vLLM's for the runtime.
 
 An option marked *later* is understood and raises `NotSupportedYet` when it is set to anything but its default.
+"""
+_FLAT = """## Names without a section
+
+`LLM` takes vLLM's names, and the options of `cache` and `scheduler` without their section.
 """
 
 
 def markdown() -> str:
-    """All options, old names and forbidden combinations."""
-    parts = [_HEAD, "\n".join(_section("Top level", InferenceConfig, ""))]
-    for name, field in InferenceConfig.model_fields.items():
-        parts += ["\n".join(lines) for lines in _nested(name, field)]
-    old = [f"| `{old}` | `{new}` |" for old, new in InferenceConfig.deprecated.items()]
-    parts.append("\n".join(["## Deprecated names", "", "| old | now |", "|---|---|", *old]))
-    parts.append("\n".join(["## What cannot be combined", "", *(f"- {message}" for _, message in COMPOSITIONS)]))
+    """All options, other names and forbidden combinations."""
+    shared = InferenceConfig.model_fields
+    own = {name: field for name, field in LLMConfig.model_fields.items() if _differs(field, shared.get(name))}
+    parts = [_HEAD, _table("Options of `init_inference` and `LLM`", InferenceConfig, shared)]
+    parts.append(_table("Options and defaults of `LLM` alone", LLMConfig, own))
+    for name, field in LLMConfig.model_fields.items():
+        parts += _nested(name, field)
+    parts += [_FLAT, _names(LLMConfig.flat)]
+    parts += ["## Deprecated names", _names(InferenceConfig.deprecated), "## What cannot be combined"]
+    parts.append(_list(message for _, message in COMPOSITIONS))
+    parts += ["In `init_inference` alone:", _list(message for _, message in INFERENCE_COMPOSITIONS)]
+    parts += ["In `LLM` alone:", _list(message for _, message in LLM_COMPOSITIONS)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _nested(path: str, field: FieldInfo) -> Iterator[list[str]]:
+def _differs(field: FieldInfo, shared: FieldInfo | None) -> bool:
+    return shared is None or field.default != shared.default
+
+
+def _nested(path: str, field: FieldInfo) -> Iterator[str]:
     section = section_of(field)
     if section is None:
         return
-    yield _section(f"`{path}`", section, path)
+    yield _table(f"`{path}`", section, section.model_fields, path)
     for name, inner in section.model_fields.items():
         yield from _nested(f"{path}.{name}", inner)
 
@@ -47,13 +67,22 @@ def section_of(field: FieldInfo) -> type[ConfigModel] | None:
     return next((item for item in candidates if isinstance(item, type) and issubclass(item, ConfigModel)), None)
 
 
-def _section(title: str, model: type[ConfigModel], path: str) -> list[str]:
+def _table(title: str, model: type[ConfigModel], fields: Mapping[str, FieldInfo], path: str = "") -> str:
     lines = [f"## {title}", "", "| option | default | meaning |", "|---|---|---|"]
-    for name, field in model.model_fields.items():
+    for name, field in fields.items():
         others = [f"`{alias}`" for alias, target in model.aliases.items() if target == name]
         also = f" (also {', '.join(others)})" if others else ""
         lines.append(f"| `{name}`{also} | {_default(field)} | {field.description}{_later(path, name)} |")
-    return lines
+    return "\n".join(lines)
+
+
+def _names(paths: Mapping[str, str]) -> str:
+    rows = [f"| `{name}` | `{path}` |" for name, path in paths.items()]
+    return "\n".join(["| name | option |", "|---|---|", *rows])
+
+
+def _list(messages: Iterable[str]) -> str:
+    return "\n".join(f"- {message}" for message in messages)
 
 
 def _default(field: FieldInfo) -> str:
@@ -62,7 +91,7 @@ def _default(field: FieldInfo) -> str:
 
 def _later(path: str, name: str) -> str:
     full = f"{path}.{name}".removeprefix(".")
-    later = next((what for start, what in LATER.items() if f"{full}.".startswith(f"{start}.")), None)
+    later = next((what for start, what in LLMConfig.later.items() if f"{full}.".startswith(f"{start}.")), None)
     return f" *Later: {later}.*" if later else ""
 
 

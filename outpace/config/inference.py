@@ -1,14 +1,14 @@
-"""The options of `init_inference` and `LLM`: the top of the config tree."""
+"""The options of `init_inference`: the top of the config tree, to which `LLMConfig` adds."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
 
 from outpace.config.base import ConfigModel
-from outpace.config.rules import COMPOSITIONS, LATER
+from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER
 from outpace.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -22,9 +22,12 @@ from outpace.config.sections import (
 from outpace.config.values import Device, DType, check_device, same_device, same_dtype
 from outpace.errors import NotSupportedYet
 
+_SCHEDULES = "only outpace.LLM and outpace serve schedule requests; leave it out"
+_KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; leave it out"
+
 
 class InferenceConfig(ConfigModel):
-    """Options of `outpace.init_inference` and `outpace.LLM`."""
+    """Options of `outpace.init_inference`."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "kernel_inject": "replace_with_kernel_inject",
@@ -36,7 +39,17 @@ class InferenceConfig(ConfigModel):
         "max_tokens": "max_out_tokens",
         "min_tokens": "min_out_tokens",
     }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("scheduler", *SchedulerConfig.model_fields, "deterministic"), _SCHEDULES),
+        **dict.fromkeys(("cache", *CacheConfig.model_fields, "num_gpu_blocks_override"), _KEEPS_PAGES),
+        "enforce_eager": "a name of outpace.LLM alone; use enable_cuda_graph",
+        "max_model_len": "a name of outpace.LLM alone; use max_out_tokens",
+        "tensor_parallel_size": "a name of outpace.LLM alone; use tensor_parallel.tp_size",
+        "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
+    }
     keeps_auto = frozenset({"replace_method"})
+    switches = frozenset({"moe"})
+    later: ClassVar[Mapping[str, str]] = LATER
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype, "device": same_device}
     deprecated: ClassVar[Mapping[str, str]] = {
         "mp_size": "tensor_parallel.tp_size",
@@ -109,18 +122,9 @@ class InferenceConfig(ConfigModel):
     transposed_mode: bool = False
     """Only False is accepted: the layout of fused weights is Outpace's own."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    """Seed of each `generate` call; None: torch's global generator."""
-    cache: CacheConfig = CacheConfig()
-    """The paged key-value cache."""
-    scheduler: SchedulerConfig = SchedulerConfig()
-    """Continuous batching."""
+    """Seed of each `generate` call, of each request of `LLM` that has none; None: torch's global generator."""
     offload: OffloadConfig = OffloadConfig()
     """Weights in host memory or on NVMe."""
-
-    @field_validator("moe", mode="before")
-    @classmethod
-    def _moe_switch(cls, value: object) -> object:
-        return {"enabled": value} if isinstance(value, bool) else value
 
     @field_validator("quant", mode="after")
     @classmethod
@@ -149,15 +153,19 @@ class InferenceConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check(self) -> "InferenceConfig":
-        problems = [message for wrong, message in COMPOSITIONS if wrong(self)]
+        problems = list(self._problems())
         if problems:
             raise ValueError("; ".join(problems))
-        for path, capability in LATER.items():
-            if _at(self, path) != default_of(path):
+        for path, capability in self.later.items():
+            if _at(self, path) != default_of(path, type(self)):
                 raise NotSupportedYet(path, capability)
         if self.dtype == torch.int8:
             raise NotSupportedYet("dtype", "int8 quantization")
         return self
+
+    def _problems(self) -> Iterator[str]:
+        """What cannot be combined and is."""
+        yield from (message for wrong, message in (*COMPOSITIONS, *INFERENCE_COMPOSITIONS) if wrong(self))
 
     @property
     def torch_device(self) -> torch.device:
@@ -169,10 +177,10 @@ ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
 """What options may be given as, beside keywords."""
 
 
-def default_of(path: str) -> object:
+def default_of(path: str, owner: type[ConfigModel] = InferenceConfig) -> object:
     """The default of a field given by its dotted path."""
     first, _, rest = path.partition(".")
-    value: object = InferenceConfig.model_fields[first].default
+    value: object = owner.model_fields[first].default
     return _at(value, rest) if rest else value
 
 

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outpace.config.base import ConfigModel
+
 if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
+    from outpace.config.llm import LLMConfig
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
-    "cache": "the paged runtime",
-    "scheduler": "the paged runtime",
     "tensor_parallel.tp_size": "tensor parallelism",
     "tensor_parallel.tp_grain_size": "tensor parallelism",
     "tensor_parallel.mpu": "tensor parallelism",
@@ -33,6 +34,15 @@ LATER: Mapping[str, str] = {
 }
 """Fields (or whole sections) whose capability is not in this release, with its name."""
 
+LATER_IN_LLM: Mapping[str, str] = {"pipeline_parallel_size": "pipeline parallelism"}
+"""The same for the fields that only `LLMConfig` has."""
+
+
+def _changed(config: ConfigModel, *names: str) -> bool:
+    """Whether one of the fields is not at its default."""
+    return any(getattr(config, name) != type(config).model_fields[name].default for name in names)
+
+
 Rule = tuple[Callable[["InferenceConfig"], bool], str]
 COMPOSITIONS: tuple[Rule, ...] = (
     (
@@ -42,18 +52,6 @@ COMPOSITIONS: tuple[Rule, ...] = (
     (
         lambda c: c.enable_cuda_graph and c.torch_device.type != "cuda",
         "enable_cuda_graph: a CPU has no CUDA graphs; leave it off, or give device='cuda' on a machine with a GPU",
-    ),
-    (
-        lambda c: c.enable_cuda_graph and c.keep_module_on_host,
-        "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off",
-    ),
-    (
-        lambda c: not c.enable_cuda_graph and (c.graph_output, c.max_cuda_graphs) != ("copy", 16),
-        "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or leave them out",
-    ),
-    (
-        lambda c: c.injection_policy is not None and c.replace_with_kernel_inject,
-        "injection_policy with replace_with_kernel_inject: a layer is injected by your policy or by ours; give one",
     ),
     (
         lambda c: c.use_triton and (c.torch_device.type != "cuda" or not c.replace_with_kernel_inject),
@@ -93,7 +91,8 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1",
     ),
     (
-        lambda c: c.min_out_tokens >= max(c.max_out_tokens, 2),  # 1 and 1: a model that does not generate
+        # 1 and 1: a model that does not generate; None is LLM's default
+        lambda c: c.max_out_tokens is not None and c.min_out_tokens >= max(c.max_out_tokens, 2),
         "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
     ),
     (
@@ -102,3 +101,57 @@ COMPOSITIONS: tuple[Rule, ...] = (
     ),
 )
 """Combinations that cannot work: (is it wrong?, what to say)."""
+
+INFERENCE_COMPOSITIONS: tuple[Rule, ...] = (
+    (
+        lambda c: c.enable_cuda_graph and c.keep_module_on_host,
+        "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off",
+    ),
+    (
+        lambda c: not c.enable_cuda_graph and _changed(c, "graph_output", "max_cuda_graphs"),
+        "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or leave them out",
+    ),
+    (
+        lambda c: c.injection_policy is not None and c.replace_with_kernel_inject,
+        "injection_policy with replace_with_kernel_inject: a layer is injected by your policy or by ours; give one",
+    ),
+)
+"""The same in `init_inference` alone."""
+
+LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
+    (
+        lambda c: not c.replace_with_kernel_inject,
+        "replace_with_kernel_inject=False: LLM runs fused layers over pages; leave it out, or use init_inference",
+    ),
+    (
+        lambda c: c.keep_module_on_host,
+        "keep_module_on_host: LLM runs the model where it is; leave it out, or give device='cpu'",
+    ),
+    (
+        lambda c: _changed(c, "graph_output", "max_cuda_graphs"),
+        "graph_output and max_cuda_graphs concern graphs of `forward`, which LLM does not call; leave them out",
+    ),
+    (
+        lambda c: c.enforce_eager is not None and c.enforce_eager == c.enable_cuda_graph,
+        "enforce_eager and enable_cuda_graph have the same value and opposite meanings; give one",
+    ),
+    (
+        lambda c: (c.scheduler.max_num_batched_tokens or c.scheduler.max_num_seqs) < c.scheduler.max_num_seqs,
+        "scheduler.max_num_batched_tokens is below scheduler.max_num_seqs: a step needs a token for each request; "
+        "raise it, or lower max_num_seqs",
+    ),
+    (
+        lambda c: c.cache.num_blocks is not None and _changed(c.cache, "gpu_memory_utilization", "cpu_cache_space"),
+        "cache.num_blocks with cache.gpu_memory_utilization or cache.cpu_cache_space: both say how many pages there "
+        "are; give one",
+    ),
+    (
+        lambda c: c.torch_device.type != "cuda" and _changed(c.cache, "gpu_memory_utilization"),
+        "cache.gpu_memory_utilization: the model runs on a CPU; give cache.cpu_cache_space instead",
+    ),
+    (
+        lambda c: c.torch_device.type == "cuda" and _changed(c.cache, "cpu_cache_space"),
+        "cache.cpu_cache_space: the model runs on a GPU; give cache.gpu_memory_utilization instead",
+    ),
+)
+"""The same in `LLM` alone."""

@@ -144,25 +144,35 @@ class ZeroConfig(ConfigModel):
 
 
 class CacheConfig(ConfigModel):
-    """The paged key-value cache."""
+    """The paged key-value cache of `LLM`."""
 
-    block_size: int = Field(default=64, ge=1)
+    block_size: Literal[16, 32, 64, 128, 256] = 64
     """Tokens in one page."""
     num_blocks: int | None = Field(default=None, ge=1)
-    """Number of pages; None: from the memory measured free."""
+    """Number of pages; None: what the memory has room for."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Fraction of the device's memory that Outpace may use."""
+    """Fraction of the GPU's memory that Outpace may use."""
+    cpu_cache_space: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """GiB of pages when the model runs on a CPU."""
     enable_prefix_caching: bool = True
     """Share the pages of equal prefixes."""
+    swap_space: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB of host memory for the pages of preempted requests; without room there they are computed again."""
 
 
 class SchedulerConfig(ConfigModel):
-    """Continuous batching."""
+    """Continuous batching in `LLM`."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Most requests in one step."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens in one step; None: chosen from model and device."""
+    max_chunk_beside_decodes: int | None = Field(default=None, ge=1)
+    """Most tokens of one prompt beside decodes; None: a quarter of max_num_batched_tokens, at most 512."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Most requests that wait; more are refused with `Overloaded`."""
+    async_scheduling: bool = True
+    """The next step is scheduled and launched while one runs."""
 
 
 class OffloadConfig(ConfigModel):

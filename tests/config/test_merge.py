@@ -64,25 +64,35 @@ def test_different_dtypes_conflict() -> None:
 @pytest.mark.parametrize(
     ("config", "keywords", "both"),
     [
-        ({"max_tokens": 9, "max_out_tokens": 9}, {}, "max_tokens is another name of max_out_tokens"),
-        ({"max_tokens": 9}, {"max_out_tokens": 9}, "max_tokens is another name of max_out_tokens"),
-        ({"kernel_inject": False}, {"replace_with_kernel_inject": False}, "kernel_inject.*replace_with_kernel_inject"),
-        ({"tp": {}}, {"tensor_parallel": {}}, "tp is another name of tensor_parallel"),
-        ({"moe": {"num_experts": [1], "moe_experts": [1]}}, {}, "moe: num_experts is another name of moe_experts"),
+        ({"max_tokens": 9, "max_out_tokens": 8}, {}, "max_out_tokens=8 and max_tokens=9"),
+        ({"max_tokens": 9}, {"max_out_tokens": 8}, "max_out_tokens=8 and max_tokens=9"),
+        (
+            {"kernel_inject": True},
+            {"replace_with_kernel_inject": False},
+            "replace_.*=False and kernel_inject=True",
+        ),
+        ({"tp": {}}, {"tensor_parallel": {"tp_size": 1}}, "tensor_parallel={'tp_size': 1} and tp={}"),
+        ({"moe": {"num_experts": [1], "moe_experts": [2]}}, {}, r"moe: moe_experts=\[2\] and num_experts=\[1\]"),
     ],
 )
 def test_an_alias_beside_its_name_conflicts(config: dict[str, Any], keywords: dict[str, Any], both: str) -> None:
-    with pytest.raises(ConfigError, match=both):
+    with pytest.raises(ConfigError, match=f"^{both}: these are one option, given twice with different values; give it"):
         InferenceConfig.of(config, **keywords)
+
+
+def test_an_alias_may_repeat_what_its_name_says() -> None:
+    assert InferenceConfig.of({"max_tokens": 9}, max_out_tokens=9) == InferenceConfig(max_out_tokens=9)
+    config = InferenceConfig.of({"tp": {"enabled": False}}, tensor_parallel={"enabled": False})
+    assert not config.tensor_parallel.enabled
 
 
 @pytest.mark.parametrize(
     ("config", "keywords", "both"),
     [
-        ({"mp_size": 1}, {"tp": {"tp_size": 1}}, "mp_size.*tensor_parallel.tp_size"),
-        ({"mp_size": 1, "tensor_parallel": {"tp_size": 1}}, {}, "mp_size.*tensor_parallel.tp_size"),
-        ({"moe": {"num_experts": [1]}}, {"moe_experts": [1]}, "moe_experts.*moe.num_experts"),
-        ({"ep_group": None, "expert_group": None}, {}, "expert_group.*moe.ep_group"),
+        ({"mp_size": 1}, {"tp": {"tp_size": 2}}, r"tensor_parallel\.tp_size=2 and mp_size=1: "),
+        ({"mp_size": 1, "tensor_parallel": {"tp_size": 2}}, {}, r"tensor_parallel\.tp_size=2 and mp_size=1: "),
+        ({"moe": {"num_experts": [1]}}, {"moe_experts": [2]}, r"moe\.num_experts=\[1\] and moe_experts=\[2\]: "),
+        ({"ep_group": None, "expert_group": 1}, {}, "ep_group=None and expert_group=1: "),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
@@ -94,6 +104,8 @@ def test_a_deprecated_name_beside_the_new_one_conflicts(
 
 
 def test_a_deprecated_name_joins_the_rest_of_its_section() -> None:
+    with pytest.warns(FutureWarning, match="mp_size"):
+        assert InferenceConfig.of(tp={"tp_size": 1}, mp_size=1) == InferenceConfig()
     with pytest.warns(FutureWarning, match="ep_size"):
         config = InferenceConfig.of(moe=False, ep_size=1)
     assert not config.moe.enabled

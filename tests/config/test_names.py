@@ -14,6 +14,7 @@ from outpace.config import (
     TensorParallelConfig,
 )
 from outpace.config.sections import QKVQuantConfig, WeightQuantConfig
+from tests.config.walk import nested
 
 # DeepSpeed 0.19.6, DeepSpeedInferenceConfig. Ours differs where the comment says so.
 DEEPSPEED_DEFAULTS: dict[str, Any] = {
@@ -46,7 +47,7 @@ DEEPSPEED_SECTIONS: dict[str, dict[str, Any]] = {
 }
 DEEPSPEED_QUANT: dict[str, Any] = {"enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1}
 OUR_OWN = {"device": None, "kernels": None, "max_cuda_graphs": 16, "graph_output": "copy", "seed": None}
-OUR_SECTIONS = {"cache", "scheduler", "offload", "zero"}
+OUR_SECTIONS = {"offload", "zero"}
 
 DEEPSPEED_ALIASES: dict[str, tuple[str, Any]] = {
     "kernel_inject": ("replace_with_kernel_inject", False),
@@ -142,7 +143,10 @@ def test_deprecated_names_warn_and_move_their_value(old: str, path: str, default
 def test_deprecated_names_act_like_the_new_ones(old: str, path: str, _: Any, value: Any) -> None:
     with pytest.warns(FutureWarning), pytest.raises(NotSupportedYet) as caught:
         InferenceConfig.of(**{old: value})
-    assert caught.value.field == path
+    assert caught.value.field == old
+    with pytest.raises(NotSupportedYet, match=f"^{path}: ") as by_path:
+        InferenceConfig.of(nested(path, value))
+    assert caught.value.capability == by_path.value.capability
 
 
 @pytest.mark.parametrize(
@@ -230,4 +234,23 @@ def test_an_unknown_name_without_a_near_one_and_in_a_section() -> None:
     with pytest.raises(ConfigError, match=r"unknown name 'quantization_setting'$"):
         InferenceConfig.of(quantization_setting=(True, 8))
     with pytest.raises(ConfigError, match="tensor_parallel: unknown name 'tp_sice': did you mean 'tp_size'"):
-        InferenceConfig.of(tp={"tp_sice": 2})
+        InferenceConfig.of(tensor_parallel={"tp_sice": 2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens: .* got 0"),
+        ({"tp": {"tp_size": 0}}, r"tp\.tp_size: .* got 0"),
+        ({"tp": {"tp_sice": 2}}, "tp: unknown name 'tp_sice'"),
+        ({"mp_size": 0}, "mp_size: .* got 0"),
+        ({"mp_size": 0, "tp": {"enabled": True}}, "mp_size: .* got 0"),
+        ({"mp_size": 2, "tensor_parallel": 2}, "tensor_parallel: input should be a valid dictionary .* got 2"),
+        ({"moe_experts": [1, "x"]}, r"moe_experts\.1: .* got 'x'"),
+        ({"max_tokens": "auto", "max_out_tokens": 0}, "max_out_tokens: .* got 0"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
+def test_a_wrong_value_is_reported_by_the_name_it_was_given_by(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        InferenceConfig.of(wrong)

@@ -1,0 +1,52 @@
+"""The options of `LLM` and the server: those of `init_inference`, and those of the runtime that schedules requests."""
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from outpace.config.inference import InferenceConfig
+from outpace.config.rules import COMPOSITIONS, LATER, LATER_IN_LLM, LLM_COMPOSITIONS
+from outpace.config.sections import CacheConfig, SchedulerConfig
+
+
+class LLMConfig(InferenceConfig):
+    """Options of `outpace.LLM` and `outpace serve`. vLLM's names work beside the tree."""
+
+    flat: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel_size": "tensor_parallel.tp_size",
+        "max_model_len": "max_out_tokens",
+        "num_gpu_blocks_override": "cache.num_blocks",
+        **{name: f"cache.{name}" for name in CacheConfig.model_fields},
+        **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},
+    }
+    """vLLM's names, and the options of the runtime without their section."""
+    aliases: ClassVar[Mapping[str, str]] = {**InferenceConfig.aliases, **flat}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    later: ClassVar[Mapping[str, str]] = {**LATER, **LATER_IN_LLM}
+
+    replace_with_kernel_inject: bool = True
+    """Only True is accepted: `LLM` runs fused layers over pages."""
+    enable_cuda_graph: bool | None = None  # type: ignore[assignment]
+    """Capture steps as CUDA graphs; None: on a GPU, unless `enforce_eager`."""
+    max_out_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
+    """Most tokens of a request, prompt and new ones together; None: as many as the model has positions."""
+    cache: CacheConfig = CacheConfig()
+    """The paged key-value cache."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Continuous batching."""
+    deterministic: bool = False
+    """Bitwise the same tokens for a request whatever shares its batch."""
+    enforce_eager: bool | None = None
+    """True, like enable_cuda_graph=False: no CUDA graphs."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Number of stages the layers are divided into."""
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether steps are captured as CUDA graphs: on a GPU, unless that is turned off."""
+        return self.torch_device.type == "cuda" and self.enable_cuda_graph is not False and not self.enforce_eager
+
+    def _problems(self) -> Iterator[str]:
+        yield from (message for wrong, message in COMPOSITIONS if wrong(self))
+        yield from (message for wrong, message in LLM_COMPOSITIONS if wrong(self))
