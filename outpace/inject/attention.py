@@ -99,7 +99,7 @@ class PagedAttention:
             return causal_attention(q, k, v, scale)[None].to(value.dtype)
         attended: Tensor = self._kernels.attention(
             q.contiguous(), keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
-            scale=scale, window=window, softcap=softcap or 0.0, sinks=s_aux, max_len=batch.max_len,
+            scale=scale, window=window, softcap=softcap or 0.0, sinks=s_aux, max_len=batch.max_len, mixed=batch.mixed,
         )  # fmt: skip
         return attended[None].to(value.dtype)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outpace.inject.policy import Policy, Settings
@@ -77,12 +76,7 @@ class Linear(nn.Module):
             x = norm(x)
         if act is not None:
             return self._activated(x, act, gated)
-        if add is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.bias is None:
-            product = add.addmm_ if reuse else add.addmm  # the sum is taken in the epilogue
-            return product(x, self.weight.t())
-        return F.linear(x, self.weight, self.bias) + add
+        return self._kernels.linear(x, self.weight, self.bias, add=add, out=add if reuse else None)
 
     def _few_rows(self, x: Tensor, norm: Norm | None, act: str | None, add: Tensor | None) -> Tensor:
         """All of it in one kernel, which reads the weights once."""
@@ -98,8 +92,8 @@ class Linear(nn.Module):
 
     def _activated(self, x: Tensor, act: str, gated: bool) -> Tensor:
         if gated:
-            return self._kernels.gated_act(F.linear(x, self.weight, self.bias), act)
-        return self._kernels.bias_act(F.linear(x, self.weight), self.bias, act)
+            return self._kernels.gated_act(self._kernels.linear(x, self.weight, self.bias), act)
+        return self._kernels.bias_act(self._kernels.linear(x, self.weight), self.bias, act)
 
 
 class FusedLayer(nn.Module):

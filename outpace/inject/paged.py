@@ -38,6 +38,8 @@ class Batch:
     """At least as many as any sequence has keys, now or in a later replay."""
     fresh: bool = False
     """One sequence from its first token on: attention needs no pages. What follows the sequence is padding."""
+    mixed: bool = False
+    """Sequences of one token may stand among those of many; which is which, the device finds out."""
 
 
 class BatchModel(Protocol):
@@ -142,7 +144,7 @@ class _PagedAttention:
         attended: Tensor = layer.kernels.attention(
             q, keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
             scale=settings.scale, window=settings.window, softcap=settings.softcap,
-            alibi_slopes=self._slopes[index], sinks=layer.sinks, max_len=batch.max_len,
+            alibi_slopes=self._slopes[index], sinks=layer.sinks, max_len=batch.max_len, mixed=batch.mixed,
         )  # fmt: skip
         return attended.reshape(qkv.shape[0], -1)
 

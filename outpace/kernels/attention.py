@@ -1,6 +1,6 @@
 """Attention of ragged batches over paged keys and values: the torch reference, and which kernel runs which shape."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels.attention_decode import paged_attention_decode
+from outpace.kernels.attention_invariant import attend_invariant
 from outpace.kernels.attention_prefill import paged_attention_prefill
 from outpace.kernels.triton_stub import HAS_TRITON
 
@@ -31,41 +32,67 @@ def paged_attention_ref(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    mixed: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
-    """`paged_attention` in torch: sequences of like lengths are padded together, KV heads are never repeated."""
+    """`paged_attention` in torch; KV heads are never repeated. `mixed` is for the kernels: lengths are read here.
+
+    Single queries go one by one, longer chunks of like lengths are padded together.
+    """
     shape = (*q.shape[:2], v_pages.shape[3])
     out = q.new_zeros(shape) if out is None else out.zero_()
-    plain = softcap == 0 and alibi_slopes is None and sinks is None and q.dtype == torch.float32
-    if plain and len(q) == len(seq_lens) == 1 and int(cu_q[1] - cu_q[0]) == 1 and int(seq_lens[0]) > 0:
-        return _one_token(q, k_pages, v_pages, block_table[0], int(seq_lens[0]), scale, window, out)
-    lens, starts, q_lens = seq_lens.long(), cu_q[:-1].long() - cu_q[0], cu_q.diff().long()
-    live = torch.nonzero((q_lens > 0) & (lens > 0)).squeeze(1)
+    lens, starts, q_lens = seq_lens.long(), cu_q[:-1].long(), cu_q.diff().long()
+    options = (scale, window, softcap, alibi_slopes, sinks, out)
+    alive = (q_lens > 0) & (lens > 0)
+    if invariant:
+        seqs = torch.nonzero(alive).squeeze(1)
+        attend_invariant(q, k_pages, v_pages, block_table[seqs], lens[seqs], starts[seqs], q_lens[seqs], *options)
+        return out
+    for b in torch.nonzero(alive & (q_lens == 1)).flatten().tolist():
+        _one_query(q, k_pages, v_pages, block_table[b], int(lens[b]), int(starts[b]), *options)
+    live = torch.nonzero(alive & (q_lens > 1)).squeeze(1)
     live = live[(q_lens[live] * (1 + block_table.shape[1] * k_pages.shape[1]) + lens[live]).argsort()]
     key_bytes = 4 * k_pages.shape[2] * (k_pages.shape[3] + v_pages.shape[3])
     for piece in _pieces(q_lens[live], lens[live], 4 * q.shape[1], key_bytes):
         seqs = live[piece]
-        _attend(
-            *(q, k_pages, v_pages, block_table[seqs], lens[seqs], starts[seqs], q_lens[seqs]),
-            *(scale, window, softcap, alibi_slopes, sinks, out),
-        )
+        _attend(q, k_pages, v_pages, block_table[seqs], lens[seqs], starts[seqs], q_lens[seqs], *options)
     return out
 
 
-def _one_token(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: int, scale: float, window: int, out: Tensor
-) -> Tensor:
-    """One query of one sequence: nothing to sort, pad or mask. 0.09 ms against 0.41 for 9/3 heads of 64 on 2 cores."""
-    size = k_pages.shape[1]
+def _one_query(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    length: int,
+    row: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the only row of a sequence: nothing to pad or mask, and its keys stay in the cache.
+
+    One by one is faster than padded together or page by page: see the numbers in `paged_attention_ref`'s commit.
+    """
+    size, kv_heads = k_pages.shape[1:3]
     start = max(0, length - window) if window else 0
     first = start // size
-    pages = table[first : (length - 1) // size + 1].long()
-    k, v = (
-        part.index_select(0, pages).flatten(0, 1)[start - first * size : length - first * size].transpose(0, 1)[None]
-        for part in (k_pages, v_pages)
-    )  # [1, Hkv, L, D]
-    groups = q.shape[1] != k.shape[1]
-    attended = F.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, enable_gqa=groups)  # [1, Hq, 1, Dv]
-    return out.copy_(attended[:, :, 0])
+    ids = table[first : (length - 1) // size + 1]
+    some = slice(start - first * size, length - first * size)
+    x = (q[row].to(torch.promote_types(q.dtype, torch.float32)) * scale).unflatten(0, (kv_heads, -1))  # [Hkv, G, D]
+    k, v = (part.index_select(0, ids).flatten(0, 1)[some].to(x.dtype) for part in (k_pages, v_pages))  # [L, Hkv, D]
+    scores = torch.bmm(x, k.permute(1, 2, 0))  # [Hkv, G, L]
+    if softcap > 0:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if alibi_slopes is not None:
+        scores += alibi_slopes.view(kv_heads, -1, 1) * torch.arange(1 - len(k), 1, device=q.device)
+    found = torch.bmm(scores.softmax(-1), v.transpose(0, 1))  # [Hkv, G, Dv]
+    if sinks is not None:
+        found *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.view(kv_heads, -1, 1).to(found.dtype))
+    out[row] = found.flatten(0, 1)
 
 
 def _pieces(q_lens: Tensor, lens: Tensor, pair_bytes: int, key_bytes: int) -> Iterator[slice]:
@@ -114,7 +141,7 @@ def _attend(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the rows of n sequences to `out`. Padding repeats a sequence's last query and last key, so it is finite."""
+    """Write the chunks of n sequences. Padding repeats a sequence's last query and last key, so it is finite."""
     page_size, n = v_pages.shape[1], len(lens)
     longest, dtype = int(q_lens.max()), torch.promote_types(q.dtype, torch.float32)
     index = torch.arange(max(int(lens.max()), longest), device=q.device)
@@ -125,7 +152,7 @@ def _attend(
     k = _gather(k_pages, page, clamped % page_size, dtype)  # [n, Hkv, L, D]
     v = _gather(v_pages, page, clamped % page_size, dtype)
 
-    fused = longest > 1 and softcap == 0 and alibi_slopes is None and sinks is None and q.shape[2] == v.shape[3]
+    fused = softcap == 0 and alibi_slopes is None and sinks is None and q.shape[2] == v.shape[3]
     fresh = fused and window == 0 and bool((q_lens == lens).all())  # no keys but the queries' own
     step = longest if fused else max(1, SCORE_BYTES // (4 * n * q.shape[1] * keys.shape[1]))
     for begin in range(0, longest, step):
@@ -208,34 +235,33 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
-    num_decodes: int = 0,
     max_len: int = 0,
-    fixed_split: int = 0,
+    mixed: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """Causal attention of the newest tokens of each sequence over its pages. Returns [T, Hq, Dv].
 
     q: [T, Hq, D], rows cu_q[b] to cu_q[b + 1] being the last positions of sequence b, whose seq_lens[b] keys, those
     tokens' own included, are in k_pages [N, bs, Hkv, D] and v_pages [N, bs, Hkv, Dv] at the pages block_table[b] names.
     A query sees the `window` newest keys up to itself (0: all). `sinks` is a logit per head that takes probability and
-    has no value. Rows of no sequence, and of sequences without keys, become zeros. The first `num_decodes` sequences
-    have one query each: in a mixed batch they go to the split-KV kernel instead of walking long contexts alone.
-    `max_len` and `fixed_split` are `paged_attention_decode`'s.
+    has no value. Rows of no sequence, and of sequences without keys, become zeros. `max_len` bounds seq_lens (0: what
+    the block table can hold).
+
+    When `mixed`, sequences of one query go to the split-KV kernel and the others to the ragged one, as the device finds
+    them in cu_q: the launches depend on the shapes alone. When `invariant`, a query gets the same bits whatever else is
+    in the batch, however its prompt is cut into chunks, and also as a decode. Keys are then not split among programs,
+    so that few sequences with long contexts take longer.
     """
     _check(q, k_pages, v_pages, block_table, seq_lens, cu_q)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    args = (q, k_pages, v_pages, block_table, seq_lens, cu_q, max_q)
     if runs_on_cpu(q):
-        return paged_attention_ref(q, k_pages, v_pages, block_table, seq_lens, cu_q, max_q, out=out, **options)
-    rows, batch = q.shape[0], seq_lens.shape[0]
-    n = batch if max_q <= 1 and rows == batch else num_decodes
-    out = q.new_empty(rows, q.shape[1], v_pages.shape[3]) if out is None else out
-    if n:
-        paged_attention_decode(
-            *(q[:n], k_pages, v_pages, block_table[:n], seq_lens[:n], cu_q[: n + 1]),
-            **(options | {"out": out[:n], "max_len": max_len, "fixed_split": fixed_split}),
-        )
-    if n < rows:
-        paged_attention_prefill(
-            *(q[n:], k_pages, v_pages, block_table[n:], seq_lens[n:], cu_q[n:], max_q), out=out[n:], **options
-        )
-    return out
+        return paged_attention_ref(*args, out=out, invariant=invariant, **options)
+    options["out"] = q.new_empty(*q.shape[:2], v_pages.shape[3]) if out is None else out
+    decodes = max_q <= 1 and q.shape[0] == seq_lens.shape[0]
+    if not invariant and (decodes or mixed):
+        paged_attention_decode(*args, max_len=max_len, mixed=not decodes, **options)
+    if invariant or not decodes:
+        paged_attention_prefill(*args, mixed=mixed and not invariant, invariant=invariant, **options)
+    return options["out"]

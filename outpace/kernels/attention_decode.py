@@ -1,7 +1,8 @@
 """Decode attention over pages: one query per sequence, the keys of a sequence split over programs, then combined.
 
 The grid depends on (batch, KV heads, splits) alone and each program reads its sequence's length on the device, so that
-a CUDA graph can hold the launch while sequences grow.
+a CUDA graph can hold the launch while sequences grow. In a mixed batch it also reads there whether the sequence has one
+query, at whatever row, and leaves the others alone.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from outpace.kernels.attention_prefill import LOG2E, LOWEST, attend, kernel_constants, score_scales
 from outpace.kernels.triton_stub import tl, triton
 
-COMBINE_CHUNK = 16  # splits combined at a time: constant, so that the order of additions never depends on the batch
+COMBINE_CHUNK = 16  # splits combined at a time
 MIN_SPLIT = 64  # tokens
 
 
@@ -57,9 +58,11 @@ def _key_tiles(length: tl.tensor, window: tl.tensor, has_window: tl.constexpr, b
 
 
 @triton.jit
-def _num_parts(tiles: tl.tensor, num_splits: tl.tensor, fixed_tiles: tl.constexpr) -> tl.tensor:
-    """How many splits of a sequence have work; they are the first ones."""
-    return tl.minimum(tl.cdiv(tiles, fixed_tiles) if fixed_tiles else tiles, num_splits)
+def _find_query(cu_q_ptr: tl.tensor, lens_ptr: tl.tensor, seq: tl.tensor) -> tl.tensor:
+    """The row of a sequence's query, whether it has just one, and its keys: none where it has not."""
+    row = tl.load(cu_q_ptr + seq)
+    has_query = tl.load(cu_q_ptr + seq + 1) == row + 1
+    return row, has_query, tl.where(has_query, tl.load(lens_ptr + seq), 0)
 
 
 @triton.jit(do_not_specialize=["batch", "table_stride", "num_splits", "window"])
@@ -98,9 +101,9 @@ def _decode_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     block_dv: tl.constexpr,
-    fixed_tiles: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    mixed: tl.constexpr,
     partial: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
@@ -110,19 +113,15 @@ def _decode_kernel(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(cu_q_ptr + seq)
-    has_query = tl.load(cu_q_ptr + seq + 1) > row
-    length = tl.where(has_query, tl.load(lens_ptr + seq), 0)
+    row, has_query, length = _find_query(cu_q_ptr, lens_ptr, seq)
     first, tile_0, tiles = _key_tiles(length, window, has_window, block_n)
-    parts = _num_parts(tiles, num_splits, fixed_tiles)
-    if fixed_tiles:
-        begin = split * fixed_tiles
-        end = tl.minimum(begin + fixed_tiles, tiles)
-    else:
-        begin = split * tiles // tl.maximum(parts, 1)
-        end = (split + 1) * tiles // tl.maximum(parts, 1)
+    parts = tl.minimum(tiles, num_splits)  # the splits that have work: the first ones
+    begin = split * tiles // tl.maximum(parts, 1)
+    end = (split + 1) * tiles // tl.maximum(parts, 1)
     if (split >= parts) & partial:
         return  # the combine kernel reads no split past the parts
+    if mixed and not has_query:
+        return
 
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
@@ -162,7 +161,7 @@ def _decode_kernel(
     else:
         out_ptr += heads[:, None] * out_head + dv[None, :]
         tl.store(out_ptr + row.to(tl.int64) * out_row, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & columns)
-        if seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
+        if not mixed and seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
             zeros = tl.zeros([block_m, block_dv], out_ptr.dtype.element_ty)
             tl.store(out_ptr + seq.to(tl.int64) * out_row, zeros, mask=(m < group)[:, None] & columns)
 
@@ -183,8 +182,8 @@ def _combine_kernel(
     block_n: tl.constexpr,
     block_dv: tl.constexpr,
     chunk: tl.constexpr,
-    fixed_tiles: tl.constexpr,
     has_window: tl.constexpr,
+    mixed: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
@@ -192,11 +191,11 @@ def _combine_kernel(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.load(cu_q_ptr + seq)
-    has_query = tl.load(cu_q_ptr + seq + 1) > row
-    length = tl.where(has_query, tl.load(lens_ptr + seq), 0)
+    row, has_query, length = _find_query(cu_q_ptr, lens_ptr, seq)
+    if mixed and not has_query:
+        return
     _, _, tiles = _key_tiles(length, window, has_window, block_n)
-    parts = _num_parts(tiles, num_splits, fixed_tiles)
+    parts = tl.minimum(tiles, num_splits)
 
     dv = tl.arange(0, block_dv)
     base = (seq.to(tl.int64) * tl.num_programs(0) + head) * num_splits
@@ -217,7 +216,7 @@ def _combine_kernel(
     out = (acc / tl.where(l_i > 0.0, l_i, 1.0)).to(out_ptr.dtype.element_ty)
     out_ptr += head * out_head + dv
     tl.store(out_ptr + row.to(tl.int64) * out_row, out, mask=dv < tl.where(has_query, v_dim, 0))
-    if seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
+    if not mixed and seq >= tl.load(cu_q_ptr + batch):  # a padding row, of no sequence
         tl.store(out_ptr + seq.to(tl.int64) * out_row, tl.zeros_like(out), mask=dv < v_dim)
 
 
@@ -245,33 +244,30 @@ def paged_attention_decode(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     max_len: int = 0,
+    mixed: bool = False,
     num_splits: int = 0,
-    fixed_split: int = 0,
     workspace: tuple[Tensor, Tensor] | None = None,
     tiles: DecodeTiles | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`paged_attention` for batches of at most one query per sequence, with as many rows as sequences.
 
-    `max_len` bounds seq_lens (0: what the block table can hold). `fixed_split` tokens per split make the result of a
-    sequence independent of its batch, bit for bit. `num_splits`, `workspace` and `tiles` are chosen here unless given.
+    When `mixed`, sequences may have any number of queries and rows may be any number: the rows of sequences with one
+    query are written, no others. `max_len` bounds seq_lens (0: what the block table can hold). `num_splits`,
+    `workspace` and `tiles` are chosen here unless given.
     """
     (rows, num_heads, dim), (_, page_size, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
-    assert max_q <= 1, max_q
-    assert rows == batch, (rows, batch)
+    assert mixed or (max_q <= 1 and rows == batch), (max_q, rows, batch)
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if batch == 0:
         return out
     given, tiles = tiles, tiles or decode_tiles(num_heads // kv_heads, dim, v_dim, q.element_size())
     reach = max_len or block_table.shape[1] * page_size
     reach = min(reach, window + tiles.block_n) if window else reach  # the window may begin inside a tile
-    if fixed_split:
-        assert fixed_split % tiles.block_n == 0, (fixed_split, tiles.block_n)
-        num_splits = -(-reach // fixed_split)
     splits = num_splits or decode_splits(batch, kv_heads, reach, sm_count(q.device))
     if splits == 1 and not given:
         tiles = replace(tiles, num_stages=2)  # 245 us against 282 for 64 x 4k keys: more programs share an SM
-    partial = splits > 1 or fixed_split > 0
+    partial = splits > 1
     parts = lse = out
     if partial:
         parts, lse = workspace or decode_workspace(batch, num_heads, v_dim, splits, q.device)
@@ -280,8 +276,7 @@ def paged_attention_decode(
 
     pre, cap = score_scales(scale, softcap)
     constants = kernel_constants(q, k_pages, v_pages, out)
-    fixed_tiles = fixed_split // tiles.block_n
-    both = {"block_n": tiles.block_n, "fixed_tiles": fixed_tiles, "has_window": window > 0, "pdl": pdl}
+    both = {"block_n": tiles.block_n, "has_window": window > 0, "mixed": mixed, "pdl": pdl}
     launch = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(kv_heads, splits, batch)](
         *(parts, lse, q, k_pages, v_pages, block_table, seq_lens, cu_q, alibi_slopes, sinks),

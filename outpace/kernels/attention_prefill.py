@@ -3,6 +3,15 @@
 A tile of rows is some query tokens of one sequence times the query heads of one KV head, so that a decode among
 prefills fills as many rows as its group has heads. The host counts tiles by a bound, the device finds them by a search.
 Scores are kept in log2 units: `exp2` then needs no factor.
+
+Invariant launches give a query the same bits in every batch, chunk and row of a tile. Tiles have one size, and a key
+has one place in them: key n is column n % block_n of key tile n // block_n, and tiles are added in ascending order.
+Where a row sees no key of a tile, before its window or after its diagonal, its scores are -inf: the maximum stays,
+alpha is exp2(0) = 1, every probability 0, and adding zeros to `l_i` and `acc` is exact (a zero may lose its sign). A
+masked column next to visible ones gives zeros in the same way, whatever its key and value. Until the first visible key
+`l_i` and `acc` are 0, or the sink's, so it does not matter how many tiles went before. The phases with and without a
+mask round alike only if no product is fused with a sum: `s * scale - m_new` could become one fma where no mask comes in
+between. So these launches are compiled without fma's of that kind.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -14,6 +23,7 @@ from torch import Tensor
 from outpace.kernels.triton_stub import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
+INVARIANT_ROWS = 64  # of a tile, in every batch: the fewest that Hopper's wide products take
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet never computes inf - inf
 
 
@@ -151,16 +161,15 @@ def attend(
 @triton.jit
 def _find_sequence(cu_q_ptr: tl.tensor, batch: tl.tensor, tile: tl.tensor, block_q: tl.constexpr) -> tl.tensor:
     """The last sequence whose first tile, cu_q[i] // block_q + i, is not after `tile`; `batch` is the padding's."""
-    base = tl.load(cu_q_ptr)
     low = batch * 0
     high = batch
     while low < high:
         mid = (low + high + 1) // 2
-        if (tl.load(cu_q_ptr + mid) - base) // block_q + mid <= tile:
+        if tl.load(cu_q_ptr + mid) // block_q + mid <= tile:
             low = mid
         else:
             high = mid - 1
-    start = tl.load(cu_q_ptr + low) - base
+    start = tl.load(cu_q_ptr + low)
     return low, start, tile - (start // block_q + low)
 
 
@@ -204,16 +213,19 @@ def _prefill_kernel(
     block_dv: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    mixed: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0) % kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // kv_heads  # the late tiles of a sequence see most keys: they start first
     seq, start, tile = _find_sequence(cu_q_ptr, batch, tile, block_q)
     padding = seq == batch  # rows after the last sequence's: as of a sequence without keys
-    stop = tl.where(padding, rows, tl.load(cu_q_ptr + seq + 1, mask=seq < batch, other=0) - tl.load(cu_q_ptr))
+    stop = tl.where(padding, rows, tl.load(cu_q_ptr + seq + 1, mask=seq < batch, other=0))
     length = tl.load(lens_ptr + seq, mask=seq < batch, other=0)
     token_0 = start + tile * block_q
     if token_0 >= stop:
         return
+    if mixed and (stop - start == 1) & (seq < batch):
+        return  # the decode kernel's
 
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
@@ -277,16 +289,22 @@ def paged_attention_prefill(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    mixed: bool = False,
+    invariant: bool = False,
     tiles: PrefillTiles | None = None,
 ) -> Tensor:
-    """`paged_attention` for any mix of query lengths. `max_q` only chooses the tiles; cu_q may begin above zero."""
+    """`paged_attention` for any mix of query lengths. `max_q` only chooses the tiles, and not if `invariant`.
+
+    When `mixed`, the rows of sequences with one query are left alone.
+    """
     (rows, num_heads, dim), (_, _, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if rows == 0:
         return out
     constants = kernel_constants(q, k_pages, v_pages, out)
     group = constants["group"]
-    tiles = tiles or prefill_tiles(max_q, group, dim, v_dim, q.element_size())
+    filled = max(1, INVARIANT_ROWS // group) if invariant else max_q
+    tiles = tiles or prefill_tiles(filled, group, dim, v_dim, q.element_size())
     block_q = tiles.block_m // group
     num_tiles = rows // block_q + batch + 1  # each sequence, and the padding, may end in a tile of its own
     _prefill_kernel[(num_tiles * kv_heads,)](
@@ -299,7 +317,9 @@ def paged_attention_prefill(
         block_n=tiles.block_n,
         has_window=window > 0,
         has_cap=softcap > 0,
+        mixed=mixed,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        enable_fp_fusion=not invariant,
     )
     return out

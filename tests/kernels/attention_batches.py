@@ -1,5 +1,6 @@
 """Paged batches whose every unused number is NaN and every unused page id is nonsense, and their attention in fp64."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,14 +41,22 @@ class Batch:
         q: torch.Tensor = self.args[0]
         return q.new_empty(*q.shape[:2], self.case.dims[1])
 
-    def only(self, b: int) -> "Batch":
-        """Sequence b alone, over the same pages."""
-        q, k_pages, v_pages, table, lens, cu_q, max_q = self.args
-        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
-        q_len = rows.stop - rows.start
-        alone = (q[rows], k_pages, v_pages, table[b : b + 1], lens[b : b + 1], cu_q[:2] * 0, max_q)
-        alone[5][1] = q_len
-        return Batch(replace(self.case, seqs=self.case.seqs[b : b + 1], padding=0), alone, self.options)
+    def chunks(self, parts: Sequence[tuple[int, int, int]], padding: int = 0) -> tuple["Batch", torch.Tensor]:
+        """A batch of tokens begin to end of some sequences (b, begin, end), and where its rows are in this batch.
+
+        Here every sequence must be whole: a query for each key.
+        """
+        assert all(q_len == n for q_len, n in self.case.seqs)
+        q, k_pages, v_pages, table, _, cu_q, _ = self.args
+        rows = torch.cat([torch.arange(begin, end) + int(cu_q[b]) for b, begin, end in parts]).to(q.device)
+        chosen = torch.tensor([b for b, _, _ in parts], device=q.device)
+        seqs = tuple((end - begin, end) for _, begin, end in parts)
+        sizes = torch.tensor([0, *(q_len for q_len, _ in seqs)]).cumsum(0)
+        lens = torch.tensor([end for _, _, end in parts])
+        ints = [x.to(q.device, torch.int32) for x in (lens, sizes)]
+        new_q = torch.cat([q[rows], torch.full_like(q[:1], float("nan")).expand(padding, -1, -1)])
+        args = (new_q, k_pages, v_pages, table[chosen], *ints, max(q_len for q_len, _ in seqs))
+        return Batch(replace(self.case, seqs=seqs, padding=padding), args, self.options), rows
 
 
 def make_batch(case: Case, device: torch.device) -> Batch:

@@ -62,12 +62,7 @@ def check_all(case: Case, device: torch.device, function: Any, keywords: list[di
 def test_decode_features(changes: dict[str, Any], device: torch.device) -> None:
     case = Case(DECODES, padding=1, heads=(2, 1), **changes)
     small = DecodeTiles(block_n=16)
-    splits: list[dict[str, Any]] = [
-        {"num_splits": 1},
-        {"num_splits": 3, "tiles": small},
-        {"fixed_split": 32, "tiles": small},
-    ]
-    check_all(case, device, paged_attention_decode, splits)
+    check_all(case, device, paged_attention_decode, [{"num_splits": 1}, {"num_splits": 3, "tiles": small}])
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
@@ -94,29 +89,34 @@ def test_prefill_shapes(changes: dict[str, Any], device: torch.device) -> None:
     check_all(Case(MIXED, padding=2, **changes), device, paged_attention_prefill, [{}])
 
 
-def test_rows_may_be_counted_from_any_number(device: torch.device) -> None:
-    """So that the prefills of a mixed batch are a slice of it."""
-    batch = make_batch(Case(MIXED, padding=2), device)
-    *args, cu_q, max_q = batch.args
-    later = Batch(batch.case, (*args, cu_q + 100, max_q), batch.options)
-    for function in (paged_attention_ref, paged_attention_prefill):
-        assert_equal(run(function, later), run(function, batch))
-
-
 def test_prefill_without_any_sequence_writes_zeros(device: torch.device) -> None:
     batch = make_batch(Case(((0, 0), (0, 0)), padding=40), device)
     assert_equal(run(paged_attention_prefill, batch), torch.zeros_like(batch.empty_output()))
 
 
 @pytest.mark.parametrize("changes", [{}, ALL], ids=["plain", "all"])
-def test_fixed_split_makes_a_sequence_independent_of_its_batch(changes: dict[str, Any], device: torch.device) -> None:
-    batch = make_batch(Case(((1, 130), (1, 40), (1, 97), (1, 3)), heads=(2, 1), dtype=HALF, **changes), device)
-    keywords = {"fixed_split": 32, "tiles": DecodeTiles(block_n=16)}
-    together = run(paged_attention_decode, batch, **keywords)
-    for b in range(4):
-        alone = batch.only(b)
-        max_len = alone.case.seqs[0][1] if b % 2 else 0  # a grid that just fits, or the block table's
-        assert_equal(run(paged_attention_decode, alone, **keywords, max_len=max_len), together[b : b + 1])
+def test_in_a_mixed_batch_each_kernel_writes_its_own_rows(changes: dict[str, Any], device: torch.device) -> None:
+    batch = make_batch(Case(MIXED, padding=3, **changes), device)
+    want = in_fp64(batch)
+    single = torch.tensor([q_len == 1 for q_len, _ in MIXED for _ in range(q_len)] + [False] * 3, device=device)
+    runs: list[tuple[Any, dict[str, Any], torch.Tensor]] = [
+        (paged_attention_decode, {"num_splits": 1}, single),
+        (paged_attention_decode, {"num_splits": 3, "tiles": DecodeTiles(block_n=16)}, single),
+        (paged_attention_prefill, {}, ~single),
+    ]
+    for function, keywords, own in runs:
+        out = torch.full_like(batch.empty_output(), float("nan"))
+        function(*batch.args, **batch.options, out=out, mixed=True, **keywords)
+        check(out[own], want[own], torch.float32)
+        assert out[~own].isnan().all()
+
+
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_invariant_results_are_right(changes: dict[str, Any], device: torch.device) -> None:
+    batch = make_batch(Case(MIXED, padding=2, **changes), device)
+    want = in_fp64(batch)
+    check(run(paged_attention_ref, batch, invariant=True), want, torch.float32)
+    check(run(paged_attention_prefill, batch, invariant=True), want, torch.float32)
 
 
 def test_empty_batches(device: torch.device) -> None:
@@ -163,15 +163,16 @@ def test_the_reference_chunks_large_scores(device: torch.device, monkeypatch: py
     check(run(paged_attention_ref, batch), in_fp64(batch), torch.float32)
 
 
-@pytest.mark.parametrize("num_decodes", [0, 2])
-def test_the_public_function(num_decodes: int, device: torch.device) -> None:
-    for seqs in (((1, 70), (1, 5), (9, 30)), ((1, 70), (1, 5))):
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_public_function(mixed: bool, invariant: bool, device: torch.device) -> None:
+    for seqs in (((1, 70), (9, 30), (1, 5)), ((1, 70), (1, 5))):
         batch = make_batch(Case(seqs, padding=1, sinks=True), device)
-        check(run(paged_attention, batch, num_decodes=num_decodes), in_fp64(batch), torch.float32)
+        check(run(paged_attention, batch, mixed=mixed, invariant=invariant), in_fp64(batch), torch.float32)
 
 
-def test_the_kernels_share_a_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the decodes to one kernel, rows after them to the other."""
+def test_which_kernels_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: decodes to one kernel, others to the other, mixed batches to both, invariant ones to the ragged."""
     calls: list[str] = []
 
     def spy(function: Any) -> Any:
@@ -184,17 +185,55 @@ def test_the_kernels_share_a_batch(device: torch.device, monkeypatch: pytest.Mon
     for function in (paged_attention_decode, paged_attention_prefill):
         monkeypatch.setattr(attention, function.__name__, spy(function))
     monkeypatch.setattr(attention, "runs_on_cpu", lambda q: False)
-    for seqs, padding, decodes, kernels in [
-        (((1, 70), (1, 5), (9, 30)), 1, 2, ["decode", "prefill"]),
-        (((1, 70), (9, 30), (1, 5)), 0, 0, ["prefill"]),
-        (((1, 70), (1, 5)), 0, 0, ["decode"]),
-        (((1, 70), (0, 0)), 1, 0, ["decode"]),
-        (((1, 70), (1, 5)), 2, 2, ["decode", "prefill"]),
+    mixed, invariant = {"mixed": True}, {"invariant": True}
+    keywords: dict[str, bool]
+    for seqs, padding, keywords, kernels in [
+        (((1, 70), (9, 30), (1, 5)), 1, {}, ["prefill"]),
+        (((1, 70), (9, 30), (0, 0), (1, 5)), 1, mixed, ["decode", "prefill"]),
+        (((1, 70), (1, 5)), 0, {}, ["decode"]),
+        (((1, 70), (0, 0)), 1, mixed, ["decode"]),
+        (((1, 70), (1, 5)), 2, mixed, ["decode", "prefill"]),
+        (((1, 70), (1, 5)), 0, invariant, ["prefill"]),
+        (((1, 70), (9, 30), (1, 5)), 0, mixed | invariant, ["prefill"]),
     ]:
         batch = make_batch(Case(seqs, padding=padding), device)
         calls.clear()
-        check(run(paged_attention, batch, num_decodes=decodes), in_fp64(batch), torch.float32)
+        check(run(paged_attention, batch, **keywords), in_fp64(batch), torch.float32)
         assert [name.removeprefix("paged_attention_") for name in calls] == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_one_graph_runs_any_mix(device: torch.device) -> None:
+    """The launches depend on (T, S) alone: cu_q, lengths and pages change between replays."""
+    rows, seqs, page, columns = 96, 12, 16, 16
+
+    def mix(lengths: list[tuple[int, int]]) -> Batch:
+        lengths += [(0, 0)] * (seqs - len(lengths))
+        case = Case(tuple(lengths), rows - sum(q for q, _ in lengths), (8, 2), (64, 64), page, torch.bfloat16)
+        return make_batch(case, device)
+
+    mixes = [[(1, 100), (40, 40), (1, 3), (20, 200)], [(1, 17 * i + 1) for i in range(12)], [(96, 120)], []]
+    batches = [mix(lengths) for lengths in mixes]
+    q = torch.zeros(rows, 8, 64, dtype=torch.bfloat16, device=device)
+    k_pages, v_pages = (torch.zeros(200, page, 2, 64, dtype=q.dtype, device=device) for _ in range(2))
+    table, lens, cu_q = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((seqs, columns), seqs, seqs + 1))
+    out = torch.empty_like(q)
+
+    def call() -> None:
+        paged_attention(q, k_pages, v_pages, table, lens, cu_q, rows, scale=0.125, out=out, mixed=True, max_len=256)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for batch in batches:
+        new_q, keys, values, ids, new_lens, new_cu_q, _ = batch.args
+        for static, new in ((q, new_q), (lens, new_lens), (cu_q, new_cu_q), (table[:, : ids.shape[1]], ids)):
+            static.copy_(new)
+        k_pages[: len(keys)], v_pages[: len(values)] = keys, values
+        graph.replay()
+        check(out, in_fp64(batch), torch.bfloat16)
 
 
 def test_the_public_function_refuses_what_does_not_fit(device: torch.device) -> None:

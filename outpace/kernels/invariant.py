@@ -1,0 +1,36 @@
+"""Activations on a CPU that compute a number the same wherever it stands.
+
+Torch computes most of a tensor by vectors and the rest, at its end and at the ends of threads' shares, one by one with
+another exp, erf or tanh. Here the numbers come in whole vectors and in pieces that no thread shares.
+"""
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.activation import bias_act_ref
+
+VECTORS = 64  # numbers: a multiple of the vectors of every CPU
+PIECE = 16384  # numbers: half of what torch begins to share among threads
+
+
+def gated_act_invariant(x: Tensor, kind: str, *, out: Tensor | None = None, interleaved: bool = False) -> Tensor:
+    """gated_act_ref, each row bit for bit as if it were alone. x: [T, 2I] → [T, I]."""
+    gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=1)
+    y = (_activate(gate, kind) * up.float()).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def bias_act_invariant(x: Tensor, bias: Tensor | None, kind: str, *, out: Tensor | None = None) -> Tensor:
+    """bias_act_ref, each row bit for bit as if it were alone. x: [T, I], bias: [I]."""
+    y = _activate(x.float() if bias is None else x.float() + bias.float(), kind).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _activate(x: Tensor, kind: str) -> Tensor:
+    """The activation of x in fp32."""
+    size = x.numel()
+    flat = torch.zeros(1, -(-size // VECTORS) * VECTORS, device=x.device)
+    flat[0, :size] = x.reshape(-1)
+    for piece in flat.split(PIECE, dim=1):
+        bias_act_ref(piece, None, kind, out=piece)
+    return flat[0, :size].view(x.shape)

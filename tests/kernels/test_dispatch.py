@@ -1,0 +1,71 @@
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.errors import ConfigError
+from outpace.kernels import dispatch
+from outpace.kernels.activation import gated_act_ref, gated_act_triton
+from outpace.kernels.dispatch import choose_kernels
+from outpace.kernels.gemv import gemv_triton
+from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
+from outpace.kernels.matmul import matmul_invariant, matmul_torch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+
+
+def test_defaults() -> None:
+    kernels = choose_kernels(CPU)
+    assert (kernels.linear, kernels.gemv, kernels.gated_act) == (matmul_torch, None, gated_act_ref)
+    kernels = choose_kernels(CUDA)
+    assert (kernels.linear, kernels.gemv, kernels.gated_act) == (matmul_torch, gemv_triton, gated_act_triton)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_deterministic(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        kernels = choose_kernels(device, deterministic=True)
+    assert (kernels.linear, kernels.gemv) == (matmul_invariant, None)
+    assert "batch-invariant" in caplog.text
+    assert isinstance(kernels.attention, functools.partial)
+    assert kernels.attention.keywords == {"invariant": True}
+    if device == CPU:
+        assert (kernels.gated_act, kernels.bias_act) == (gated_act_invariant, bias_act_invariant)
+    else:
+        assert kernels.gated_act is gated_act_triton
+
+
+def test_the_linear_alone() -> None:
+    kernels = choose_kernels(CUDA, {"linear": "invariant"})
+    assert (kernels.linear, kernels.gemv) == (matmul_invariant, None)
+    assert kernels.gated_act is gated_act_triton
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"asked": {"magic": "torch"}}, "no op is called 'magic'"),
+        ({"asked": {"linear": "triton"}}, r"kernels\.linear: 'triton' is not one of torch, invariant"),
+        ({"asked": {"linear": "torch"}, "deterministic": True}, r"kernels\.linear: 'torch' is not deterministic"),
+        ({"asked": {"gemv": "triton"}, "deterministic": True}, r"kernels\.gemv: 'triton' is not deterministic"),
+        ({"asked": {"gemv": "triton", "linear": "invariant"}}, r"kernels\.gemv: 'triton' would take few rows"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_kernels(CUDA, **options)
+
+
+def test_what_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    with pytest.raises(ConfigError, match="deterministic: on a GPU it needs Triton"):
+        choose_kernels(CUDA, deterministic=True)
+    with pytest.raises(ConfigError, match="Triton kernels need a GPU and Triton"):
+        choose_kernels(CUDA, {"gemv": "triton"})
