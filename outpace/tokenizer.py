@@ -1,57 +1,328 @@
 """Text from tokens as they come: incremental detokenization and stop strings."""
 
-from collections.abc import Sequence
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_UNFINISHED = "�"  # what a tokenizer decodes a part of a multi-byte character to
+_UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a multi-byte character to
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte-fallback token
+_SHORTEST_CONTEXT = 4  # tokens that are decoded again together with new ones, at least
+_LONGEST_WINDOW = 12  # and at most, where the text allows it
+_LONGEST_WAIT = 32  # byte-fallback tokens in a row that wait for each other
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into text; a character appears when its last byte is there."""
+    """Turns a growing list of tokens into text. Text once shown is never taken back.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stop = stop
-        self._context = 0  # tokens from here on are decoded again, because text depends on what stands before
-        self._done = 0  # tokens up to here are in the text
-        self._seen = ""  # the text, and behind it what may be the beginning of a stop string
+    After `finish` the text is `tokenizer.decode` of all tokens, however often it was read before; with stop strings, up
+    to the first one. Text waits while more tokens can still change it: a character until its last byte is there (one
+    that can never be finished shows as U+FFFD when the next token comes), spaces that `clean_up_tokenization_spaces`
+    may remove, and byte-fallback tokens ("<0x0A>") until another token follows, because one bad byte makes U+FFFD of
+    all its neighbours. Only 32 of those wait: what a bad byte further on would spoil is shown by then, and stays.
+
+    With `prompt_token_ids` the text is what the tokens add behind the prompt: a word gets the space that a tokenizer
+    with word-start marks leaves out at the beginning of a text. A character that the prompt began is the answer's.
+
+    A tokenizer that changes earlier text in other ways (its own `clean_up_tokenization`, repeated tokens merged as for
+    speech, patterns replaced across tokens) cannot be followed exactly: each read then shows the characters behind as
+    many as were there before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special_tokens: bool,
+        stop: Sequence[str],
+        include_stop_str_in_output: bool = False,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._window = _Window(_Decoder(tokenizer, skip_special_tokens), prompt_token_ids)
+        self._stops = _StopStrings(stop, include_stop_str_in_output) if stop else None
+        self._read = 0  # tokens up to here are in the window
+        self._taken: list[str] = []  # parts of the text that `take` has given out
+        self._fresh: list[str] = []  # and the parts that it has not
+        self._finished = False
         self.token_ids: list[int] = []
-        self.text = ""
-        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        self._catch_up()
+        self._taken, self._fresh = ["".join(self._taken)], ["".join(self._fresh)]
+        return self._taken[0] + self._fresh[0]
+
+    @property
+    def stopped(self) -> bool:
+        """Has a stop string appeared? The text ends before it (or behind it), whatever is added."""
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._stops is None else self._stops.found
 
     def add(self, token: int) -> None:
-        """Take one more token in; `stopped` is set when a stop string appears, and the text ends before it."""
+        """Take one more token in. Its text is made when somebody reads it, or now if there are stop strings."""
         self.token_ids.append(token)
-        before = self._decode(self.token_ids[self._context : self._done])
-        now = self._decode(self.token_ids[self._context :])
-        if now.endswith(_UNFINISHED) or len(now) <= len(before):
-            return
-        self._append(now[len(before) :])
-        self._context, self._done = self._done, len(self.token_ids)
+        if self._stops is not None:
+            self._catch_up()
+
+    def take(self) -> str:
+        """The text that was added since the last `take`."""
+        self._catch_up()
+        part = "".join(self._fresh)
+        self._fresh.clear()
+        if part:
+            self._taken.append(part)
+        return part
 
     def finish(self) -> None:
-        """Take in what is left, such as a character that was never finished."""
-        if not self.stopped:
-            before = self._decode(self.token_ids[self._context : self._done])
-            self._append(self._decode(self.token_ids[self._context :])[len(before) :])
-        self.text = self._seen
+        """Show what is left, such as a character that was never finished or the beginning of a stop string."""
+        if not self._finished:
+            self._finished = True
+            self._catch_up(last=True)
 
-    def _append(self, piece: str) -> None:
-        longest = max(map(len, self._stop), default=0)
-        start = max(0, len(self._seen) - longest)
-        self._seen += piece
-        found = [at for stop in self._stop if (at := self._seen.find(stop, start)) >= 0]
+    def _catch_up(self, last: bool = False) -> None:
+        if self.stopped or (self._read == len(self.token_ids) and not last):
+            return
+        settled, tentative = self._window.read(self.token_ids[self._read :], last)
+        self._read = len(self.token_ids)
+        self._fresh.append(settled if self._stops is None else self._stops.let_pass(settled, tentative, last))
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """What each token adds to a text by itself, with its space: U+FFFD for a part of a character."""
+    decode = _Decoder(tokenizer, skip_special_tokens=False).decode
+    texts: dict[int, str] = {}
+    for token in set(ids):
+        alone = decode([token])  # at the beginning of a text, where some tokenizers leave out the space
+        texts[token] = alone if _UNFINISHED in alone else decode([token, token])[len(alone) :]
+    return [texts[token] for token in ids]
+
+
+class _Decoder:
+    """The tokenizer's `decode`, and what is known about the text it makes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._cleans = bool(tokenizer.clean_up_tokenization_spaces)
+        self._solid = re.compile(r"[^\s\ufffd'nvr]" if self._cleans else r"[^\s\ufffd]")
+        newline = tokenizer.convert_tokens_to_ids("<0x0A>")
+        self._byte_fallback = newline is not None and tokenizer.convert_ids_to_tokens(newline) == "<0x0A>"
+        self._bytes: dict[int, bytes | None] = {}  # of tokens seen: the byte; none if left out; None if no byte token
+        self.decode: Callable[[list[int]], str] = self._fastest()
+
+    def settled(self, tokens: list[int], text: str) -> int:
+        """How many characters of the text of these tokens stay as they are, whatever tokens follow."""
+        end = len(text)
+        if self._byte_fallback:
+            if (start := self._open_bytes(tokens)) is not None:
+                end = len(self.decode(tokens[:start]))
+        elif text.endswith(_UNFINISHED):
+            end -= 1  # only the last one: bytes that begin a character are one U+FFFD together
+        if self._cleans:  # it removes spaces before . ? ! , n't 'm 's 've 're and around '
+            solid = len(text[:end].rstrip(" 'nvr"))
+            places = (text.find(" ", solid, end), text.find("'", solid, end))
+            end = min((place for place in places if place >= 0), default=end)
+        return end
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        """The last of these tokens, as few as give the tokens that follow the same text as all of them would.
+
+        That takes a settled character that does not depend on what stands before it.
+        """
+        size = _SHORTEST_CONTEXT
+        while size < len(tokens):
+            some = list(tokens[-size:])
+            text = self.decode(some)
+            if self._solid.search(text, 0, self.settled(some, text)):
+                return some
+            size *= 2
+        return [token for token in tokens if not self._is_left_out(token)]
+
+    def context_behind_bytes(self, tokens: list[int], text: str) -> list[int] | None:
+        """What to go on with if there are so many byte tokens at the end that they are shown without waiting for more.
+
+        They are left out of it: what stands before them has the same effect, and a bad byte cannot spoil them any more.
+        """
+        if not self._byte_fallback or len(tokens) <= _LONGEST_WAIT or text.endswith(_UNFINISHED):
+            return None
+        start = self._open_bytes(tokens)
+        if start is None or len(tokens) - start <= _LONGEST_WAIT:
+            return None
+        before = self.context(tokens[:start])
+        return before if self._solid.search(self.decode(before)) else tokens[-len(text[-1:].encode()) :]
+
+    def _fastest(self) -> Callable[[list[int]], str]:
+        """`tokenizer.decode`, or what it comes down to for most: a third of the time for a few tokens."""
+        tokenizer, kind = self._tokenizer, type(self._tokenizer)
+        if (
+            isinstance(tokenizer, PreTrainedTokenizerFast)
+            and kind.decode is PreTrainedTokenizerBase.decode
+            and kind._decode is PreTrainedTokenizerFast._decode
+            and not self._cleans
+        ):
+            return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=self._skip)
+        return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=self._skip))
+
+    def _open_bytes(self, tokens: list[int]) -> int | None:
+        """Where the byte tokens at the end begin, if they are valid so far.
+
+        The tokenizer makes text of neighbouring byte tokens only if all of them together are valid, and else one U+FFFD
+        of each, so nothing of them is settled before either is sure.
+        """
+        start, backwards = None, bytearray()
+        for place in range(len(tokens) - 1, -1, -1):
+            token = tokens[place]
+            if token not in self._bytes:
+                self._bytes[token] = b"" if self._is_left_out(token) else self._byte_of(token)
+            byte = self._bytes[token]
+            if byte is None:
+                break
+            if byte:
+                start = place
+                backwards += byte
+        return start if _may_become_text(bytes(reversed(backwards))) else None
+
+    def _byte_of(self, token: int) -> bytes | None:
+        match = _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token)))
+        return None if match is None else bytes.fromhex(match[1])
+
+    def _is_left_out(self, token: int) -> bool:
+        """Is it as if the token were not there? (A space at the beginning of a text shows nothing, but is there.)"""
+        if self.decode([token]):
+            return False
+        known = self._tokenizer.convert_ids_to_tokens(token) is not None
+        return not known or (self._skip and bool(self._tokenizer.decode([token], skip_special_tokens=False)))
+
+
+class _Window:
+    """The last tokens, whose text is made again with the tokens that come, because it depends on what stands before."""
+
+    def __init__(self, decoder: _Decoder, prompt: Sequence[int]) -> None:
+        self._decoder = decoder
+        self._tokens = decoder.context(prompt)
+        self._before = decoder.decode(self._tokens)  # the text of the window that is not new
+        self._limit = max(_LONGEST_WINDOW, 2 * len(self._tokens))
+
+    def read(self, tokens: list[int], last: bool) -> tuple[str, str]:
+        """The text that these tokens add for good, and text that is there behind it but may change."""
+        self._tokens += tokens
+        now = self._decoder.decode(self._tokens)
+        begin = len(self._before) if now.startswith(self._before) else _end_of(self._before, now)
+        if last:
+            return now[begin:], ""
+        end = self._decoder.settled(self._tokens, now)
+        if (context := self._decoder.context_behind_bytes(self._tokens, now)) is not None:
+            self._tokens, self._before = context, self._decoder.decode(context)
+            return now[begin:], ""
+        if end > begin:
+            self._before = now[:end]
+        if len(self._tokens) > self._limit and end == len(self._before):
+            self._shorten()
+        return now[begin:end], now[max(begin, end) :].rstrip(_UNFINISHED)
+
+    def _shorten(self) -> None:
+        self._tokens = self._decoder.context(self._tokens)
+        text = self._decoder.decode(self._tokens)
+        self._before = text[: self._decoder.settled(self._tokens, text)]
+        self._limit = max(_LONGEST_WINDOW, 2 * len(self._tokens))
+
+
+class _StopStrings:
+    """Lets text pass until one of several strings appears in it; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        assert all(stops), "an empty stop string"
+        self._searches = [_Search(stop) for stop in stops]
+        self._beginnings = re.compile("|".join(re.escape(stop[0]) for stop in stops))
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def let_pass(self, settled: str, tentative: str, last: bool) -> str:
+        """The text that may be shown now. A stop string counts as soon as it can be seen, even in tentative text:
+        the answer ends there, so nothing comes that would change it."""
+        if not self._held and self._beginnings.search(settled + tentative) is None:
+            return settled
+        found: list[tuple[int, int, str]] = []  # start, end, string: the smallest is the first to appear
+        for search in self._searches:
+            end = search.read(settled, tentative)
+            if end is not None:
+                found.append((end - len(search.string), end, search.string))
+        text = self._held + settled
         if found:
-            self._seen = self._seen[: min(found)]
-            self.stopped = True
-        self.text = self._seen[: len(self._seen) - (0 if self.stopped else self._held_back())]
+            start, end, self.found = min(found)
+            return (text + tentative)[: len(self._held) + (end if self._include else start)]
+        ready = len(text) if last else len(text) - max(search.begun for search in self._searches)
+        self._held = text[ready:]
+        return text[:ready]
 
-    def _held_back(self) -> int:
-        """How many characters at the end may be the beginning of a stop string: shown text is never taken back."""
-        begins = (part for stop in self._stop for part in range(1, len(stop)) if self._seen.endswith(stop[:part]))
-        return max(begins, default=0)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip))
+class _Search:
+    """Looks for one string in a text that comes in pieces, after Knuth, Morris and Pratt: no character twice."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.begun = 0  # this many characters at the end of the text are the beginning of the string
+
+    def read(self, piece: str, tentative: str) -> int | None:
+        """Where the string ends, counted from the beginning of the piece; tentative text is not remembered."""
+        end, self.begun = self._find(piece, self.begun)
+        if end is None and tentative:
+            end, _ = self._find(tentative, self.begun)
+            return None if end is None else len(piece) + end
+        return end
+
+    def _find(self, piece: str, begun: int) -> tuple[int | None, int]:
+        string, place = self.string, 0
+        while True:
+            if begun == 0:
+                place = piece.find(string[0], place)
+            if place < 0 or place == len(piece):
+                return None, begun
+            while begun and string[begun] != piece[place]:
+                begun = _borders(string)[begun]
+            begun += string[begun] == piece[place]
+            place += 1
+            if begun == len(string):
+                return place, begun
+
+
+@lru_cache(maxsize=64)
+def _borders(string: str) -> tuple[int, ...]:
+    """For each length, the longest shorter beginning of the string that also ends its beginning of that length."""
+    borders = [0, 0]
+    for letter in string[1:]:
+        border = borders[-1]
+        while border and string[border] != letter:
+            border = borders[border]
+        borders.append(border + (string[border] == letter))
+    return tuple(borders)
+
+
+def _end_of(before: str, now: str) -> int:
+    """Where in the text the part ends that was there before, if that part is not quite the same any more.
+
+    That is so right behind a prompt: its last character was not finished and is now, or cleanup removes its spaces.
+    """
+    while before.endswith(_UNFINISHED):
+        before = before[:-1]
+        if now.startswith(before):
+            return len(before)
+    ends = [0, *(place for place, letter in enumerate(now, 1) if letter != " ")]
+    return ends[min(len(before.replace(" ", "")), len(ends) - 1)]
+
+
+def _may_become_text(data: bytes) -> bool:
+    """Is it valid UTF-8, or would it be with more bytes?"""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True

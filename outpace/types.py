@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from outpace.errors import InputError
 
@@ -13,12 +14,15 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends; names and defaults are vLLM's."""
 
+    n: int = 1
+    """Answers to the prompt."""
     max_tokens: int = 16
     """Most new tokens."""
     min_tokens: int = 0
@@ -32,25 +36,40 @@ class SamplingParams:
     min_p: float = 0.0
     """Sample from tokens at least this likely, relative to the likeliest."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens that have occurred less likely."""
+    """Above 1 makes tokens of the prompt and the answer less likely."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that is in the answer."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token for each time that it is in the answer."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    """Added to the logits of these tokens; kept as pairs of token and bias."""
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    """Choose among these tokens only; None is all."""
+    bad_words: tuple[str, ...] | list[str] = ()
+    """Strings whose tokens the answer does not contain."""
     seed: int | None = None
     """Same seed, same text."""
     stop: tuple[str, ...] | list[str] | str = ()
     """End before the first of these strings appears."""
+    include_stop_str_in_output: bool = False
+    """End behind the stop string instead."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
     """End with any of these tokens, beside the model's own."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    logprobs: int | None = None
+    """Tell the log-probability of each new token and of this many likeliest ones in its place."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InputError(f"{name}: expected a number, got {value!r}")
-            if not low <= value <= high:
-                raise InputError(f"{name}: must be from {low:g} to {high:g}, got {value!r}")
+            _check_number(name, getattr(self, name), low, high)
+        for name in _COUNTS_OR_NONE:
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 0, MAX_LOGPROBS)
         if 0 < self.temperature < _COLDEST:
             raise InputError(
                 f"temperature: {self.temperature!r} is too small; use 0 for greedy, or {_COLDEST:g} or more"
@@ -66,20 +85,66 @@ class SamplingParams:
             raise InputError(f"seed: expected an integer of 64 bits, got {self.seed}")
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens: {self.min_tokens} is more than max_tokens={self.max_tokens}")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, tuple | list) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise InputError(f"stop: expected strings that are not empty, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stops))
-        tokens = self.stop_token_ids
-        if not isinstance(tokens, tuple | list) or not all(isinstance(token, int) and token >= 0 for token in tokens):
-            raise InputError(f"stop_token_ids: expected token ids, got {tokens!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(tokens))
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Puts tuples where lists and mappings were given."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _strings("stop", stop))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InputError("allowed_token_ids: expected at least one token id; use None to allow all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _pairs("logit_bias", self.logit_bias))
 
 
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name}: expected a number, got {value!r}")
+    if not low <= value <= high:
+        raise InputError(f"{name}: must be from {low:g} to {high:g}, got {value!r}")
+
+
+def _strings(name: str, values: object) -> tuple[str, ...]:
+    if not isinstance(values, tuple | list) or not all(isinstance(value, str) and value for value in values):
+        raise InputError(f"{name}: expected strings that are not empty, got {values!r:.80}")
+    return tuple(values)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list) or not all(map(_is_token_id, values)):
+        raise InputError(f"{name}: expected token ids, got {values!r:.80}")
+    return tuple(values)
+
+
+def _pairs(name: str, values: object) -> tuple[tuple[int, float], ...]:
+    """A mapping from token ids as sorted pairs, and such pairs as they are: `dataclasses.replace` gives them back."""
+    try:
+        biases = dict(values)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: expected a mapping from token ids to numbers, got {values!r:.80}") from None
+    for token, bias in biases.items():
+        if not _is_token_id(token):
+            raise InputError(f"{name}: expected token ids as keys, got {token!r:.80}")
+        _check_number(f"{name}[{token}]", bias, -100, 100)
+    return tuple(sorted(biases.items()))
+
+
+MAX_LOGPROBS = 20  # most that OpenAI and vLLM give
 _COLDEST = 1e-5  # logits divided by less overflow
-_SWITCHES = ("ignore_eos", "skip_special_tokens")
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_COUNTS_OR_NONE = ("logprobs", "prompt_logprobs")
 _RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
     ("max_tokens", 1, 2**31),
     ("min_tokens", 0, 2**31),
     ("temperature", 0, 100),
@@ -87,7 +152,27 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_k", 0, 2**31),
     ("min_p", 0, 1),
     ("repetition_penalty", 1e-3, 1e3),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was, as the model has it: before temperature, penalties and masks."""
+
+    logprob: float
+    rank: int
+    """1 is the likeliest; equals share the better rank."""
+    decoded_token: str | None = None
+
+
+class HasText(Protocol):
+    """Where the text of an answer comes from: it may be made when it is asked for."""
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
 
 
 @dataclass(slots=True)
@@ -95,9 +180,24 @@ class CompletionOutput:
     """One answer to a prompt."""
 
     index: int = 0
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The token or the string that ended it, if it was not the model's own end."""
+    logprobs: "list[TokenLogprobs] | None" = None
+    """For each token, if `SamplingParams.logprobs` asks for them."""
+    cumulative_logprob: float | None = None
+    """Their sum over the tokens of the answer."""
+    source: HasText | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The answer so far; empty without a tokenizer."""
+        return "" if self.source is None else self.source.text
+
+    def __repr__(self) -> str:
+        reason = f", finish_reason={self.finish_reason.value!r}" if self.finish_reason else ""
+        return f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids={self.token_ids}{reason})"
 
 
 @dataclass(slots=True)
@@ -124,6 +224,13 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: "list[TokenLogprobs | None] | None" = None
+    """For each token of the prompt but the first, if `SamplingParams.prompt_logprobs` asks for them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -148,6 +255,8 @@ class Request:
     """Smaller is sooner; first come, first served among equals."""
     cache_salt: str = ""
     """Prefixes are shared only between requests with the same salt."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer must not contain."""
 
     def __post_init__(self) -> None:
         tokens = self.prompt_token_ids
@@ -183,7 +292,7 @@ class ScheduledSequence:
     request: Request | None = None
     """Given when it comes in or comes back: the runner starts afresh with `token_ids` and `new_blocks`."""
     token_ids: tuple[int, ...] = ()
-    """With `request`: all its tokens so far, prompt and answer."""
+    """With `request`: all its tokens so far, prompt and answer. Without: tokens from `start` on, chosen elsewhere."""
 
 
 @dataclass(slots=True)
@@ -208,6 +317,10 @@ class Step:
         return sum(sequence.num_new_tokens for sequence in self.sequences)
 
 
+TokenLogprobs = dict[int, "Logprob"]
+"""A token and the likeliest ones in its place, each with its log-probability."""
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What came out of a step."""
@@ -215,6 +328,10 @@ class StepOutput:
     step_id: int
     token_ids: Mapping[str, int]
     """The token chosen for each request whose entry in the step says `samples`."""
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    """Of the chosen token and the likeliest ones, for requests that want them."""
+    prompt_logprobs: Mapping[str, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
+    """Of the tokens of a prompt by position, as far as this step has computed them."""
 
 
 @dataclass(slots=True)

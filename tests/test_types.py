@@ -3,14 +3,16 @@
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from outpace import CompletionOutput, FinishReason, InputError, RequestOutput, SamplingParams
-from outpace.types import RequestMetrics
+from outpace.types import Logprob, RequestMetrics
 
 # vLLM's names and defaults (top_k: 0 and -1 mean all there)
 VLLM_DEFAULTS = {
+    "n": 1,
     "max_tokens": 16,
     "min_tokens": 0,
     "temperature": 1.0,
@@ -18,11 +20,19 @@ VLLM_DEFAULTS = {
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": (),
     "seed": None,
     "stop": (),
+    "include_stop_str_in_output": False,
     "stop_token_ids": (),
     "ignore_eos": False,
     "skip_special_tokens": True,
+    "logprobs": None,
+    "prompt_logprobs": None,
 }
 
 
@@ -54,6 +64,62 @@ def test_stop_strings_become_a_tuple(stop: list[str] | str, kept: tuple[str, ...
     assert hash(SamplingParams(stop=stop, stop_token_ids=[1, 2])) == hash(
         SamplingParams(stop=kept, stop_token_ids=(1, 2))
     )
+
+
+def test_lists_and_mappings_become_tuples() -> None:
+    given: dict[str, Any] = {"allowed_token_ids": [3, 1], "bad_words": ["a b"], "logit_bias": {9: 1, 2: -0.5}}
+    params = SamplingParams(**given)
+    kept = {name: getattr(params, name) for name in given}
+    assert kept == {"allowed_token_ids": (3, 1), "bad_words": ("a b",), "logit_bias": ((2, -0.5), (9, 1))}
+    assert hash(params) == hash(SamplingParams(**given))
+    assert dataclasses.replace(params, n=2) == SamplingParams(n=2, **given)
+    given["logit_bias"][9] = 50
+    assert params.logit_bias == ((2, -0.5), (9, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"n": 0}, "n: must be from 1 to 128, got 0"),
+        ({"n": 129}, "n: must be from 1 to 128, got 129"),
+        ({"n": 1.5}, "n: expected an integer, got 1.5"),
+        ({"n": None}, "n: expected a number, got None"),
+        ({"presence_penalty": 2.1}, "presence_penalty: must be from -2 to 2, got 2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: must be from -2 to 2, got nan"),
+        ({"logprobs": -1}, "logprobs: must be from 0 to 20, got -1"),
+        ({"logprobs": True}, "logprobs: expected a number, got True"),
+        ({"logprobs": 2.0}, "logprobs: expected an integer, got 2.0"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: must be from 0 to 20, got 21"),
+        ({"prompt_logprobs": "5"}, "prompt_logprobs: expected a number, got '5'"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one token id; use None to allow all"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids: expected token ids, got 5"),
+        ({"allowed_token_ids": [-1]}, r"allowed_token_ids: expected token ids, got \[-1\]"),
+        ({"allowed_token_ids": [True]}, r"allowed_token_ids: expected token ids, got \[True\]"),
+        ({"bad_words": "word"}, "bad_words: expected strings that are not empty, got 'word'"),
+        ({"bad_words": [""]}, "bad_words: expected strings that are not empty"),
+        ({"bad_words": None}, "bad_words: expected strings that are not empty, got None"),
+        ({"logit_bias": [1, 2]}, "logit_bias: expected a mapping from token ids to numbers"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias: expected token ids as keys, got '5'"),
+        ({"logit_bias": {-5: 1.0}}, "logit_bias: expected token ids as keys, got -5"),
+        ({"logit_bias": {5: 101}}, r"logit_bias\[5\]: must be from -100 to 100, got 101"),
+        ({"logit_bias": {5: "1"}}, r"logit_bias\[5\]: expected a number, got '1'"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output: expected True or False, got 1"),
+    ],
+)
+def test_a_wrong_value_is_named(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=f"^{says}"):
+        SamplingParams(**values)
+
+
+def test_the_ends_of_the_ranges_are_inside() -> None:
+    SamplingParams(n=128, presence_penalty=-2, frequency_penalty=2, logit_bias={0: 100, 1: -100}, logprobs=0)
+    SamplingParams(prompt_logprobs=20, logit_bias={}, bad_words=[])
+
+
+def test_a_logprob() -> None:
+    assert Logprob(-0.5, 1) == Logprob(logprob=-0.5, rank=1, decoded_token=None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Logprob(-0.5, 1).rank = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, -(2**63)])

@@ -1,0 +1,349 @@
+"""Which token comes next: a batch of requests, each with its own parameters, without waiting for the device.
+
+The parameters of a set of requests are tensors that are made once (`SamplingBatch.of`), and everything that changes
+from step to step is computed on the device from the tokens so far. The order is vLLM's: allowed tokens, bad words,
+min_tokens, bias, penalties, then temperature, min_p, top_k and top_p (`kernels.draw`). A token depends on its own
+request alone: its seed, its parameters, its tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.errors import InputError
+from outpace.kernels.dispatch import default_kernels
+from outpace.kernels.draw import draw_ref, draw_triton
+from outpace.types import Request, SamplingParams
+
+BANNED = -1e30
+"""Added to the logit of a banned token. It is finite: a row of which all is banned still draws an allowed token."""
+_FOREVER = 2**62
+_CHUNK_BYTES = 2**28  # of fp32 that log-probabilities may take at once
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How likely tokens were by the logits as the model gave them, and the likeliest K in their place."""
+
+    token_logprobs: Tensor  # [S] fp32
+    token_ranks: Tensor  # [S] int64, 1 + how many logits are larger
+    top_ids: Tensor  # [S, K] int64, likeliest first
+    top_logprobs: Tensor  # [S, K] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What `sample` chose."""
+
+    token_ids: Tensor  # [S] int64
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bans:
+    """Tokens that are banned while fewer than `until` are generated. All [N]; places are row * V + token."""
+
+    rows: Tensor
+    places: Tensor
+    until: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Tokens that are banned behind a prefix: of bad words, the last one."""
+
+    rows: Tensor  # [N]
+    places: Tensor  # [N]
+    sizes: Tensor  # [N], tokens of the prefix
+    prefixes: Tensor  # [N, P], at the right end; -1 in front
+
+
+@dataclass(frozen=True, slots=True)
+class _Penalties:
+    """The rows that have any, and what they have."""
+
+    vocab_size: int
+    rows: Tensor  # [R]
+    starts: Tensor  # [R, 1], row * V
+    prompt_lengths: Tensor  # [R, 1]
+    repetition: Tensor  # [R, 1]
+    presence: Tensor  # [R, 1]
+    frequency: Tensor  # [R, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Edits:
+    """What makes scores of logits; at least one is there."""
+
+    disallowed: Tensor | None  # [S, V] bool
+    biases: tuple[Tensor, Tensor] | None  # places [N], values [N] fp32
+    bans: _Bans | None
+    words: _Words | None
+    penalties: _Penalties | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """Parameters of the sampled rows of a step as tensors; made again only when the set of requests changes."""
+
+    vocab_size: int
+    greedy: bool
+    """Every row is a plain argmax of its logits, and nobody wants log-probabilities."""
+    num_logprobs: int | None
+    """The most that any row wants; None: nobody wants any."""
+    argmax: bool
+    """Every row takes its highest score, though scores may differ from logits."""
+    filtered: bool
+    """Some row has top_k or top_p."""
+    prompt_lengths: Tensor  # [S] int64
+    temperature: Tensor  # [S] fp32; 0 is argmax
+    top_k: Tensor  # [S] int64; 0 is all
+    top_p: Tensor  # [S] fp32
+    min_p: Tensor  # [S] fp32
+    keys: Tensor  # [S] int64, of the random numbers
+    edits: _Edits | None
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        vocab_size: int,
+        device: torch.device,
+        bad_words: Sequence[Sequence[Sequence[int]]] | None = None,
+        *,
+        salt: int = 0,
+    ) -> "SamplingBatch":
+        """Puts the parameters on the device. bad_words: the token sequences of each request's; salt: a random number
+        of the process, from which requests without a seed get theirs."""
+        params = [request.params for request in requests]
+        for each in params:
+            check_vocabulary(each, vocab_size)
+        heat = [0.0 if each.top_k == 1 else each.temperature for each in params]
+        top_k = [each.top_k if each.top_k < vocab_size else 0 for each in params]
+        floats = [heat, [each.top_p for each in params], [each.min_p for each in params]]
+        ints = [[len(each.prompt_token_ids) for each in requests], top_k, [_key(each, salt) for each in requests]]
+        temperature, top_p, min_p = _upload_rows(floats, torch.float32, device)
+        prompt_lengths, top_ks, keys = _upload_rows(ints, torch.int64, device)
+        wanted = [each.logprobs for each in params if each.logprobs is not None]
+        edits = _edits(requests, bad_words, vocab_size, device)
+        return cls(
+            vocab_size=vocab_size,
+            greedy=not any(heat) and not wanted and edits is None,
+            num_logprobs=min(max(wanted), vocab_size) if wanted else None,
+            argmax=not any(heat),
+            filtered=any(h > 0 and (k > 0 or each.top_p < 1) for h, k, each in zip(heat, top_k, params, strict=True)),
+            prompt_lengths=prompt_lengths,
+            temperature=temperature,
+            top_k=top_ks,
+            top_p=top_p,
+            min_p=min_p,
+            keys=keys,
+            edits=edits,
+        )
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses tokens that the model does not have, where they mean something."""
+    biased = dict(params.logit_bias or ())
+    for name, tokens in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", biased)):
+        if tokens and max(tokens) >= vocab_size:
+            raise InputError(f"{name}: {max(tokens)} is not a token; the vocabulary has {vocab_size}")
+
+
+def sample(logits: Tensor, batch: SamplingBatch, history: Tensor, lengths: Tensor) -> Sampled:
+    """The next token of each row. Nothing here waits for the device.
+
+    logits: [S, V], not modified; history: [S, L] int32, the tokens of each request so far, prompt then answer;
+    lengths: [S] int64, how many they are.
+    """
+    assert logits.shape == (len(batch.keys), batch.vocab_size), f"{tuple(logits.shape)} for another batch"
+    assert len(history) == len(lengths) == len(logits)
+    generated = lengths - batch.prompt_lengths
+    scores = logits if batch.edits is None else _scores(logits, batch.edits, history, lengths, generated)
+    if batch.argmax:
+        tokens = scores.argmax(dim=1)
+    else:
+        draw = draw_triton if default_kernels(logits.device)[0] == "triton" else draw_ref
+        rows = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys, generated)
+        tokens = draw(scores, *rows, filtered=batch.filtered)
+    found = None if batch.num_logprobs is None else logprobs_of(logits, tokens, batch.num_logprobs)
+    return Sampled(tokens, found)
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, num: int) -> Logprobs:
+    """Log-probabilities of tokens [S] by logits [S, V], and of the `num` likeliest. Some rows at a time: they take
+    fp32 twice."""
+    rows = max(1, _CHUNK_BYTES // (2 * 4 * logits.shape[1]))
+    starts = range(0, max(1, len(logits)), rows)
+    parts = [_logprobs(logits[start : start + rows], token_ids[start : start + rows], num) for start in starts]
+    if len(parts) == 1:
+        return Logprobs(*parts[0])
+    return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs = logits.log_softmax(dim=1, dtype=torch.float32)
+    own = token_ids[:, None]  # [S, 1]
+    ranks = (logits > logits.gather(1, own)).sum(dim=1) + 1
+    top = logprobs.topk(min(num, logits.shape[1]), dim=1)
+    return logprobs.gather(1, own).squeeze(1), ranks, top.indices, top.values
+
+
+def _scores(logits: Tensor, edits: _Edits, history: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
+    """Logits with masks, bias and penalties, in fp32. [S, V]"""
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flat = scores.view(-1)
+    if edits.disallowed is not None:  # what is allowed stays above what is not, even where the model says -inf
+        scores.clamp_(min=BANNED).masked_fill_(edits.disallowed, float("-inf"))
+    if edits.words is not None:
+        flat.index_add_(0, edits.words.places, _follows(edits.words, history, lengths, generated).float() * BANNED)
+    if edits.bans is not None:
+        active = generated[edits.bans.rows] < edits.bans.until
+        flat.index_add_(0, edits.bans.places, active.float() * BANNED)
+    if edits.biases is not None:
+        flat.index_add_(0, *edits.biases)
+    if edits.penalties is not None:
+        _penalize(flat, edits.penalties, history, lengths)
+    return scores
+
+
+def _follows(words: _Words, history: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
+    """Whether each prefix is the end of its row's answer. [N] bool"""
+    back = torch.arange(-words.prefixes.shape[1], 0, device=history.device)  # [P]
+    places = (lengths[words.rows, None] + back).clamp_(min=0)  # [N, P]
+    same = (history[words.rows[:, None], places] == words.prefixes) | (words.prefixes < 0)
+    return same.all(dim=1) & (generated[words.rows] >= words.sizes)
+
+
+def _penalize(flat: Tensor, penalties: _Penalties, history: Tensor, lengths: Tensor) -> None:
+    """Applies the penalties to the scores of the tokens that their rows have, wherever one occurs. flat: [S * V]"""
+    tokens = history[penalties.rows]  # [R, L]
+    position = torch.arange(history.shape[1], device=history.device)
+    written = position < lengths[penalties.rows, None]
+    answered = written & (position >= penalties.prompt_lengths)
+    tokens = torch.where(written, tokens, tokens[:, :1]).long()  # behind the last: the first once more
+    counts = torch.zeros(len(tokens), penalties.vocab_size, dtype=torch.float32, device=flat.device)
+    times = counts.scatter_add_(1, tokens, answered.float()).gather(1, tokens)
+    places = tokens + penalties.starts
+    x = flat[places]
+    x = torch.where(x > 0, x / penalties.repetition, x * penalties.repetition)
+    x.addcmul_(times, penalties.frequency, value=-1).addcmul_(times.clamp(max=1), penalties.presence, value=-1)
+    flat.scatter_(0, places.view(-1), x.view(-1))  # several of one token have one value
+
+
+def _key(request: Request, salt: int) -> int:
+    """64 bits from the seed, or from the request's name if it has none."""
+    seed = request.params.seed
+    text = f"seed {seed}" if seed is not None else f"request {salt} {request.request_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
+
+
+def _upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _upload_rows(
+    rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three rows in one copy; each starts at a multiple of 16 bytes, so that kernels are compiled once for all."""
+    count = len(rows[0])
+    padding = [0] * (-count % 4)
+    first, second, third = _upload([[*row, *padding] for row in rows], dtype, device)
+    return first[:count], second[:count], third[:count]
+
+
+def _edits(
+    requests: Sequence[Request],
+    bad_words: Sequence[Sequence[Sequence[int]]] | None,
+    vocab_size: int,
+    device: torch.device,
+) -> _Edits | None:
+    params = [request.params for request in requests]
+    found = _Edits(
+        disallowed=_disallowed(params, vocab_size, device),
+        biases=_biases(params, vocab_size, device),
+        bans=_bans(requests, bad_words, vocab_size, device),
+        words=_words(bad_words, vocab_size, device),
+        penalties=_penalties(requests, vocab_size, device),
+    )
+    parts = (found.disallowed, found.biases, found.bans, found.words, found.penalties)
+    return None if all(part is None for part in parts) else found
+
+
+def _disallowed(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Tensor | None:
+    rows = [row for row, each in enumerate(params) if each.allowed_token_ids is not None]
+    if not rows:
+        return None
+    places = [row * vocab_size + token for row in rows for token in params[row].allowed_token_ids or ()]
+    mask = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
+    mask.index_fill_(0, _upload(rows, torch.int64, device), True)
+    mask.view(-1).index_fill_(0, _upload(places, torch.int64, device), False)
+    return mask
+
+
+def _biases(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    given = [(row * vocab_size, dict(each.logit_bias or ())) for row, each in enumerate(params)]
+    found = [(start + token, bias) for start, biases in given for token, bias in biases.items()]
+    if not found:
+        return None
+    places, values = zip(*found, strict=True)
+    return _upload(places, torch.int64, device), _upload(values, torch.float32, device)
+
+
+def _bans(
+    requests: Sequence[Request],
+    bad_words: Sequence[Sequence[Sequence[int]]] | None,
+    vocab_size: int,
+    device: torch.device,
+) -> _Bans | None:
+    """Ends before min_tokens, and bad words of one token for ever. A token that the model does not have needs none."""
+    found = []
+    for row, request in enumerate(requests):
+        params = request.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)}
+        until = {token: params.min_tokens for token in ends if params.min_tokens > 0}
+        until |= {word[0]: _FOREVER for word in (bad_words[row] if bad_words else ()) if len(word) == 1}
+        found += [(row, row * vocab_size + token, limit) for token, limit in until.items() if token < vocab_size]
+    if not found:
+        return None
+    rows, places, limits = _upload(list(zip(*found, strict=True)), torch.int64, device)
+    return _Bans(rows, places, limits)
+
+
+def _words(bad_words: Sequence[Sequence[Sequence[int]]] | None, vocab_size: int, device: torch.device) -> _Words | None:
+    """Bad words of several tokens."""
+    found = [
+        (row, row * vocab_size + word[-1], len(word) - 1, word[:-1])
+        for row, words in enumerate(bad_words or ())
+        for word in words
+        if len(word) > 1 and max(word) < vocab_size
+    ]
+    if not found:
+        return None
+    rows, places, sizes, prefixes = zip(*found, strict=True)
+    longest = max(sizes)
+    padded = [[-1] * (longest - len(prefix)) + list(prefix) for prefix in prefixes]
+    row, place, size = _upload([rows, places, sizes], torch.int64, device)
+    return _Words(row, place, size, _upload(padded, torch.int32, device))
+
+
+def _penalties(requests: Sequence[Request], vocab_size: int, device: torch.device) -> _Penalties | None:
+    rows = [
+        row
+        for row, params in enumerate(request.params for request in requests)
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+    ]
+    if not rows:
+        return None
+    params = [requests[row].params for row in rows]
+    factors = [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in params]
+    repetition, presence, frequency = _upload(factors, torch.float32, device).split(1, dim=1)
+    lengths = [len(requests[row].prompt_token_ids) for row in rows]
+    places = [(row, row * vocab_size, length) for row, length in zip(rows, lengths, strict=True)]
+    row_ids, starts, prompt_lengths = _upload(places, torch.int64, device).split(1, dim=1)
+    return _Penalties(vocab_size, row_ids.squeeze(1), starts, prompt_lengths, repetition, presence, frequency)
