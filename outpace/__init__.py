@@ -10,7 +10,9 @@ from outpace._version import __version__
 
 if TYPE_CHECKING:
     from outpace.api import init_inference as init_inference
+    from outpace.api import pipeline as pipeline
     from outpace.config import InferenceConfig as InferenceConfig
+    from outpace.config import LLMConfig as LLMConfig
     from outpace.config import default_inference_config as default_inference_config
     from outpace.engine import InferenceEngine as InferenceEngine
     from outpace.errors import ConfigError as ConfigError
@@ -20,28 +22,36 @@ if TYPE_CHECKING:
     from outpace.errors import NotSupported as NotSupported
     from outpace.errors import NotSupportedYet as NotSupportedYet
     from outpace.errors import OutpaceError as OutpaceError
+    from outpace.errors import Overloaded as Overloaded
     from outpace.errors import StateError as StateError
     from outpace.inject.policies import register_policy as register_policy
     from outpace.inject.policy import ModelRoles as ModelRoles
     from outpace.inject.policy import Policy as Policy
     from outpace.llm import LLM as LLM
+    from outpace.mii import Pipeline as Pipeline
+    from outpace.mii import Response as Response
+    from outpace.ragged import RaggedEngine as RaggedEngine
+    from outpace.ragged import SchedulingResult as SchedulingResult
     from outpace.types import CompletionOutput as CompletionOutput
     from outpace.types import FinishReason as FinishReason
+    from outpace.types import Logprob as Logprob
     from outpace.types import RequestOutput as RequestOutput
     from outpace.types import SamplingParams as SamplingParams
 
 _WHERE = {
-    "outpace.api": ("init_inference",),
-    "outpace.config": ("InferenceConfig", "default_inference_config"),
+    "outpace.api": ("init_inference", "pipeline"),
+    "outpace.config": ("InferenceConfig", "LLMConfig", "default_inference_config"),
     "outpace.engine": ("InferenceEngine",),
     "outpace.errors": (
         *("ConfigError", "DownloadError", "InputError", "ModelError"),
-        *("NotSupported", "NotSupportedYet", "OutpaceError", "StateError"),
+        *("NotSupported", "NotSupportedYet", "OutpaceError", "Overloaded", "StateError"),
     ),
     "outpace.inject.policies": ("register_policy",),
     "outpace.inject.policy": ("ModelRoles", "Policy"),
     "outpace.llm": ("LLM",),
-    "outpace.types": ("CompletionOutput", "FinishReason", "RequestOutput", "SamplingParams"),
+    "outpace.mii": ("Pipeline", "Response"),
+    "outpace.ragged": ("RaggedEngine", "SchedulingResult"),
+    "outpace.types": ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"),
 }
 
 __all__ = ["__version__", *(name for names in _WHERE.values() for name in names)]

@@ -1,11 +1,14 @@
-"""The calls people make: `init_inference` for a module."""
+"""The calls people make: `init_inference` for a module, `pipeline` for those who come from MII."""
 
+import os
 from typing import Any
 
 from torch import nn
 
 from outpace.config import ConfigLike, InferenceConfig
 from outpace.engine import InferenceEngine
+from outpace.llm import LLM
+from outpace.mii import Pipeline
 
 
 def init_inference(model: nn.Module, config: ConfigLike = None, **kwargs: Any) -> InferenceEngine:
@@ -15,3 +18,8 @@ def init_inference(model: nn.Module, config: ConfigLike = None, **kwargs: Any) -
     their defaults: `outpace.InferenceConfig`. The model is converted and moved in place.
     """
     return InferenceEngine(model, InferenceConfig.of(config, **kwargs))
+
+
+def pipeline(model_name_or_path: str | os.PathLike[str] | nn.Module | None = None, **options: Any) -> Pipeline:
+    """A pipeline as MII's: `pipe(prompts, max_new_tokens=...)` returns responses. Options are those of `LLM`."""
+    return Pipeline(LLM(model_name_or_path, **options))

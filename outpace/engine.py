@@ -13,11 +13,9 @@ from torch import nn
 from outpace import generation
 from outpace.config import InferenceConfig
 from outpace.errors import ModelError, NotSupported, StateError
-from outpace.inject.start import Fused, Injection, plan_injection
-from outpace.kernels.dispatch import choose_kernels
-from outpace.loading.inspect import ModelInfo, check_model, describe
-from outpace.loading.place import default_dtype, to_dtype
-from outpace.log import chosen, logger
+from outpace.inject.start import Fused, Injection
+from outpace.log import chosen
+from outpace.prepare import prepare
 from outpace.profile import Profiler
 from outpace.runner.fast_generate import FastGenerate
 from outpace.runner.graphs import ForwardGraphs
@@ -39,18 +37,14 @@ class InferenceEngine(nn.Module):
         super().__init__()
         if isinstance(model, InferenceEngine):
             raise ModelError("model: it is an engine already; use it, or give init_inference its module")
-        self.module = check_model(model)
+        prepared = prepare(model, config)
+        self.module = prepared.module
         self.inference_config = config
-        self.info = _look_at(self.module, config)
-        injection = _plan(self.module, config)  # what cannot work is refused before the model is touched
-        self._fused = isinstance(injection, Fused)
-        self._dtype = _convert(self.module, config)
-        if injection is not None:
-            injection.apply()
-        self._device = _place(self.module, config)
+        self.info, self._dtype, self._device = prepared.info, prepared.dtype, prepared.device
+        self._fused = isinstance(prepared.injection, Fused)
         self._graphs = self._make_graphs(config)
         self._profiler = Profiler(self._device)
-        self._fast = self._make_fast(injection, config)
+        self._fast = self._make_fast(prepared.injection, config)
         self.eval()
 
     @property
@@ -197,32 +191,3 @@ class InferenceEngine(nn.Module):
             graphs=config.enable_cuda_graph,
             measure=lambda: self._profiler.measure("forward"),
         )
-
-
-def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
-    info = describe(module, config.config, find_experts=config.moe.enabled)
-    logger.info("model: %s (%s, %s experts)", type(module).__name__, info.kind, info.num_experts or "no")
-    return info
-
-
-def _plan(module: nn.Module, config: InferenceConfig) -> Injection | None:
-    if not config.replace_with_kernel_inject and not config.injection_policy:
-        return None
-    return plan_injection(module, config, choose_kernels(config.torch_device, config.kernels))
-
-
-def _convert(module: nn.Module, config: InferenceConfig) -> torch.dtype:
-    dtype, reason = (config.dtype, "asked for") if config.dtype else default_dtype(config.torch_device)
-    chosen("dtype", dtype, reason)
-    to_dtype(module, dtype)
-    return dtype
-
-
-def _place(module: nn.Module, config: InferenceConfig) -> torch.device:
-    if config.keep_module_on_host:
-        device, reason = torch.device("cpu"), "keep_module_on_host"
-    else:
-        device, reason = config.torch_device, "asked for" if config.device else "the first GPU, or else the CPU"
-    chosen("device", device, reason)
-    module.to(device)
-    return device

@@ -1,5 +1,6 @@
 """What `generate` checks and rearranges before Hugging Face's loop runs, and undoes after it."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,11 +80,7 @@ def _fields(config: Any) -> Mapping[str, Any]:
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by keyword, so that a positional prompt is checked like any other."""
     generate: Any = module.generate
-    names = [
-        name
-        for name, parameter in inspect.signature(generate).parameters.items()
-        if parameter.kind != parameter.VAR_KEYWORD
-    ]
+    names = _positional(generate.__func__ if inspect.ismethod(generate) else generate) if args else ()
     if len(args) > len(names):
         raise InputError(f"generate: takes at most {len(names)} positional arguments, got {len(args)}")
     positional = dict(zip(names, args, strict=False))
@@ -91,6 +88,13 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if twice:
         raise InputError(f"{twice[0]} is given twice, by position and by name; give it once")
     return {**positional, **kwargs}
+
+
+@functools.cache
+def _positional(generate: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's arguments; a method's own first one is left out."""
+    given = inspect.signature(generate).parameters.items()
+    return tuple(name for name, each in given if each.kind != each.VAR_KEYWORD and name != "self")
 
 
 def _check_ids(named: Mapping[str, Any], info: ModelInfo) -> torch.Tensor | None:

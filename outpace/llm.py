@@ -1,35 +1,39 @@
-"""LLM: prompts in, answers out. Each request runs by itself on the engine; the ragged runtime will batch them."""
+"""LLM: prompts in, answers out."""
 
 import itertools
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from jinja2 import TemplateError
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedTokenizerBase
 
-from outpace.config import ConfigLike, InferenceConfig
-from outpace.engine import InferenceEngine
-from outpace.errors import InputError, ModelError
-from outpace.loading.build import Loaded, load
-from outpace.loading.inspect import describe
-from outpace.tokenizer import Detokenizer
-from outpace.types import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from outpace.answers import Group
+from outpace.config import ConfigLike, LLMConfig
+from outpace.errors import InputError, ModelError, StateError
+from outpace.llm_engine import LLMEngine
+from outpace.log import logger
+from outpace.prepare import load_paged
+from outpace.types import RequestOutput, SamplingParams
 
 Prompt = str | list[int]
 Message = dict[str, Any]
 
 
 class LLM:
-    """A model with its tokenizer: a name, a folder, a .gguf file, a live module, or nothing for the default model."""
+    """A model with its tokenizer: a name, a folder, a .gguf file, a live module, or nothing for the default model.
+
+    Requests of several threads run together in the same steps.
+    """
 
     def __init__(
         self,
@@ -41,14 +45,29 @@ class LLM:
     ) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             raise InputError(f"tokenizer: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
-        asked = InferenceConfig.of(config, **options)
-        loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
-        self.name = loaded.name
-        self.dtype_reason = loaded.dtype_reason
-        self.tokenizer = tokenizer or loaded.tokenizer
-        self.engine = InferenceEngine(loaded.model, _for_model(asked, loaded))
+        begin = time.perf_counter()
+        parts = load_paged(model, LLMConfig.of(config, **options))
+        self.config, self.name = parts.config, parts.name
+        self.dtype, self.dtype_reason, self.device = parts.dtype, parts.dtype_reason, parts.device
+        self.tokenizer = tokenizer or parts.tokenizer
+        self._engine: LLMEngine | None = LLMEngine(parts, self.tokenizer)
+        self.startup_seconds = parts.seconds | self._engine.startup_seconds | {"all": time.perf_counter() - begin}
+        """What the start took, by part."""
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # one request at a time
+        self._lock = threading.Lock()  # one thread takes a step; every request is in it
+        logger.info("ready: %s", ", ".join(f"{part} {took:.2f} s" for part, took in self.startup_seconds.items()))
+
+    @property
+    def engine(self) -> LLMEngine:
+        """What runs the requests, for those who drive it: `add_request`, `step`, `abort`."""
+        if self._engine is None:
+            raise StateError("the LLM is shut down; make a new one")
+        return self._engine
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and answer together."""
+        return self.engine.max_model_len
 
     def generate(
         self,
@@ -59,19 +78,23 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt (text or token ids), with the same parameters or one for each."""
         work = _pair(_as_prompts(prompts), sampling_params)
-        outputs = []
-        with Progress(console=Console(stderr=True), disable=not use_tqdm or len(work) < 2) as progress:
-            task = progress.add_task("Generating", total=len(work))
-            for item in work:
-                outputs.append(_last(self.stream(*item)))
-                progress.advance(task)
-        return outputs
+        with self._lock:
+            groups = [self._make(prompt, params) for prompt, params in work]  # all are checked before any runs
+        return self._run(groups, use_tqdm=use_tqdm)
 
     def chat(
-        self, messages: list[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, written out with the model's chat template."""
-        return [_last(self.stream(self.apply_chat_template(messages, **template), sampling_params))]
+        """Answer a conversation, or each of several, written out with the model's chat template."""
+        many = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        conversations: Any = messages if many else [messages]
+        prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def apply_chat_template(self, messages: list[Message], **template: Any) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins."""
@@ -91,37 +114,77 @@ class LLM:
         return [int(token) for token in encoded["input_ids"]]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer one prompt, yielding the answer so far after each token. Stop early by leaving the loop."""
-        params = SamplingParams() if sampling_params is None else sampling_params
+        """Answer one prompt, yielding the answer so far whenever it grows. Stop early by leaving the loop."""
+        with self._lock:
+            group = self._make(prompt, SamplingParams() if sampling_params is None else sampling_params)
+        return self._follow(group)
+
+    def shutdown(self) -> None:
+        """Let go of the model, the pages and the graphs. Requests that run are lost."""
+        with self._lock:
+            self._engine = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _make(self, prompt: Prompt, params: SamplingParams) -> Group:
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params: expected SamplingParams, got {params!r:.80}")
-        ids = self._tokenize(prompt)
-        output = RequestOutput(
-            request_id=str(next(self._numbers)),
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=ids,
-            outputs=[CompletionOutput()],
-            finished=False,
-            metrics=RequestMetrics(arrival_time=time.perf_counter()),
-        )
-        run = _Run(output, params, self.tokenizer, self._end_tokens(params))
-        return run.outputs(lambda: self._run(run))
+        ids, text = self.tokenize(prompt), prompt if isinstance(prompt, str) else None
+        return self.engine.make(str(next(self._numbers)), ids, params, prompt=text)
 
-    def _run(self, run: "_Run") -> None:
-        """Let the engine produce every token of a request."""
-        params = run.params
-        ids = torch.tensor([run.output.prompt_token_ids], device=self.engine.device)
+    def _run(self, groups: list[Group], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to their ends; they enter as the queue has room."""
+        todo, epoch = deque(groups), self.engine.epoch
+        try:
+            with _progress(len(groups), shown=use_tqdm) as advance:
+                while not all(group.output.finished for group in groups):
+                    with self._lock:
+                        while todo and self.engine.has_room:
+                            self.engine.submit(todo.popleft())
+                        self._step(epoch)
+                    advance(groups)
+        finally:
+            self._leave(groups)
+        return [group.output for group in groups]
+
+    def _follow(self, group: Group) -> Iterator[RequestOutput]:
+        """The output of a request whenever it has grown, whoever took the steps."""
+        output, seen, epoch = group.output, 0, self.engine.epoch
+        try:
+            with self._lock:
+                self.engine.submit(group)
+            while not output.finished or output.num_tokens > seen:  # others may have taken its last steps
+                with self._lock:
+                    if output.num_tokens == seen:
+                        self._step(epoch)
+                if output.num_tokens > seen:
+                    seen = output.num_tokens
+                    yield output
+        finally:
+            self._leave([group])
+
+    def _step(self, epoch: int) -> None:
+        if self.engine.epoch != epoch:
+            raise StateError("the request was lost when a step that another thread took failed; ask again")
+        self.engine.step()
+
+    def _leave(self, groups: list[Group]) -> None:
+        """Abort what has not finished."""
         with self._lock:
-            self.engine.generate(
-                ids,
-                seed=params.seed,
-                attention_mask=torch.ones_like(ids),
-                streamer=run,
-                stopping_criteria=StoppingCriteriaList([run]),
-                **_settings(params, run.end_tokens),
-            )
+            if self._engine is not None:
+                for group in groups:
+                    self._engine.abort(group.output.request_id)
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; those of a list are checked."""
         if isinstance(prompt, str):
             prompt = list(self._need_tokenizer("generate")(prompt)["input_ids"])
         if not isinstance(prompt, list | tuple) or not prompt or not all(type(token) is int for token in prompt):
@@ -133,133 +196,32 @@ class LLM:
             raise ModelError(f"{what}: the model has no tokenizer; pass LLM(tokenizer=...), or prompts as token ids")
         return self.tokenizer
 
-    def _end_tokens(self, params: SamplingParams) -> set[int]:
-        own = self.engine.generation_config.eos_token_id if not params.ignore_eos else None
-        return {*params.stop_token_ids, *(own if isinstance(own, list) else [own] if own is not None else [])}
 
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[list[Group]], None]]:
+    """A bar of finished requests with tokens a second, for more than one."""
+    if not shown or total < 2:
+        yield lambda groups: None
+        return
+    columns = (
+        *(TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+    )
+    begin = last = time.perf_counter()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("Generating", total=total, speed=0.0)
 
-class _Run(BaseStreamer, StoppingCriteria):
-    """One request: takes its tokens from Hugging Face's loop in one thread, and makes its output in another."""
+        def advance(groups: list[Group]) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            done = sum(group.output.finished for group in groups) if now - last > 0.1 else 0
+            if now - last > 0.1 or done == total:
+                last = now
+                tokens = sum(group.output.num_tokens for group in groups)
+                bar.update(task, completed=done, speed=tokens / (now - begin))
 
-    def __init__(
-        self, output: RequestOutput, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None, end: set[int]
-    ) -> None:
-        self.output = output
-        self.params = params
-        self.end_tokens = end
-        self._arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()  # at most max_tokens
-        self._text = _detokenizer(tokenizer, params)
-        self._cancelled = False
-        self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called by the loop with the prompt, then with each token."""
-        if self._prompt_seen:
-            self._arrived.put(int(value.reshape(-1)[0]))
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """Called by the loop when it ends."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Called by the loop after each token: is that all?"""
-        return torch.full((input_ids.shape[0],), self._cancelled, device=input_ids.device)
-
-    def outputs(self, work: Callable[[], None]) -> Iterator[RequestOutput]:
-        """The output after each token, while `work` produces them in a thread."""
-        thread = threading.Thread(target=self._produce, args=(work,), daemon=True)
-        thread.start()
-        try:
-            while not self.output.finished:
-                arrived = self._arrived.get()
-                if isinstance(arrived, BaseException):
-                    raise arrived
-                self._add(arrived)
-                yield self.output
-        finally:
-            self._cancelled = True
-            thread.join()
-
-    def _produce(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._arrived.put(error)
-        else:
-            self._arrived.put(None)
-
-    def _add(self, token: int | None) -> None:
-        answer, metrics, text = self.output.outputs[0], self.output.metrics, self._text
-        if token is not None:
-            answer.token_ids.append(token)
-            metrics.last_token_time = time.perf_counter()
-            metrics.first_token_time = metrics.first_token_time or metrics.last_token_time
-            if text is not None:
-                text.add(token)
-        answer.finish_reason = self._why_finished(token)
-        self.output.finished = answer.finish_reason is not None
-        if text is not None:
-            if self.output.finished:
-                text.finish()
-            answer.text = text.text
-
-    def _why_finished(self, token: int | None) -> FinishReason | None:
-        if token in self.end_tokens or (self._text is not None and self._text.stopped):
-            return FinishReason.STOP
-        full = len(self.output.outputs[0].token_ids) >= self.params.max_tokens
-        return FinishReason.LENGTH if full or token is None else None
-
-
-def _detokenizer(tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> Detokenizer | None:
-    if tokenizer is None:
-        if params.stop:
-            raise ModelError("stop: stop strings need a tokenizer; pass LLM(tokenizer=...), or use stop_token_ids")
-        return None
-    return Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop)
-
-
-def _settings(params: SamplingParams, end_tokens: set[int]) -> dict[str, Any]:
-    """The parameters as keywords of `generate`: unlike in a GenerationConfig, None there is not filled in from the
-    model's own, which would bring back the end tokens that are to be ignored."""
-    sample = params.temperature > 0
-    return {
-        "max_new_tokens": params.max_tokens,
-        "max_length": None,
-        "min_new_tokens": params.min_tokens or None,
-        "do_sample": sample,
-        "temperature": params.temperature if sample else None,
-        "top_p": params.top_p if sample else None,
-        "top_k": params.top_k if sample else None,
-        "min_p": (params.min_p or None) if sample else None,
-        "repetition_penalty": params.repetition_penalty,
-        "eos_token_id": list(end_tokens) or None,
-        "pad_token_id": 0,
-    }
-
-
-def _load(model: str | os.PathLike[str] | None, config: InferenceConfig) -> Loaded:
-    if not isinstance(model, str | os.PathLike | None):
-        raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
-    source = None if model is None else os.fspath(model)
-    return load(source, dtype=config.dtype, device=config.torch_device)
-
-
-def _live(model: nn.Module, config: InferenceConfig) -> Loaded:
-    """A module the caller made: its own dtype, unless another is asked for."""
-    own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
-    dtype, reason = (config.dtype, "asked for") if config.dtype else (own, "the module's own")
-    return Loaded(model, None, type(model).__name__, None, dtype, reason)
-
-
-def _for_model(asked: InferenceConfig, loaded: Loaded) -> InferenceConfig:
-    """The engine's config: the dtype that was decided, and the model's own length unless one is asked for."""
-    given = {**asked.given(), "dtype": loaded.dtype}
-    info = describe(loaded.model, asked.config)
-    if not info.can_generate:
-        raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
-    if "max_out_tokens" not in given and info.max_positions is not None:
-        given["max_out_tokens"] = info.max_positions
-    return InferenceConfig(**given)
+        yield advance
+        bar.update(task, completed=total)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -284,7 +246,3 @@ def _pair(
             f"sampling_params: {len(params)} of them for {len(prompts)} prompts; give one, or one for each"
         )
     return list(zip(prompts, params, strict=True))
-
-
-def _last(outputs: Iterator[RequestOutput]) -> RequestOutput:
-    return list(outputs)[-1]

@@ -17,9 +17,9 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("parallel", "quant", "cache", "sampling", "tokenizer"),
     ("inject", "offload"),
     ("loading",),
-    ("runner", "scheduler"),
-    ("generation", "llm", "engine"),
-    ("api", "server", "cli", "metrics", "verify"),
+    ("runner", "scheduler", "prepare"),
+    ("generation", "engine", "answers", "llm_engine", "llm", "ragged"),
+    ("api", "bench", "mii", "server", "cli", "metrics", "verify"),
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {"scheduler": ("errors", "log", "types", "cache.block_pool", "scheduler")}

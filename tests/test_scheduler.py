@@ -230,7 +230,7 @@ class Simulation:
         assert self.pool.num_free == self.num_blocks
         assert self.scheduler.host_pool.num_free == self.swap_space
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        self.scheduler.check()
+        self.scheduler.assert_consistent()
         self.check_answers()
         assert self.reasons.keys() | self.aborted == self.requests.keys()
 
@@ -357,7 +357,7 @@ def test_an_id_is_in_use_until_its_last_step_is_updated() -> None:
         sim.add(4, name="a")
     sim.update()
     sim.scheduler.add(sim.requests["a"])
-    sim.scheduler.check()
+    sim.scheduler.assert_consistent()
 
 
 @pytest.mark.parametrize("tokens", [(), None, "text", (1.5,), (2**70,), (-1,), ((1,),)])
@@ -555,7 +555,7 @@ def test_an_abort_works_wherever_the_request_is() -> None:
     assert sim.abort(names[2])  # swapped
     assert sim.scheduler.host_pool.num_free == 12
     assert sim.abort(names[0])  # running
-    sim.scheduler.check()
+    sim.scheduler.assert_consistent()
     sim.drain()
     assert sim.reasons.keys() == {names[1]}
 
@@ -643,7 +643,7 @@ def test_a_request_that_ends_after_it_was_preempted_does_not_come_back() -> None
         sequence.stops = frozenset(range(VOCAB))
         assert NewToken in {type(token) for token in sim.update()}
         assert sim.reasons == {names[2]: FinishReason.STOP}
-        sim.scheduler.check()
+        sim.scheduler.assert_consistent()
         assert sim.scheduler.num_waiting == 0
 
 
@@ -774,7 +774,7 @@ class Life:
             sim.schedule()
         elif sim.flying:
             sim.update()
-        sim.scheduler.check()
+        sim.scheduler.assert_consistent()
         self.num_operations += 1
 
     def add(self) -> None:
@@ -881,7 +881,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        self.sim.scheduler.check()
+        self.sim.scheduler.assert_consistent()
 
     def teardown(self) -> None:
         self.sim.drain()

@@ -1,6 +1,6 @@
 """Keys and values of every layer, in pages of a fixed number of tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,38 @@ def allocate(
         return torch.zeros(num_blocks, block_size, count, size, dtype=dtype, device=device)
 
     return Pages([pages(count, size) for count, size, _ in heads], [pages(count, size) for count, _, size in heads])
+
+
+def block_bytes(heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
+    """Memory of one page in all layers."""
+    return sum(count * (key + value) for count, key, value in heads) * block_size * dtype.itemsize
+
+
+class HostPages:
+    """Pages in page-locked host memory, for requests that had to give way."""
+
+    def __init__(self, like: Pages, num_blocks: int) -> None:
+        def host(pages: Tensor) -> Tensor:
+            shape = (num_blocks, *pages.shape[1:])
+            return torch.empty(shape, dtype=pages.dtype, pin_memory=pages.device.type == "cuda")
+
+        self._pages = Pages([host(pages) for pages in like.keys], [host(pages) for pages in like.values])
+
+    def store(self, pages: Pages, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (device block, host block)s out."""
+        for mine, theirs in self._layers(pages):
+            for block, host in pairs:
+                mine[host].copy_(theirs[block], non_blocking=True)
+
+    def fetch(self, pages: Pages, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (host block, device block)s back in."""
+        for mine, theirs in self._layers(pages):
+            for host, block in pairs:
+                theirs[block].copy_(mine[host], non_blocking=True)
+
+    def _layers(self, pages: Pages) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self._pages.keys, pages.keys, strict=True)
+        yield from zip(self._pages.values, pages.values, strict=True)
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:

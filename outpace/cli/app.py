@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from outpace._version import __version__
-from outpace.cli import generate, info, models, verify
+from outpace.cli import bench, generate, info, models, verify
 from outpace.errors import OutpaceError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Run and serve PyTorch models near the speed of the hardware.",
 )
+app.add_typer(bench.app, name="bench")
 app.command("generate")(generate.command)
 app.command("info")(info.command)
 app.command("models")(models.command)

@@ -32,8 +32,9 @@ def command(
     ] = False,
     dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16. [default: the checkpoint's own]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: the first GPU]")] = None,
-    kernel_inject: Annotated[bool, typer.Option("--kernel-inject", help="Run fused layers over pages.")] = False,
-    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture CUDA graphs.")] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Without CUDA graphs: ready sooner, slower.")
+    ] = False,
 ) -> None:
     """Answer a prompt: text on standard output as it comes, figures on standard error."""
     from outpace.llm import LLM
@@ -42,7 +43,7 @@ def command(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
-    llm = LLM(model, dtype=dtype, device=device, kernel_inject=kernel_inject, enable_cuda_graph=cuda_graph)
+    llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1)
     ready = time.perf_counter() - begin
     output = _answer(llm, asked, system, raw, params)
     _report(Console(stderr=True), llm, output, ready)
@@ -81,9 +82,8 @@ def _write(text: str) -> None:
 
 def _report(console: Console, llm: "LLM", output: "RequestOutput", ready: float) -> None:
     answer, first, speed = output.outputs[0], output.metrics.time_to_first_token, output.decode_tokens_per_second
-    engine = llm.engine
     console.print(
-        f"[dim]{llm.name} on {engine.device} in {str(engine.dtype).removeprefix('torch.')} ({llm.dtype_reason})\n"
+        f"[dim]{llm.name} on {llm.device} in {str(llm.dtype).removeprefix('torch.')} ({llm.dtype_reason})\n"
         f"{len(output.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} new ({answer.finish_reason}) · "
         f"{f'{speed:.1f} tokens/s' if speed else 'one token'} · first token after {(first or 0) * 1e3:.0f} ms · "
         f"ready after {ready:.1f} s[/]",

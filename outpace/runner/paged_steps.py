@@ -1,6 +1,7 @@
 """One batch of sequences over pages: its prefill and its steps, from captured graphs where they pay."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,11 +9,34 @@ from torch import Tensor
 from outpace.cache.kv_cache import BLOCK_SIZE, Pages, allocate, blocks_for
 from outpace.inject.paged import Batch, BatchModel
 from outpace.log import logger
-from outpace.runner.graphs import first_line, mend
+from outpace.runner.capture import Uncapturable, captured
+from outpace.runner.graphs import mend
 
 PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens that a prefill is padded to, so that a graph serves it; a longer one keeps the GPU busy without."""
-WARM_UPS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompts:
+    """Where the tokens of prompts stand, one prompt after another, and where each sequence goes on."""
+
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]
+    lens: Tensor  # [B]
+    cu_q: Tensor  # [B + 1]
+    rows: Tensor  # [B] the last token of each
+    then: tuple[Tensor, Tensor, Tensor]  # positions, lengths and slots of the first step after them
+    length: int  # of the longest
+
+
+@dataclass(eq=False)
+class _PrefillGraph:
+    """A captured prefill, its buffers, and whose layout is in them."""
+
+    batch: Batch
+    rows: Tensor
+    run: Callable[[], Tensor]
+    holds: _Prompts | None = None
 
 
 class PagedSteps:
@@ -31,7 +55,8 @@ class PagedSteps:
         self._rows = torch.arange(batch, device=device)
         self._cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self._step: Callable[[], Tensor] | None = None
-        self._prefills: dict[int, tuple[Batch, Tensor, Callable[[], Tensor]]] = {}
+        self._prefills: dict[int, _PrefillGraph] = {}
+        self._last_whole: _Prompts | None = None
         self.ids = torch.zeros(batch, dtype=torch.int64, device=device)
         """[B] the tokens that the next step starts from."""
 
@@ -41,37 +66,42 @@ class PagedSteps:
 
     def prefill(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [B, V] after the prompts. ids, mask: [B, L]; padding may stand anywhere before a sequence's end."""
-        batch = self._whole(ids) if mask is None else self._packed(ids, mask)
-        lens = batch.seq_lens
-        self._positions.copy_(lens)
-        self._lens.copy_(lens + 1)
-        self._slots.copy_(self._slots_of(self._rows, self._positions))
-        rows = batch.cu_q[1:].long() - 1
-        size = next((size for size in PREFILL_SIZES if size >= len(batch.ids)), None)
+        prompts = self._whole(ids.shape[1]) if mask is None else self._packed(mask)
+        tokens = ids.reshape(-1) if mask is None else ids[mask.bool()]
+        for buffer, value in zip((self._positions, self._lens, self._slots), prompts.then, strict=True):
+            buffer.copy_(value)
+        size = next((size for size in PREFILL_SIZES if size >= len(tokens)), None)
         if size is None or not self._graphs:
-            return self._model.forward(batch, self._pages, rows)
-        return self._padded_prefill(batch, rows, size)
+            return self._model.forward(self._batch(tokens, prompts), self._pages, prompts.rows)
+        return self._padded_prefill(tokens, prompts, size)
 
-    def _whole(self, ids: Tensor) -> Batch:
-        """The tokens of prompts of one length: nothing needs to be looked up, so nothing waits for the GPU."""
-        count, length = ids.shape
-        positions = torch.arange(length, device=ids.device).repeat(count)
-        starts = torch.arange(count + 1, dtype=torch.int32, device=ids.device) * length
-        return Batch(
-            ids.reshape(-1), positions, self._slots_of(self._rows.repeat_interleave(length), positions), self._table,
-            starts.diff(), starts, max_q=length, max_len=length, fresh=count == 1,
-        )  # fmt: skip
+    def _whole(self, length: int) -> "_Prompts":
+        """Prompts of one length, which often come again: everything but their tokens is kept."""
+        if self._last_whole is None or self._last_whole.length != length:
+            count, device = len(self._rows), self._rows.device
+            positions = torch.arange(length, device=device).repeat(count)
+            cu_q = torch.arange(count + 1, dtype=torch.int32, device=device) * length
+            self._last_whole = self._laid_out(self._rows.repeat_interleave(length), positions, cu_q, length)
+        return self._last_whole
 
-    def _packed(self, ids: Tensor, mask: Tensor) -> Batch:
-        """The tokens of all prompts one after another, without padding."""
+    def _packed(self, mask: Tensor) -> "_Prompts":
+        """Prompts of any lengths, without their padding."""
         keep = mask.bool()
-        lens = keep.sum(1)
         row, column = torch.nonzero(keep, as_tuple=True)
         positions = (keep.cumsum(1) - 1)[row, column]
-        cu_q = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
+        cu_q = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+        return self._laid_out(row, positions, cu_q, mask.shape[1])
+
+    def _laid_out(self, row: Tensor, positions: Tensor, cu_q: Tensor, length: int) -> "_Prompts":
+        lens = cu_q.diff()
+        then = (lens.long(), lens + 1, self._slots_of(self._rows, lens.long()))
+        return _Prompts(positions, self._slots_of(row, positions), lens, cu_q, cu_q[1:].long() - 1, then, length)
+
+    def _batch(self, tokens: Tensor, prompts: "_Prompts") -> Batch:
+        longest = prompts.length
         return Batch(
-            ids[row, column], positions, self._slots_of(row, positions), self._table, lens.to(torch.int32), cu_q,
-            max_q=ids.shape[1], max_len=ids.shape[1], fresh=len(lens) == 1,
+            tokens, prompts.positions, prompts.slots, self._table, prompts.lens, prompts.cu_q,
+            max_q=longest, max_len=longest, fresh=len(self._rows) == 1,
         )  # fmt: skip
 
     def step(self) -> Tensor:
@@ -83,37 +113,37 @@ class PagedSteps:
             self._step = self._captured(self._advance, state)
         return self._step()
 
-    def _padded_prefill(self, batch: Batch, rows: Tensor, size: int) -> Tensor:
+    def _padded_prefill(self, tokens: Tensor, prompts: "_Prompts", size: int) -> Tensor:
         if size not in self._prefills:
             self._prefills[size] = self._capture_prefill(size)
-        static, static_rows, run = self._prefills[size]
-        count = batch.ids.shape[0]
-        static.slots[count:] = -1  # padding is written nowhere
-        static.positions[count:] = 0
-        for target, given in (
-            (static.ids, batch.ids),
-            (static.positions, batch.positions),
-            (static.slots, batch.slots),
-        ):
-            target[:count] = given
-        static.seq_lens.copy_(batch.seq_lens)
-        static.cu_q.copy_(batch.cu_q)
-        static_rows.copy_(rows)
-        return run()
+        graph, count = self._prefills[size], len(tokens)
+        if graph.holds is not prompts:
+            static = graph.batch
+            static.slots[count:] = -1  # padding is written nowhere
+            static.positions[count:] = 0
+            static.positions[:count] = prompts.positions
+            static.slots[:count] = prompts.slots
+            static.seq_lens.copy_(prompts.lens)
+            static.cu_q.copy_(prompts.cu_q)
+            graph.rows.copy_(prompts.rows)
+            graph.holds = prompts
+        graph.batch.ids[:count] = tokens
+        return graph.run()
 
-    def _capture_prefill(self, size: int) -> tuple[Batch, Tensor, Callable[[], Tensor]]:
+    def _capture_prefill(self, size: int) -> "_PrefillGraph":
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=self._rows.device) for _ in range(2))
         slots = torch.full_like(ids, -1)
         lens, cu_q = torch.ones_like(self._lens), torch.zeros_like(self._cu_q)
         fresh = len(lens) == 1
         static = Batch(ids, positions, slots, self._table, lens, cu_q, max_q=size, max_len=size, fresh=fresh)
         rows = torch.zeros_like(self._rows)
-        return static, rows, self._captured(lambda: self._model.forward(static, self._pages, rows), ())
+        run = self._captured(lambda: self._model.forward(static, self._pages, rows), ())
+        return _PrefillGraph(static, rows, run)
 
     def _captured(self, run: Callable[[], Tensor], state: tuple[Tensor, ...]) -> Callable[[], Tensor]:
         """`run` as a graph, or as it is where it cannot be one: experts that look at values, say."""
         try:
-            return _captured(run, state)
+            return captured(run, state)
         except Uncapturable as error:
             mend(self._rows.device)
             self._graphs = False
@@ -134,33 +164,3 @@ class PagedSteps:
     def _slots_of(self, row: Tensor, positions: Tensor) -> Tensor:
         page = self._table[row, positions // BLOCK_SIZE].long()
         return page * BLOCK_SIZE + positions % BLOCK_SIZE
-
-
-class Uncapturable(Exception):
-    """A capture failed; nothing was run, and buffers are as they were."""
-
-
-def _captured(run: Callable[[], Tensor], state: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    """`run` as a graph. It must work on static buffers alone; those in `state`, which it changes, are put back."""
-    graph = torch.cuda.CUDAGraph()
-    saved = [buffer.clone() for buffer in state]
-    here, side = torch.cuda.current_stream(), torch.cuda.graph(graph).capture_stream
-    assert side is not None, "torch makes one"
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            run()
-            for buffer, value in zip(state, saved, strict=True):
-                buffer.copy_(value)
-    here.wait_stream(side)
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = run()
-    except Exception as error:
-        raise Uncapturable(first_line(error)) from error
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay

@@ -1,0 +1,156 @@
+"""The answers to one prompt as they grow: tokens, text, log-probabilities, and why each ended."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from outpace.errors import InputError, ModelError
+from outpace.tokenizer import Detokenizer, token_texts
+from outpace.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    NewToken,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One of the n answers to a prompt: a request of its own for the scheduler."""
+
+    request: Request
+    completion: CompletionOutput
+    group: "Group"
+    text: Detokenizer | None
+
+    def add(self, new: NewToken, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        """Take a token in; the reason if the answer ends with it."""
+        completion, params = self.completion, self.request.params
+        completion.token_ids.append(new.token_id)
+        if logprobs is not None and completion.logprobs is not None:
+            completion.logprobs.append(with_texts(logprobs, self.group.tokenizer))
+            total = completion.cumulative_logprob or 0.0
+            completion.cumulative_logprob = total + logprobs[new.token_id].logprob
+        if self.text is not None:
+            self.text.add(new.token_id)
+            if self.text.stopped:
+                completion.stop_reason = self.text.stop_reason
+                return FinishReason.STOP
+        if new.finish_reason is FinishReason.STOP and new.token_id in params.stop_token_ids:
+            completion.stop_reason = new.token_id
+        return new.finish_reason
+
+    def end(self, reason: FinishReason) -> None:
+        """No more tokens will come."""
+        self.completion.finish_reason = reason
+        if self.text is not None:
+            self.text.finish()
+        self.group.output.finished = all(each.completion.finish_reason for each in self.group.answers)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A prompt with its answers."""
+
+    output: RequestOutput
+    params: SamplingParams
+    tokenizer: PreTrainedTokenizerBase | None
+    answers: list[Answer] = field(default_factory=list)
+    held: list[Answer] = field(default_factory=list)
+    """Answers that begin once the first has computed what they share."""
+
+    def add_prompt_logprobs(self, found: Mapping[int, TokenLogprobs]) -> None:
+        """Take in log-probabilities of tokens of the prompt, by position."""
+        assert self.output.prompt_logprobs is not None, "nobody asked for them"
+        for position, entry in found.items():
+            self.output.prompt_logprobs[position] = with_texts(entry, self.tokenizer)
+
+
+def make_group(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    eos_token_ids: tuple[int, ...] = (),
+    prompt: str | None = None,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> Group:
+    """A prompt with n answers, none of them begun."""
+    metrics = RequestMetrics(arrival_time=time.perf_counter())
+    group = Group(RequestOutput(request_id, prompt, list(prompt_token_ids), [], False, metrics), params, tokenizer)
+    if params.prompt_logprobs is not None:
+        group.output.prompt_logprobs = [None] * len(group.output.prompt_token_ids)
+    bad_words = _bad_words(params, tokenizer)
+    for index in range(params.n):
+        request = Request(
+            request_id=request_id if params.n == 1 else f"{request_id}\0{index}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=_of_answer(params, index),
+            eos_token_ids=eos_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            bad_words=bad_words,
+        )
+        text = _detokenizer(params, tokenizer, prompt_token_ids)
+        completion = CompletionOutput(index, source=text, logprobs=None if params.logprobs is None else [])
+        group.answers.append(Answer(request, completion, group, text))
+    group.output.outputs = [answer.completion for answer in group.answers]
+    return group
+
+
+def with_texts(logprobs: TokenLogprobs, tokenizer: PreTrainedTokenizerBase | None) -> TokenLogprobs:
+    """The same with the text of each token."""
+    if tokenizer is None:
+        return logprobs
+    texts = token_texts(tokenizer, list(logprobs))
+    entries = zip(logprobs.items(), texts, strict=True)
+    return {token: Logprob(found.logprob, found.rank, text) for (token, found), text in entries}
+
+
+def _of_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one of n answers: each has a seed of its own, and the first tells of the prompt for all."""
+    if params.n == 1:
+        return params
+    seed = None if params.seed is None else params.seed + index
+    return replace(params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+
+
+def _detokenizer(
+    params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]
+) -> Detokenizer | None:
+    if tokenizer is None:
+        if params.stop:
+            raise ModelError("stop: stop strings need a tokenizer; pass LLM(tokenizer=...), or use stop_token_ids")
+        return None
+    return Detokenizer(
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        stop=params.stop,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        prompt_token_ids=prompt,
+    )
+
+
+def _bad_words(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, with and without a space before it: both forms occur inside a text."""
+    if not params.bad_words:
+        return ()
+    if tokenizer is None:
+        raise ModelError("bad_words: they need a tokenizer; pass LLM(tokenizer=...)")
+    forms: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for text in (word, f" {word.lstrip()}"):
+            ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            if not ids:
+                raise InputError(f"bad_words: {word!r} has no tokens")
+            forms[ids] = None
+    return tuple(forms)

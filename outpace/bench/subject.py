@@ -1,0 +1,121 @@
+"""What is measured: a model that has been started, with its costs and the speed of its device."""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from outpace._version import __version__
+from outpace.bench.cost import Cost, cost_of
+from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
+from outpace.bench.shapes import SHAPES, build
+from outpace.config import LLMConfig
+from outpace.errors import InputError
+from outpace.llm import LLM
+from outpace.loading.build import load
+from outpace.loading.checkpoint import local_path
+from outpace.loading.dtypes import choose_dtype, short
+from outpace.loading.inspect import describe
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A started model."""
+
+    name: str
+    llm: LLM
+    cost: Cost | None
+    """None: no limit is known."""
+    speed: Speed
+    vocab_size: int
+    startup_seconds: dict[str, float]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        if self.llm.tokenizer is None:
+            raise InputError(f"dataset: {self.name} has no tokenizer, so its prompts must be token ids")
+        return list(self.llm.tokenizer(text)["input_ids"])
+
+    def facts(self) -> dict[str, Any]:
+        """Where and with what a figure was measured."""
+        scheduler = self.llm.engine.scheduler
+        return {
+            "model": self.name,
+            "device": device_name(self.llm.device),
+            "dtype": short(self.llm.dtype),
+            "read_bandwidth_gb_s": self.speed.bandwidth / 1e9,
+            "matmul_gflop_s": self.speed.flops / 1e9,
+            "startup_seconds": self.startup_seconds,
+            "peak_memory_bytes": peak_memory(self.llm.device),
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "max_model_len": self.llm.engine.max_model_len,
+            "num_blocks": scheduler.pool.num_blocks,
+            "versions": {"outpace": __version__, **{name: version(name) for name in ("torch", "transformers")}},
+        }
+
+
+@contextmanager
+def started(
+    model: str | nn.Module | None,
+    *,
+    random: bool = False,
+    weights_seed: int = 0,
+    prefix_caching: bool = False,
+    speed: Speed | None = None,
+    **options: Any,
+) -> Iterator[Subject]:
+    """Start a model for a while: anything that LLM takes, or the name of a shape. Options are LLM's; None is left out.
+
+    `random`: random weights for the config in a folder; shapes have them anyway. Prefixes are not shared by default:
+    requests that are measured twice would find themselves in the cache.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    config = LLMConfig.of(None, **given, enable_prefix_caching=prefix_caching)
+    module, tokenizer, name, dtype, took = _open(model, config, random=random, seed=weights_seed)
+    found = speed or measure_speed(config.torch_device, dtype)
+    if config.torch_device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(config.torch_device)
+    llm = LLM(module, tokenizer=tokenizer, config=config, dtype=dtype)
+    embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+    size = describe(module).vocab_size or embedding.weight.shape[0]
+    seconds = {**llm.startup_seconds, "load": took, "all": llm.startup_seconds["all"] + took}
+    try:
+        yield Subject(name, llm, cost_of(module), found, size, seconds)
+    finally:
+        llm.shutdown()
+        del llm, module, embedding
+        gc.collect()
+        if config.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_shape(model: str | nn.Module | None) -> bool:
+    """Whether it names a shape, and no file of that name is there."""
+    return isinstance(model, str) and model in SHAPES and local_path(model) is None
+
+
+def _open(
+    model: str | nn.Module | None, config: LLMConfig, *, random: bool, seed: int
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None, str, torch.dtype, float]:
+    """The module, its tokenizer, its name, its dtype, and the seconds it took."""
+    begin = time.perf_counter()
+    if isinstance(model, nn.Module):
+        own = next(model.parameters()).dtype
+        return model, None, type(model).__name__, config.dtype or own, 0.0
+    if random or is_shape(model):
+        if model is None:
+            raise InputError(f"random: name a shape ({', '.join(SHAPES)}) or a folder with a config.json")
+        dtype = config.dtype or choose_dtype(None, config.torch_device)[0]
+        made = build(model, dtype, config.torch_device, seed)
+        return made, None, Path(model).name, dtype, time.perf_counter() - begin
+    loaded = load(model, dtype=config.dtype, device=config.torch_device)
+    return loaded.model, loaded.tokenizer, loaded.name, loaded.dtype, time.perf_counter() - begin

@@ -1,0 +1,277 @@
+"""`outpace bench throughput|latency`: figures of a model on this machine, beside what the machine could do at most."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outpace.bench.workload import COUNT, SEED, Source, Workload
+from outpace.errors import InputError
+
+if TYPE_CHECKING:
+    from outpace.bench.splitfuse import Experiment
+    from outpace.bench.subject import Subject
+
+app = typer.Typer(no_args_is_help=True, help="Measure a model on this machine, beside the machine's own limit.")
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="A folder, a .gguf file, a Hugging Face id, or a shape with random weights: "
+        "llama-3.1-8b, llama-3.2-1b, qwen3-0.6b.",
+        show_default="SmolLM2-135M-Instruct",
+    ),
+]
+Random = Annotated[bool, typer.Option("--random", help="Random weights for the config.json of a folder.")]
+DType = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.", show_default="the checkpoint's own")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
+MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Most requests in a step.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]
+MaxLen = Annotated[int | None, typer.Option("--max-model-len", help="Most tokens of a request.")]
+Eager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="No token depends on its batch.")]
+Prefixes = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share equal prefixes.")]
+Json = Annotated[Path | None, typer.Option("--output-json", help="Write every figure into this file.")]
+SPLITFUSE = "With --splitfuse"
+
+
+class Lengths(StrEnum):
+    """How lengths are drawn."""
+
+    UNIFORM = "uniform"
+    SHAREGPT = "sharegpt"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where results go. What cannot be written is said before minutes have gone into it."""
+
+    json: Path | None = None
+    plot: Path | None = None
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        for path in (self.json, self.plot, self.profile):
+            if path is not None and not path.parent.is_dir():
+                raise InputError(f"{path}: there is no folder {path.parent}; make it first")
+        if self.plot is not None:
+            from outpace.verify.plot import check_plot
+
+            check_plot(self.plot)
+
+
+@app.command("throughput")
+def throughput(
+    model: Model = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default=str(COUNT))] = None,
+    workload: Annotated[Lengths, typer.Option(help="How lengths are drawn.")] = Lengths.UNIFORM,
+    input_len: Annotated[int | None, typer.Option(help="Prompt tokens of every request.")] = None,
+    output_len: Annotated[int | None, typer.Option(help="New tokens of every request.")] = None,
+    dataset: Annotated[Path | None, typer.Option(help="ShareGPT's JSON, or JSON lines: prompt, output_len.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = SEED,
+    concurrency: Annotated[str | None, typer.Option(help="Requests in flight, a run for each: 1,4,16,64,256.")] = None,
+    random: Random = False,
+    dtype: DType = None,
+    device: Device = None,
+    max_num_seqs: MaxSeqs = None,
+    max_num_batched_tokens: MaxTokens = None,
+    max_model_len: MaxLen = None,
+    enforce_eager: Eager = False,
+    deterministic: Deterministic = False,
+    prefix_caching: Prefixes = False,
+    output_json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Profile decode steps into this .json file.")] = None,
+    splitfuse: Annotated[bool, typer.Option("--splitfuse", help="Decodes beside long prompts, in two ways.")] = False,
+    decoders: Annotated[int, typer.Option(help="Sequences that decode.", rich_help_panel=SPLITFUSE)] = 32,
+    decoder_prompt: Annotated[int, typer.Option(help="Tokens of their prompts.", rich_help_panel=SPLITFUSE)] = 64,
+    long_prompt: Annotated[int, typer.Option(help="Tokens of a long prompt.", rich_help_panel=SPLITFUSE)] = 2600,
+    num_long: Annotated[int, typer.Option(help="Long prompts that arrive.", rich_help_panel=SPLITFUSE)] = 24,
+) -> None:
+    """Many requests at once (or, with --concurrency, so many at a time): tokens/s, latencies, and their limit."""
+    files = Files(output_json, plot, profile)
+    options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
+    options |= {"max_num_seqs": max_num_seqs, "prefix_caching": prefix_caching}
+    if not splitfuse:
+        chat = workload is Lengths.SHAREGPT
+        work = Workload(input_len=input_len, output_len=output_len, chat=chat, dataset=dataset)
+        _throughput(model, work, num_prompts, seed, _levels(concurrency), options, files)
+        return
+    from outpace.bench.splitfuse import Experiment
+
+    _not_with_splitfuse(concurrency=concurrency, profile=profile, dataset=dataset, input_len=input_len)
+    budget = options.pop("max_num_batched_tokens")
+    sizes = {"decoders": decoders, "decoder_prompt": decoder_prompt, "prompt": long_prompt, "num_prompts": num_long}
+    _splitfuse(model, Experiment(**sizes, budget=budget), options, files)
+
+
+@app.command("latency")
+def latency(
+    model: Model = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(min=2, help="New tokens.")] = 256,
+    iters: Annotated[int, typer.Option(min=1, help="Turns, of which the median counts; two more to warm up.")] = 3,
+    random: Random = False,
+    dtype: DType = None,
+    device: Device = None,
+    max_num_batched_tokens: MaxTokens = None,
+    max_model_len: MaxLen = None,
+    enforce_eager: Eager = False,
+    deterministic: Deterministic = False,
+    output_json: Json = None,
+) -> None:
+    """One request alone: time to the first token, tokens/s after it, and their limits."""
+    files = Files(output_json)
+    options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
+    from outpace.bench.latency import latency as measure
+    from outpace.bench.subject import started
+    from outpace.bench.tables import latency_table
+
+    with _progress() as say:
+        say("starting the model")
+        with started(model, **options, max_num_seqs=batch_size) as subject:
+            say(f"two warm-ups and {iters} turns, of {output_len} tokens and of one")
+            found = measure(subject, batch_size=batch_size, input_len=input_len, output_len=output_len, iters=iters)
+    Console().print(latency_table(found))
+    found["outpace"]["options"] = _given(options)
+    _write(files.json, found)
+
+
+def _throughput(
+    model: str | None,
+    workload: Workload,
+    num_prompts: int | None,
+    seed: int,
+    levels: list[int] | None,
+    options: dict[str, Any],
+    files: Files,
+) -> None:
+    from outpace.bench.plot import plot_throughput
+    from outpace.bench.profiling import profile_decode
+    from outpace.bench.subject import started
+    from outpace.bench.tables import profile_table, sweep_table, throughput_table
+
+    profiled = None
+    with _progress() as say:
+        say("starting the model")
+        with started(model, **options) as subject:
+            source = workload.source(subject.vocab_size, subject.tokenize, subject.llm.engine.max_model_len)
+            points = list(_points(subject, source, levels, num_prompts, seed, say))
+            if files.profile is not None:
+                say("profiling decode steps")
+                profiled = profile_decode(subject, source.draw(num_prompts or COUNT, seed))
+            cost, speed = subject.cost, subject.speed
+    console = Console()
+    what = workload.describe()
+    console.print(throughput_table(points[0], what) if levels is None else sweep_table(points, what))
+    for point in points:
+        point["outpace"]["options"] = {**_given(options), "seed": seed, "workload": what}
+    _write(files.json, points[0] if levels is None else {"points": points})
+    if files.plot is not None:
+        plot_throughput(points, cost, speed, files.plot)
+    if profiled is not None:
+        console.print(profile_table(profiled))
+        _write(files.profile, profiled)
+
+
+def _points(
+    subject: "Subject",
+    source: Source,
+    levels: list[int] | None,
+    num_prompts: int | None,
+    seed: int,
+    say: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """The figures of one run, or of each level of a sweep."""
+    from outpace.bench.throughput import sweep, throughput
+
+    if levels is None:
+        count = num_prompts or COUNT
+        say(f"{count} requests to warm up, and {count} others")
+        yield throughput(subject, source.draw(count, seed), source.warm_up(count, seed))
+        return
+    for level, point in zip(levels, sweep(subject, source, levels, seed, num_prompts), strict=True):
+        say(f"{level} in flight: {point['output_throughput']:,.0f} output tokens/s")
+        yield point
+
+
+def _splitfuse(model: str | None, experiment: "Experiment", options: dict[str, Any], files: Files) -> None:
+    from outpace.bench.plot import plot_splitfuse
+    from outpace.bench.splitfuse import splitfuse
+    from outpace.bench.subject import started
+    from outpace.bench.tables import splitfuse_table
+
+    with _progress() as say:
+        say("starting the model")
+        with started(model, **{**options, **experiment.options()}) as subject:
+            say("decodes beside long prompts, chopped and whole")
+            found = splitfuse(subject, experiment)
+    Console().print(splitfuse_table(found))
+    found["outpace"]["options"] = _given(options)
+    _write(files.json, found)
+    if files.plot is not None:
+        plot_splitfuse(found, files.plot)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what is going on: in one line that moves on a terminal, in a line each elsewhere."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda step: console.print(step, highlight=False, markup=False)
+
+
+def _llm_options(
+    random: bool,
+    dtype: str | None,
+    device: str | None,
+    max_num_batched_tokens: int | None,
+    max_model_len: int | None,
+    enforce_eager: bool,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Options of `bench.subject.started` that both commands have."""
+    return {
+        "random": random,
+        "dtype": dtype,
+        "device": device,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "enforce_eager": enforce_eager or None,
+        "deterministic": deterministic,
+    }
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _levels(text: str | None) -> list[int] | None:
+    """1,4,16 as numbers."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(f"concurrency: expected numbers like 1,4,16, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _not_with_splitfuse(**others: object) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise InputError(f"{name.replace('_', '-')}: not with splitfuse; leave one of them out")
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,178 @@
+"""LLMEngine: requests in, answers out, a step at a time. The only file that knows both the scheduler and the runner."""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from outpace.answers import Answer, Group, make_group
+from outpace.cache.block_pool import BlockPool
+from outpace.errors import InputError
+from outpace.prepare import PagedParts
+from outpace.runner.start import start_runner
+from outpace.scheduler import Scheduler
+from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput
+
+
+class LLMEngine:
+    """Continuous batching over one model. For one thread at a time."""
+
+    def __init__(self, parts: PagedParts, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._parts = parts
+        self._config = parts.config
+        self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
+        self._runner = self._started.runner
+        self.epoch = 0
+        """How often a step has failed: requests of an earlier epoch are gone."""
+        self._begin()
+
+    @property
+    def startup_seconds(self) -> dict[str, float]:
+        """What the start of the runner took, by part."""
+        return self._started.seconds
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request."""
+        return self._started.limits.max_model_len
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who runs and who waits."""
+        return self._scheduler
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._scheduler.has_work
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may wait."""
+        return self._scheduler.num_waiting < self._scheduler.max_waiting
+
+    def make(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> Group:
+        """Check a request and put it together. Nothing is queued; options are those of `make_group`."""
+        if params.seed is None and self._config.seed is not None:
+            params = replace(params, seed=self._config.seed)
+        group = make_group(
+            request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=self._parts.eos_token_ids, **options
+        )
+        self._check_vocabulary(group.answers[0].request.prompt_token_ids, params)
+        self._scheduler.check(group.answers[0].request)
+        return group
+
+    def submit(self, group: Group) -> RequestOutput:
+        """Queue what was made; its output is brought up to date in place."""
+        name, first = group.output.request_id, group.answers[0]
+        if name in self._groups:
+            raise InputError(f"request_id: {name!r} is in use")
+        self._scheduler.add(first.request)
+        self._groups[name] = group
+        self._answers[first.request.request_id] = first
+        group.held = group.answers[1:]
+        return group.output
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """Queue a request, or say why it cannot be; its output is brought up to date in place."""
+        return self.submit(self.make(request_id, prompt_token_ids, params or SamplingParams(), **options))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; False if there is none of that name."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        for answer in group.answers:
+            if answer.completion.finish_reason is None:
+                self._end(answer, FinishReason.ABORT)
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, then take in the result of the one before: the outputs that have changed.
+
+        After an error every request is gone, and the engine is ready for new ones.
+        """
+        try:
+            step = self._scheduler.schedule()
+            self._in_flight.append(self._runner.launch(step))
+            ahead = 1 if self._config.scheduler.async_scheduling and step.sequences else 0
+            changed: dict[str, RequestOutput] = {}
+            while len(self._in_flight) > ahead:
+                self._take(self._in_flight.popleft()(), changed)
+            return list(changed.values())
+        except BaseException:
+            self.epoch += 1
+            self._begin()
+            raise
+
+    def _begin(self) -> None:
+        """Start with no requests."""
+        cache, scheduler, started = self._config.cache, self._config.scheduler, self._started
+        limits = started.limits
+        self._scheduler = Scheduler(
+            BlockPool(started.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            max_waiting=scheduler.max_waiting,
+            max_chunk_beside_decodes=scheduler.max_chunk_beside_decodes,
+            swap_space=started.num_host_blocks,
+            model=self._parts.name,
+        )
+        self._runner.reset()
+        self._groups: dict[str, Group] = {}
+        self._answers: dict[str, Answer] = {}
+        self._in_flight: deque[Callable[[], StepOutput]] = deque()
+
+    def _take(self, output: StepOutput, changed: dict[str, RequestOutput]) -> None:
+        """Hand the tokens of a step to their answers."""
+        now = time.perf_counter()
+        for name, found in output.prompt_logprobs.items():
+            if name in self._answers:
+                self._answers[name].group.add_prompt_logprobs(found)
+        for new in self._scheduler.update(output):
+            answer = self._answers[new.request_id]
+            group, metrics = answer.group, answer.group.output.metrics
+            metrics.first_token_time = metrics.first_token_time or now
+            metrics.last_token_time = now
+            reason = answer.add(new, output.logprobs.get(new.request_id))
+            if reason is not None:
+                self._end(answer, reason)
+            if group.held:
+                self._add_held(group)
+            changed[group.output.request_id] = group.output
+
+    def _add_held(self, group: Group) -> None:
+        """The first answer has computed the prompt: the others share its pages."""
+        for answer in group.held:
+            self._answers[answer.request.request_id] = answer
+            self._scheduler.add(answer.request, limited=False)
+        group.held = []
+
+    def _end(self, answer: Answer, reason: FinishReason) -> None:
+        name, group = answer.request.request_id, answer.group
+        self._scheduler.abort(name)
+        self._answers.pop(name, None)
+        group.held = [held for held in group.held if held is not answer]
+        answer.end(reason)
+        if group.output.finished:
+            del self._groups[group.output.request_id]
+
+    def _check_vocabulary(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        named: dict[str, Sequence[int]] = {
+            "prompt_token_ids": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": list(dict(params.logit_bias or ())),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        size = self._parts.vocab_size
+        for name, ids in named.items():
+            if ids and size is not None and max(ids) >= size:
+                raise InputError(f"{name}: {max(ids)} is outside the model's vocabulary of {size} tokens")

@@ -1,0 +1,141 @@
+"""Somebody's module made ready: looked at, converted, injected, placed. What cannot work is refused beforehand."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from outpace.config import InferenceConfig, LLMConfig
+from outpace.errors import ConfigError, ModelError
+from outpace.inject.paged import BatchModel
+from outpace.inject.start import Injection, plan_injection
+from outpace.kernels.dispatch import choose_kernels
+from outpace.loading.build import Loaded, load
+from outpace.loading.inspect import ModelInfo, check_model, describe, generation_config, token_list
+from outpace.loading.place import default_dtype, to_dtype
+from outpace.log import chosen, logger
+
+DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A module that is where it runs, in what it computes in."""
+
+    module: nn.Module
+    info: ModelInfo
+    injection: Injection | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+def prepare(model: nn.Module, config: InferenceConfig, *, deterministic: bool = False) -> Prepared:
+    """Make a module ready as its config says; it is changed in place."""
+    module = check_model(model)
+    info = _look_at(module, config)
+    injection = _plan(module, config, deterministic)
+    dtype = _convert(module, config)
+    if injection is not None:
+        injection.apply()
+    device = _place(module, config)
+    return Prepared(module.eval(), info, injection, dtype, device)
+
+
+@dataclass(frozen=True)
+class PagedParts:
+    """A model that runs batches over pages, and what is known of it."""
+
+    model: BatchModel
+    config: LLMConfig
+    name: str
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int | None
+    max_model_len: int
+    dtype: torch.dtype
+    dtype_reason: str
+    device: torch.device
+    seconds: dict[str, float]
+    """What this took, by part."""
+
+
+def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfig) -> PagedParts:
+    """A model by name, from a folder, a .gguf file or live, made ready to run over pages."""
+    begin = time.perf_counter()
+    loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
+    if not describe(loaded.model, asked.config).can_generate:
+        raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
+    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype})
+    at_load = time.perf_counter()
+    prepared = prepare(loaded.model, config, deterministic=config.deterministic)
+    paged = None if prepared.injection is None else prepared.injection.paged()
+    if paged is None:
+        raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
+    length, end = _max_model_len(prepared.info, config), generation_config(prepared.module).eos_token_id
+    return PagedParts(
+        model=paged(length),
+        config=config,
+        name=loaded.name,
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=tuple(token_list("eos_token_id", end)),
+        vocab_size=prepared.info.vocab_size,
+        max_model_len=length,
+        dtype=prepared.dtype,
+        dtype_reason=loaded.dtype_reason,
+        device=prepared.device,
+        seconds={"load": at_load - begin, "inject": time.perf_counter() - at_load},
+    )
+
+
+def _load(model: str | os.PathLike[str] | None, config: LLMConfig) -> Loaded:
+    if not isinstance(model, str | os.PathLike | None):
+        raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
+    source = None if model is None else os.fspath(model)
+    return load(source, dtype=config.dtype, device=config.torch_device)
+
+
+def _live(model: nn.Module, config: LLMConfig) -> Loaded:
+    """A module the caller made: its own dtype, unless another is asked for."""
+    own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+    dtype, reason = (config.dtype, "asked for") if config.dtype else (own, "the module's own")
+    return Loaded(model, None, type(model).__name__, None, dtype, reason)
+
+
+def _max_model_len(info: ModelInfo, config: LLMConfig) -> int:
+    asked, own = config.max_out_tokens, info.max_positions
+    if asked is not None and own is not None and asked > own:
+        raise ConfigError(f"max_model_len: {asked} is more than the {own} positions of the model; ask for fewer")
+    return asked or own or DEFAULT_LENGTH
+
+
+def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
+    info = describe(module, config.config, find_experts=config.moe.enabled)
+    logger.info("model: %s (%s, %s experts)", type(module).__name__, info.kind, info.num_experts or "no")
+    return info
+
+
+def _plan(module: nn.Module, config: InferenceConfig, deterministic: bool) -> Injection | None:
+    if not config.replace_with_kernel_inject and not config.injection_policy:
+        return None
+    kernels = choose_kernels(config.torch_device, config.kernels, deterministic=deterministic)
+    return plan_injection(module, config, kernels)
+
+
+def _convert(module: nn.Module, config: InferenceConfig) -> torch.dtype:
+    dtype, reason = (config.dtype, "asked for") if config.dtype else default_dtype(config.torch_device)
+    chosen("dtype", dtype, reason)
+    to_dtype(module, dtype)
+    return dtype
+
+
+def _place(module: nn.Module, config: InferenceConfig) -> torch.device:
+    if config.keep_module_on_host:
+        device, reason = torch.device("cpu"), "keep_module_on_host"
+    else:
+        device, reason = config.torch_device, "asked for" if config.device else "the first GPU, or else the CPU"
+    chosen("device", device, reason)
+    module.to(device)
+    return device

@@ -1,0 +1,145 @@
+"""RaggedEngine: the runtime without its scheduler, for people who schedule themselves, with FastGen's verbs."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor, nn
+
+from outpace.cache.block_pool import BlockPool
+from outpace.config import ConfigLike, LLMConfig
+from outpace.errors import InputError
+from outpace.prepare import load_paged
+from outpace.runner.start import start_runner
+from outpace.types import Request, ScheduledSequence, Step
+
+
+class SchedulingResult(Enum):
+    """Whether a batch can run, and what is in its way."""
+
+    Success = auto()
+    EngineSequenceLimitExceeded = auto()
+    BatchSequenceLimitExceeded = auto()
+    BatchTokenLimitExceeded = auto()
+    KVCacheLimitExceeded = auto()
+    SequenceTokenLimitExceeded = auto()
+
+
+_REMEDIES = {
+    SchedulingResult.EngineSequenceLimitExceeded: "flush a sequence, or raise max_num_seqs",
+    SchedulingResult.BatchSequenceLimitExceeded: "put fewer sequences at a time, or raise max_num_seqs",
+    SchedulingResult.BatchTokenLimitExceeded: "put fewer tokens at a time, or raise max_num_batched_tokens",
+    SchedulingResult.KVCacheLimitExceeded: "flush a sequence, or raise num_blocks",
+    SchedulingResult.SequenceTokenLimitExceeded: "a sequence would be longer than max_model_len",
+}
+
+
+@dataclass
+class _Tracked:
+    """A sequence that the engine holds keys and values of."""
+
+    num_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class RaggedEngine:
+    """Runs batches of pieces of sequences and returns logits. Options are those of `LLM`."""
+
+    def __init__(
+        self, model: str | os.PathLike[str] | nn.Module | None = None, *, config: ConfigLike = None, **options: Any
+    ) -> None:
+        parts = load_paged(model, LLMConfig.of(config, **options))
+        started = start_runner(parts.model, parts.config, parts.max_model_len)
+        self._runner, self._limits = started.runner, started.limits
+        self._vocab_size = parts.vocab_size
+        self._pool = BlockPool(started.num_blocks, parts.config.cache.block_size, enable_prefix_caching=False)
+        self._sequences: dict[int, _Tracked] = {}
+        self._flushed: list[str] = []
+        self._num_steps = 0
+
+    @property
+    def free_blocks(self) -> int:
+        """Pages that no sequence has."""
+        return self._pool.num_free
+
+    def put(self, batch_uids: Sequence[int], batch_tokens: Sequence[Sequence[int] | Tensor]) -> Tensor:
+        """Run the next tokens of each sequence; a new uid begins one. Logits [n, V] after the last token of each."""
+        batch = [(uid, _token_list(tokens)) for uid, tokens in zip(batch_uids, batch_tokens, strict=True)]
+        self._check(batch)
+        self._num_steps += 1
+        step = Step(self._num_steps, ended=self._flushed)
+        self._flushed = []
+        for uid, tokens in batch:
+            step.sequences.append(self._entry(uid, tokens))
+        return self._runner.logits(step)
+
+    def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
+        """How many of so many tokens a sequence could be given with so many new pages: (tokens, pages)."""
+        tracked = self._sequences.get(uid, _Tracked())
+        size, held = self._pool.block_size, len(tracked.blocks)
+        fitting = (held + max_request_blocks) * size - tracked.num_tokens
+        tokens = min(max_request_tokens, fitting, self._limits.max_model_len - tracked.num_tokens)
+        return tokens, max(0, self._pool.blocks_for(tracked.num_tokens + tokens) - held)
+
+    def can_schedule(self, uids: Sequence[int], lengths: Sequence[int]) -> SchedulingResult:
+        """Whether `put` could run so many tokens of these sequences."""
+        new = [uid for uid in uids if uid not in self._sequences]
+        if len(uids) > self._limits.max_num_seqs:
+            return SchedulingResult.BatchSequenceLimitExceeded
+        if len(self._sequences) + len(new) > self._limits.max_num_seqs:
+            return SchedulingResult.EngineSequenceLimitExceeded
+        if sum(lengths) > self._limits.max_num_batched_tokens:
+            return SchedulingResult.BatchTokenLimitExceeded
+        blocks = 0
+        for uid, length in zip(uids, lengths, strict=True):
+            tracked = self._sequences.get(uid, _Tracked())
+            if tracked.num_tokens + length > self._limits.max_model_len:
+                return SchedulingResult.SequenceTokenLimitExceeded
+            blocks += max(0, self._pool.blocks_for(tracked.num_tokens + length) - len(tracked.blocks))
+        return SchedulingResult.KVCacheLimitExceeded if blocks > self._pool.num_free else SchedulingResult.Success
+
+    def get_remaining_block_capacity(self, uid: int) -> int:
+        """Tokens that the pages of a sequence still have room for."""
+        tracked = self._sequences.get(uid, _Tracked())
+        return len(tracked.blocks) * self._pool.block_size - tracked.num_tokens
+
+    def flush(self, uid: int) -> None:
+        """Forget a sequence and free its pages."""
+        tracked = self._sequences.pop(uid, None)
+        if tracked is None:
+            raise InputError(f"uid: {uid} is not a sequence of this engine")
+        self._pool.release(tracked.blocks)
+        self._flushed.append(str(uid))
+
+    def _check(self, batch: list[tuple[int, list[int]]]) -> None:
+        uids, lengths = [uid for uid, _ in batch], [len(tokens) for _, tokens in batch]
+        if not batch or len(set(uids)) < len(uids):
+            raise InputError(f"batch_uids: expected one or more, each once, got {uids!r:.80}")
+        for uid, tokens in batch:
+            if not tokens or min(tokens) < 0 or (self._vocab_size is not None and max(tokens) >= self._vocab_size):
+                raise InputError(f"batch_tokens: of {uid} expected one or more token ids below {self._vocab_size}")
+        result = self.can_schedule(uids, lengths)
+        if result is not SchedulingResult.Success:
+            raise InputError(f"put: {result.name}; {_REMEDIES[result]}")
+
+    def _entry(self, uid: int, tokens: list[int]) -> ScheduledSequence:
+        """The next tokens of a sequence, with the pages they need."""
+        request = None if uid in self._sequences else Request(request_id=str(uid), prompt_token_ids=tuple(tokens))
+        tracked = self._sequences.setdefault(uid, _Tracked())
+        start, end = tracked.num_tokens, tracked.num_tokens + len(tokens)
+        blocks = self._pool.allocate(self._pool.blocks_for(end) - len(tracked.blocks))
+        assert blocks is not None, "checked before"
+        tracked.blocks += blocks
+        tracked.num_tokens = end
+        return ScheduledSequence(
+            str(uid), start, len(tokens), False, new_blocks=tuple(blocks), request=request, token_ids=tuple(tokens)
+        )
+
+
+def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
+    found = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)
+    if not all(type(token) is int for token in found):
+        raise InputError(f"batch_tokens: expected token ids, got {found!r:.80}")
+    return found

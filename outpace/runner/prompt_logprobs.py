@@ -1,0 +1,50 @@
+"""Log-probabilities of the tokens of a prompt: they need the logits of every position, which others do without."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outpace.runner.results import ArrivingLogprobs
+from outpace.runner.rows import Layout, Row
+from outpace.sampling import logprobs_of
+from outpace.types import TokenLogprobs
+
+PIECE = 256
+"""Tokens whose logits are held at a time."""
+
+
+class PromptLogprobs:
+    """Those of one step."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Row, range, ArrivingLogprobs]] = []
+
+    @staticmethod
+    def wanted(layout: Layout) -> list[int]:
+        """Sequences of a step that compute a part of a prompt whose log-probabilities are asked for."""
+        return [
+            index
+            for index, owner in enumerate(layout.owners)
+            if owner.request.params.prompt_logprobs is not None
+            and layout.starts[index] < len(owner.request.prompt_token_ids) - 1
+        ]
+
+    def add(self, piece: Layout, logits: Tensor) -> None:
+        """Take the logits [T, V] of a piece of one sequence: each says how likely the token after it was."""
+        owner, first = piece.owners[0], piece.starts[0] + 1
+        prompt, wanted = owner.request.prompt_token_ids, owner.request.params.prompt_logprobs
+        positions = range(first, min(first + piece.counts[0], len(prompt)))
+        if positions and wanted is not None:
+            token_ids = torch.tensor(prompt[positions.start : positions.stop], device=logits.device)
+            found = logprobs_of(logits[: len(positions)], token_ids, wanted)
+            self._pieces.append((owner, positions, ArrivingLogprobs(token_ids, found)))
+
+    def read(self) -> Mapping[str, Mapping[int, TokenLogprobs]]:
+        """By request and position."""
+        found: dict[str, dict[int, TokenLogprobs]] = {}
+        for owner, positions, arriving in self._pieces:
+            rows = arriving.read([owner.request.params.prompt_logprobs] * len(positions))
+            entries = {position: row for position, row in zip(positions, rows, strict=True) if row is not None}
+            found.setdefault(owner.request.request_id, {}).update(entries)
+        return found

@@ -1,0 +1,170 @@
+"""Runs steps: inputs, forward, choice of tokens. A step is launched, and its result read later, when it is there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.cache.kv_cache import HostPages, Pages
+from outpace.inject.paged import Batch, BatchModel
+from outpace.kernels.ragged import ragged_inputs
+from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
+from outpace.runner.results import send_back
+from outpace.runner.rows import Header, Layout, Rows
+from outpace.runner.step_graphs import Shape, StepGraphs
+from outpace.sampling import SamplingBatch, sample
+from outpace.types import Request, Step, StepOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The largest step there can be."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class _Ran(NamedTuple):
+    """What a forward leaves on the device, for each of S sequences. The next step overwrites it."""
+
+    logits: Tensor
+    """[S, V] after the last token."""
+    likeliest: Tensor
+    """[S]; in its row already."""
+    rows: Tensor
+    """[S]"""
+    places: Tensor
+    """[S] where in its row the next token goes: so many it has now."""
+
+
+class Runner:
+    """Runs the steps of a scheduler, in order. Tokens stay on the device: a step reads what the one before chose."""
+
+    def __init__(
+        self, model: BatchModel, pages: Pages, limits: Limits, host_pages: HostPages | None = None, salt: int = 0
+    ) -> None:
+        self._model = model
+        self._pages = pages
+        self._host_pages = host_pages
+        self._limits = limits
+        self._salt = salt
+        max_blocks = -(-limits.max_model_len // pages.block_size)
+        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
+        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._graphs = StepGraphs(self._forward, model.device)
+
+    @torch.no_grad()
+    def capture(self, shape: Shape) -> bool:
+        """Capture a graph for this shape, to which steps are padded from then on; False: graphs cannot be had."""
+        self._rows.send(Layout(), shape.num_seqs, wait=True)  # a step without tokens
+        return self._graphs.capture(shape)
+
+    @torch.no_grad()
+    def warm_up(self, shape: Shape) -> Tensor:
+        """Run a step of padding without a graph; its logits."""
+        self._rows.send(Layout(), shape.num_seqs, wait=True)
+        return self._forward(shape)[0]
+
+    def reset(self) -> None:
+        """Forget every request. Pages keep what is in them."""
+        self._rows.clear()
+        self._sampling = None
+
+    @torch.no_grad()
+    def launch(self, step: Step) -> Callable[[], StepOutput]:
+        """Start a step on the device. What it returns waits for the output when it is called."""
+        self._forget(step)
+        if self._host_pages is not None:
+            self._host_pages.store(self._pages, step.swap_out)
+            self._host_pages.fetch(self._pages, step.swap_in)
+        if not step.sequences:
+            return lambda: StepOutput(step.step_id, {})
+        # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.
+        sequences = sorted(step.sequences, key=lambda entry: -entry.start)
+        layout, prompts = self._rows.take(sequences), PromptLogprobs()
+        wanting = prompts.wanted(layout)
+        ran = self._run_in_pieces(layout, wanting, prompts) if wanting else self._run(layout)
+        return self._choose(step.step_id, layout, ran, prompts)
+
+    @torch.no_grad()
+    def logits(self, step: Step) -> Tensor:
+        """Run a step and choose nothing: the logits [S, V] after the last token of each sequence."""
+        self._forget(step)
+        return self._run(self._rows.take(step.sequences)).logits.clone()
+
+    def _forget(self, step: Step) -> None:
+        self._rows.forget(step.ended)
+        self._rows.forget(step.preempted)
+
+    def _run(self, layout: Layout) -> _Ran:
+        count = len(layout.owners)
+        shape, run = self._graphs.fitting(count, layout.num_tokens), self._graphs.replay
+        if shape is None:
+            shape, run = Shape.of(count, layout.num_tokens), self._forward
+        header = self._rows.send(layout, shape.num_seqs)
+        logits, likeliest = run(shape)
+        return _Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
+
+    def _forward(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """The step whose header is on the device: logits [S, V] and likeliest tokens [S]."""
+        header = self._rows.header(shape.num_seqs)
+        rows = None if shape.kind == "decode" else (header.cu_q[1:] - 1).clamp(min=0)
+        logits = self._model.forward(self._batch(header, shape), self._pages, rows)
+        likeliest = logits.argmax(-1)
+        self._rows.write(header.rows, header.writes, likeliest)
+        return logits, likeliest
+
+    def _batch(self, header: Header, shape: Shape) -> Batch:
+        found = ragged_inputs(
+            self._rows.tokens, self._rows.table, header.rows, header.starts, header.cu_q,
+            shape.num_tokens, self._pages.block_size,
+        )  # fmt: skip
+        return Batch(
+            *found, header.cu_q, max_q=1 if shape.kind == "decode" else shape.num_tokens,
+            max_len=self._limits.max_model_len, mixed=shape.kind == "mixed",
+        )  # fmt: skip
+
+    def _run_in_pieces(self, layout: Layout, wanting: Sequence[int], prompts: PromptLogprobs) -> _Ran:
+        """`_run` where some sequences want the logits of all their tokens: those run alone, a piece at a time."""
+        logits: dict[int, Tensor] = {}
+        for index in wanting:
+            for piece in layout.pieces(index, PIECE):
+                shape = Shape(piece.num_tokens, 1, "chunks")
+                batch = self._batch(self._rows.send(piece, 1, wait=True), shape)
+                found = self._model.forward(batch, self._pages)
+                prompts.add(piece, found)
+                logits[index] = found[-1]
+        others = [index for index in range(len(layout.owners)) if index not in logits]
+        if others:
+            logits.update(zip(others, self._run(layout.only(others)).logits, strict=True))
+        stacked = torch.stack([logits[index] for index in range(len(layout.owners))])
+        header, likeliest = self._rows.send(layout, len(layout.owners), wait=True), stacked.argmax(-1)
+        self._rows.write(header.rows, header.writes, likeliest)
+        return _Ran(stacked, likeliest, header.rows, header.writes)
+
+    def _choose(self, step_id: int, layout: Layout, ran: _Ran, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
+        """Choose tokens for the sequences that sample, and send them on their way to the host."""
+        picked = [index for index, samples in enumerate(layout.samples) if samples]
+        requests = [layout.owners[index].request for index in picked]
+        sampling = self._sampling_batch(requests, ran.logits.shape[1]) if picked else None
+        if sampling is None or sampling.greedy:
+            return send_back(step_id, requests, ran.likeliest, picked, None, prompts.read)
+        if len(picked) < len(layout.owners):
+            index = torch.tensor(picked, device=ran.logits.device)
+            ran = _Ran(*(part.index_select(0, index) for part in ran))
+        longest = max(layout.starts[index] + layout.counts[index] for index in picked)
+        history = self._rows.tokens[:, :longest].index_select(0, ran.rows)
+        sampled = sample(ran.logits, sampling, history, ran.places.long())
+        self._rows.write(ran.rows, ran.places, sampled.token_ids)
+        return send_back(step_id, requests, sampled.token_ids, range(len(picked)), sampled.logprobs, prompts.read)
+
+    def _sampling_batch(self, requests: list[Request], vocab_size: int) -> SamplingBatch:
+        """Made again when other requests sample."""
+        if self._sampling is None or self._sampling[0] != requests:
+            words = [request.bad_words for request in requests]
+            batch = SamplingBatch.of(requests, vocab_size, self._model.device, words, salt=self._salt)
+            self._sampling = requests, batch
+        return self._sampling[1]

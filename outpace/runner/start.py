@@ -1,0 +1,175 @@
+"""A runner made ready: limits chosen, memory measured, pages made of what is left, graphs captured."""
+
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from outpace.cache.kv_cache import HostPages, allocate, block_bytes
+from outpace.config import LLMConfig
+from outpace.errors import ConfigError
+from outpace.inject.paged import BatchModel
+from outpace.log import chosen
+from outpace.runner.runner import Limits, Runner
+from outpace.runner.step_graphs import FEW, Shape, shapes
+
+GPU_TOKENS = 2048  # of a step that is timed
+MAX_TOKENS = 8192
+STEP_SECONDS = 0.05
+CPU_TOKENS = 256
+GIB = 1 << 30
+
+
+@dataclass
+class Started:
+    """A runner, how much it can hold, and what its start took."""
+
+    runner: Runner
+    limits: Limits
+    num_blocks: int
+    num_host_blocks: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By part."""
+
+
+def choose_limits(model: BatchModel, config: LLMConfig, max_model_len: int) -> Limits:
+    """The largest step as it is asked for, or a first guess at it."""
+    seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(seqs, GPU_TOKENS if model.device.type == "cuda" else CPU_TOKENS)
+    return Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=max_model_len)
+
+
+def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> Limits:
+    """The tokens of a step: as many as the device computes while a reader does not notice that others wait."""
+    asked, guess = config.scheduler.max_num_batched_tokens, limits.max_num_batched_tokens
+    if asked is not None:
+        return limits
+    if model.device.type != "cuda":
+        chosen("max_num_batched_tokens", guess, "a CPU computes more at once no faster")
+        return limits
+    took = _step_seconds(model, config, limits)
+    fitting = int(guess * 2.0 ** math.floor(math.log2(STEP_SECONDS / took)))
+    tokens = max(limits.max_num_seqs, min(MAX_TOKENS, fitting))
+    chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, a step should take 50")
+    return replace(limits, max_num_batched_tokens=tokens)
+
+
+def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> float:
+    """What a full step takes, attention left out."""
+    runner = Runner(model, allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size), limits)
+    shape = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
+    runner.warm_up(shape)
+    torch.cuda.synchronize(model.device)
+    begin = time.perf_counter()
+    runner.warm_up(shape)
+    torch.cuda.synchronize(model.device)
+    return time.perf_counter() - begin
+
+
+def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt: int = 0) -> Started:
+    """Measure what a step needs, make pages of the rest, capture graphs."""
+    cache, limits = config.cache, choose_limits(model, config, max_model_len)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "kernels"):
+        _compile(model, config, limits, _graph_shapes(model, config, limits))
+        limits = _choose_budget(model, config, limits)
+    wanted, per_block = _graph_shapes(model, config, limits), block_bytes(model.kv_heads, model.dtype, cache.block_size)
+    with _timed(seconds, "memory"):
+        num_blocks, reason = _num_blocks(model, config, limits, per_block, wanted)
+    chosen("num_blocks", num_blocks, reason)
+    with _timed(seconds, "pages"):
+        pages = allocate(model.kv_heads, num_blocks, model.dtype, model.device, cache.block_size)
+        num_host = int(cache.swap_space * GIB) // per_block
+        host = HostPages(pages, num_host) if num_host else None
+        runner = Runner(model, pages, limits, host, salt)
+    with _timed(seconds, "graphs"):
+        captured = all(runner.capture(shape) for shape in wanted)
+    if wanted and captured:
+        chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
+    return Started(runner, limits, num_blocks, num_host, seconds)
+
+
+def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[Shape, ...]:
+    if not config.cuda_graphs or model.device.type != "cuda":
+        return ()
+    if not model.capturable:
+        chosen("cuda graphs", "none", "this model cannot be captured")
+        return ()
+    return shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+
+def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:
+    """Run a step of each kind, side by side: a kernel is compiled when it is first launched, which takes a second."""
+
+    def run(shape: Shape) -> None:
+        torch.cuda.set_device(model.device)
+        pages = allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size)
+        Runner(model, pages, limits).warm_up(shape)
+
+    kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("decode", "chunks", "mixed")]
+    few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
+    picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
+    with ThreadPoolExecutor(max(1, len(picked))) as threads:
+        list(threads.map(run, picked))
+
+
+def _num_blocks(
+    model: BatchModel, config: LLMConfig, limits: Limits, per_block: int, wanted: tuple[Shape, ...]
+) -> tuple[int, str]:
+    """How many pages there are, and why."""
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks, "asked for"
+    most = limits.max_num_seqs * -(-limits.max_model_len // cache.block_size)
+    if model.device.type != "cuda":
+        room, what = int(cache.cpu_cache_space * GIB), f"cpu_cache_space={cache.cpu_cache_space:g} GiB"
+    else:
+        room, what = _free_memory(model, config, limits, wanted), "memory measured free beside model, steps and graphs"
+    if room < per_block:
+        raise ConfigError(
+            f"cache: no room for a single page of {per_block / GIB:.2f} GiB ({what}); "
+            "raise gpu_memory_utilization or cpu_cache_space, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    fitting = room // per_block
+    return (most, "max_num_seqs requests of max_model_len tokens") if most <= fitting else (fitting, what)
+
+
+def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:
+    """Bytes that Outpace may use and steps do not need: the largest are run, with and without graphs, and looked at."""
+    device = model.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.mem_get_info(device)
+    logits = _try_steps(model, config, limits, wanted)
+    torch.cuda.synchronize(device)
+    needed = before - torch.cuda.mem_get_info(device)[0]
+    needed += sum(shape.num_seqs for shape in wanted) * logits  # each graph keeps its own
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    return int(total * config.cache.gpu_memory_utilization) - (total - free) - needed
+
+
+def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:
+    """Run the largest steps over a handful of pages; the bytes of one row of logits."""
+    runner = Runner(model, allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size), limits)
+    largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
+    logits = runner.warm_up(largest)
+    scratch = [logits.float() for _ in range(4)]  # what choosing tokens takes
+    for kind in ("mixed", "decode"):
+        shape = next((shape for shape in wanted if shape.kind == kind), None)
+        if shape is not None:
+            runner.capture(shape)
+    del scratch
+    return logits.element_size() * logits.shape[1]
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - begin

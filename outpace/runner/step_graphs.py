@@ -1,0 +1,89 @@
+"""CUDA graphs of whole steps: a bounded set of shapes, captured at the start, to which steps are padded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outpace.log import logger
+from outpace.runner.capture import Uncapturable, captured
+from outpace.runner.graphs import mend
+
+FEW = 8  # sequences of the small shapes: a prompt that comes alone, or nearly so
+CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Tokens that steps with prompts are padded to. Larger steps run without a graph: the host has time to launch them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for: any step of this kind that is no larger can run in it."""
+
+    num_tokens: int
+    num_seqs: int
+    kind: Literal["decode", "chunks", "mixed"]
+    """decode: at most one token for each sequence. mixed: decodes among chunks of prompts, each with their own kernel;
+    chunks: all through the kernel for prompts."""
+
+    @classmethod
+    def of(cls, num_seqs: int, num_tokens: int) -> "Shape":
+        """The shape of a step, without padding."""
+        if num_tokens == num_seqs:
+            return cls(num_tokens, num_seqs, "decode")
+        return cls(num_tokens, num_seqs, "chunks" if num_seqs == 1 else "mixed")
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decode graphs: padding costs little, since rows without keys read none."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Shape, ...]:
+    """Every shape that gets a graph, the largest first: graphs share memory, and the first takes the most."""
+    sizes = [size for size in CHUNK_SIZES if size <= max_num_batched_tokens]
+    few = min(FEW, max_num_seqs)
+    found = [Shape(size, few, "chunks") for size in sizes]
+    if max_num_seqs > few:
+        found += [Shape(size, max_num_seqs, "mixed") for size in sizes if size > FEW]
+    found += [Shape(size, size, "decode") for size in decode_sizes(max_num_seqs)]
+    return tuple(sorted(found, key=lambda shape: (-shape.num_tokens, -shape.num_seqs)))
+
+
+class StepGraphs:
+    """The graphs of a runner. `run` computes the step whose header is on the device."""
+
+    def __init__(self, run: Callable[[Shape], tuple[Tensor, Tensor]], device: torch.device) -> None:
+        self._run = run
+        self._device = device
+        self._graphs: dict[Shape, Callable[[], tuple[Tensor, Tensor]]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, shape: Shape) -> bool:
+        """Capture this shape. If it cannot be, every step runs without graphs, and the log says why."""
+        try:
+            self._graphs[shape] = captured(lambda: self._run(shape), pool=self._pool, warm_ups=1)
+        except Uncapturable as error:
+            mend(self._device)
+            self._graphs.clear()
+            logger.warning("cuda graphs: a step cannot be captured, running without graphs (%s)", error)
+            return False
+        return True
+
+    def fitting(self, num_seqs: int, num_tokens: int) -> Shape | None:
+        """The smallest captured shape that holds a step; None: it runs without a graph."""
+        decode = num_tokens == num_seqs
+        holding = (
+            shape
+            for shape in self._graphs
+            if (shape.kind == "decode") == decode and shape.num_seqs >= num_seqs and shape.num_tokens >= num_tokens
+        )
+        return min(holding, key=lambda shape: (shape.num_tokens, shape.num_seqs), default=None)
+
+    def replay(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Run a captured step: logits [S, V] and the likeliest tokens [S], which the next replay overwrites."""
+        return self._graphs[shape]()

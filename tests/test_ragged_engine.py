@@ -1,0 +1,83 @@
+"""RaggedEngine: the runtime's forward for people who schedule themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import InputError, RaggedEngine, SchedulingResult
+from tests.models import tiny
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "num_blocks": 8,
+    "block_size": 16,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+}
+
+
+@pytest.fixture
+def engine() -> RaggedEngine:
+    return RaggedEngine(tiny("llama"), **OPTIONS)
+
+
+def own_logits(tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = tiny("llama")(torch.tensor([tokens])).logits[0, -1]
+    return logits
+
+
+def test_pieces_of_several_sequences_give_hugging_faces_logits(engine: RaggedEngine) -> None:
+    first, second = (row.tolist() for row in torch.randint(3, 97, (2, 22), generator=torch.Generator().manual_seed(1)))
+    engine.put([7], [first[:11]])
+    logits = engine.put([3, 7], [second[:5], torch.tensor(first[11:])])
+    assert torch.allclose(logits, torch.stack([own_logits(second[:5]), own_logits(first)]), atol=1e-5)
+    logits = engine.put([7, 3], [[int(logits[1].argmax())], second[5:]])
+    assert torch.allclose(logits[1], own_logits(second), atol=1e-5)
+
+
+def test_flush_frees_pages_and_the_uid(engine: RaggedEngine) -> None:
+    tokens = torch.randint(3, 97, (20,)).tolist()
+    engine.put([1], [tokens])
+    assert engine.free_blocks == 6
+    assert engine.get_remaining_block_capacity(1) == 12
+    engine.flush(1)
+    assert engine.free_blocks == 8
+    assert torch.allclose(engine.put([1], [tokens[:3]])[0], own_logits(tokens[:3]), atol=1e-5)
+    with pytest.raises(InputError, match="uid: 9 is not a sequence"):
+        engine.flush(9)
+
+
+def test_what_fits_is_known_beforehand(engine: RaggedEngine) -> None:
+    assert engine.can_schedule([1], [24]) is SchedulingResult.Success
+    assert engine.can_schedule([1], [25]) is SchedulingResult.BatchTokenLimitExceeded
+    assert engine.can_schedule([1, 2, 3, 4, 5], [1] * 5) is SchedulingResult.BatchSequenceLimitExceeded
+    for uid in range(4):
+        engine.put([uid], [[5] * 20])
+    assert engine.can_schedule([9], [1]) is SchedulingResult.EngineSequenceLimitExceeded
+    assert engine.query(0, 100, 1) == (28, 1)
+    assert engine.query(0, 3, 5) == (3, 0)
+    assert engine.can_schedule([0], [13]) is SchedulingResult.KVCacheLimitExceeded
+    engine.flush(1)
+    engine.put([0], [[5] * 20])
+    engine.put([0], [[5] * 8])
+    assert engine.can_schedule([0], [17]) is SchedulingResult.SequenceTokenLimitExceeded
+
+
+@pytest.mark.parametrize(
+    ("uids", "tokens", "message"),
+    [
+        ([], [], "batch_uids: expected one or more"),
+        ([1, 1], [[5], [6]], "batch_uids: expected one or more, each once"),
+        ([1], [[]], "batch_tokens: of 1 expected one or more token ids below 97"),
+        ([1], [[97]], "batch_tokens: of 1"),
+        ([1], [["a"]], "batch_tokens: expected token ids"),
+        ([1], [[5] * 25], "put: BatchTokenLimitExceeded; put fewer tokens"),
+    ],
+)
+def test_bad_batches_are_refused_and_change_nothing(
+    engine: RaggedEngine, uids: list[int], tokens: list[list[int]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.put(uids, tokens)
+    assert engine.free_blocks == 8
