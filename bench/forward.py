@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import outpace
-from bench import limits, report, shapes
+from bench import report
+from outpace.bench import limits, shapes
 
 
 def measure(name: str, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:

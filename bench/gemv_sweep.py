@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from bench import limits, report
+from bench import report
+from outpace.bench import limits
 from outpace.kernels.gemv import gemv_config, gemv_ref, gemv_triton
 from outpace.kernels.triton_stub import triton
 

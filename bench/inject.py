@@ -14,7 +14,8 @@ import torch
 from transformers import BertConfig, BertModel
 
 import outpace
-from bench import kernels, limits, report, shapes
+from bench import kernels, report
+from outpace.bench import limits, shapes
 
 PROMPT, NEW = 128, 256
 PREFILLS = (128, 2048, 8192)

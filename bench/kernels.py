@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from bench import limits, report
+from bench import report
+from outpace.bench import limits
 from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.attention import paged_attention
 from outpace.kernels.gemv import gemv_triton

@@ -1,0 +1,99 @@
+"""The limit is what the model's own numbers say."""
+
+import pytest
+import torch
+
+from outpace.bench.cost import Attention, Cost, cost_of
+from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
+from outpace.bench.workload import Item
+from outpace.llm import LLM
+from tests.models import VOCAB, tiny
+
+CPU = torch.device("cpu")
+# 1000 weights in layers and 100 in the head, 2 bytes each; two layers that read 8 bytes for a token
+SMALL = Cost(weight_bytes=2200, token_flops=2000, head_flops=200, attention=((Attention(8, 16, 0), 2),))
+
+
+def test_work_that_computing_bounds() -> None:
+    speed = Speed(bandwidth=1e6, flops=1e4)
+    # 3 prompt tokens and one decode through the layers, two choices, attention of prompts: 1 + 2 + 3 tokens seen
+    flops = 4 * 2000 + 2 * 200 + 2 * 16 * 6
+    reads = 2 * 8 * 4
+    assert SMALL.work_seconds([Item([5, 6, 7], 2)], 1, speed) == pytest.approx(flops / 1e4 + reads / 1e6)
+
+
+def test_work_that_reading_weights_bounds() -> None:
+    speed = Speed(bandwidth=1e3, flops=1e9)
+    one = SMALL.work_seconds([Item([5], 4)], 1, speed)
+    assert one == pytest.approx((4 * 2200 + 2 * 8 * (2 + 3 + 4)) / 1e3)
+    beside = SMALL.work_seconds([Item([5], 4), Item([5], 1)], 2, speed)
+    assert beside == pytest.approx(one)  # the steps are shared, and a prompt of one token reads nothing
+    after = SMALL.work_seconds([Item([5], 4), Item([5], 4)], 1, speed)
+    assert after == pytest.approx(2 * one)  # unless there is one place
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    cost = Cost(0, 0, 0, ((Attention(1, 1, 3), 1), (Attention(1, 1, 0), 1)))
+    assert cost.kv_bytes(2, 6) == (2 + 3 + 3 + 3) + (2 + 3 + 4 + 5)
+    assert cost.kv_bytes(4, 6) == 6 + 9
+    assert cost.kv_bytes(1, 3) == 3 + 3
+    assert cost.kv_bytes(3, 3) == 0
+
+
+def test_one_step_and_one_prompt() -> None:
+    speed = Speed(bandwidth=1e3, flops=1e6)
+    assert SMALL.decode_seconds(1, 10.0, speed) == pytest.approx((2200 + 160) / 1e3)
+    assert SMALL.decode_seconds(1000, 10.0, Speed(1e9, 1e3)) == pytest.approx(2200, rel=1e-3)
+    assert SMALL.prompt_seconds(1, 2, speed) == pytest.approx(2.2)
+    assert SMALL.prompt_seconds(3, 2, Speed(1e9, 1e3)) == pytest.approx(3 * (4000 + 200 + 2 * 16 * 3) / 1e3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_numbers_of_a_model(tied: bool) -> None:
+    model = tiny("llama", tie_word_embeddings=tied)
+    names = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    embedding = 32 * VOCAB
+    layers = sum(names.values()) - (embedding if tied else 2 * embedding)
+    LLM(model, device="cpu", dtype=torch.bfloat16)
+    cost = cost_of(model)
+    assert cost == Cost(
+        weight_bytes=2 * (layers + embedding),
+        token_flops=2 * layers,
+        head_flops=2 * embedding,
+        attention=((Attention(2 * 2 * 8 * 2, 4 * 4 * 8, 0), 2),),
+    )
+
+
+def test_windows_and_models_without_a_policy() -> None:
+    gemma = tiny("gemma3")
+    LLM(gemma, device="cpu")
+    found = cost_of(gemma)
+    assert found is not None
+    assert {kind.window for kind, _ in found.attention} == {4}
+    arcee = _without_policy()
+    LLM(arcee, device="cpu")
+    plain = cost_of(arcee)
+    assert plain is not None
+    assert plain.attention == ((Attention(2 * 2 * 8 * 4, 4 * 4 * 8, 0), 2),)
+
+
+def _without_policy() -> torch.nn.Module:
+    import transformers as hf
+
+    config = hf.ArceeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=2, eos_token_id=3, pad_token_id=1,
+    )  # fmt: skip
+    return hf.ArceeForCausalLM(config).eval()
+
+
+def test_experts_have_no_limit() -> None:
+    assert cost_of(tiny("mixtral")) is None
+
+
+def test_what_this_machine_does_is_measured() -> None:
+    speed = measure_speed(CPU, torch.float32)
+    assert 1e8 < speed.bandwidth < 1e13
+    assert 1e8 < speed.flops < 1e15
+    assert device_name(CPU).startswith("cpu-")
+    assert peak_memory(CPU) > 1 << 20
