@@ -54,7 +54,7 @@ def row(what: str, figure: float, unit: str, limit: float | None = None, other: 
 
 
 @dataclass
-class Session:
+class Measured:
     """What has been measured so far, and where it goes."""
 
     folder: Path
@@ -137,31 +137,31 @@ def measure_sweep(subject: Subject, path: Path) -> tuple[list[Row], Any]:
     return rows, points
 
 
-def measure_splitfuse(model: str, session: Session) -> tuple[list[Row], Any]:
+def measure_splitfuse(model: str, measured: Measured) -> tuple[list[Row], Any]:
     """Decodes beside long prompts, in a runtime of its own."""
     experiment = Experiment()
-    with started(model, speed=session.speed, **experiment.options()) as subject:
+    with started(model, speed=measured.speed, **experiment.options()) as subject:
         found = splitfuse(subject, experiment)
     model = found["outpace"]["model"]
-    plot_splitfuse(found, report.picture("runtime", session.device, "splitfuse", session.folder))
+    plot_splitfuse(found, report.picture("runtime", measured.device, "splitfuse", measured.folder))
     rows = [
         row(f"{model}: {way}, {name}", found[way][key], unit)
         for way in (SPLIT, WHOLE)
         for name, key, unit in (
             *((f"P{percent} between tokens", f"p{percent}_itl_ms", "ms") for percent in (50, 95, 99)),
-            ("all tokens", "total_token_throughput", "tok/s"),
+            ("output tokens", "output_throughput", "tok/s"),
         )
     ]
-    rows.append(row(f"{model}: P99 of whole prompts to that of SplitFuse", found["p99_itl_ratio"], "times"))
+    rows.append(row(f"{model}: P95 of whole prompts to that of SplitFuse", found["p95_itl_ratio"], "times"))
     return [*rows, row(f"{model}: tokens/s of SplitFuse to whole", found["throughput_ratio"], "times")], found
 
 
-def measure_deterministic(model: str, session: Session) -> tuple[list[Row], Any]:
+def measure_deterministic(model: str, measured: Measured) -> tuple[list[Row], Any]:
     """What it costs that no token depends on its batch."""
     rates, details = {}, {}
     for deterministic in (False, True):
-        options: dict[str, Any] = {"max_num_seqs": DETERMINISTIC_BATCH, "max_model_len": session.max_model_len}
-        with started(model, speed=session.speed, deterministic=deterministic, **options) as subject:
+        options: dict[str, Any] = {"max_num_seqs": DETERMINISTIC_BATCH, "max_model_len": measured.max_model_len}
+        with started(model, speed=measured.speed, deterministic=deterministic, **options) as subject:
             source = _source(subject, Workload())
             items = [draw(DETERMINISTIC_BATCH, SEED) for draw in (source.draw, source.warm_up)]
             details[f"deterministic={deterministic}"] = found = throughput(subject, *items)
@@ -171,24 +171,24 @@ def measure_deterministic(model: str, session: Session) -> tuple[list[Row], Any]
     return [*rows, row(f"{what}, deterministic to not", rates[True] / rates[False], "times")], details
 
 
-def measure_model(model: str, session: Session, *, full_load: bool) -> None:
+def measure_model(model: str, measured: Measured, *, full_load: bool) -> None:
     """The parts that share one start of the runtime."""
     wanted: list[tuple[str, Callable[[Subject], tuple[list[Row], Any]]]] = [
         ("throughput", measure_throughput), ("latency", measure_latency), ("profile", measure_profile),
     ]  # fmt: skip
     if full_load:
         wanted.append(("full-load", measure_full_load))
-    picture = report.picture("runtime", session.device, f"{model}_sweep", session.folder)
+    picture = report.picture("runtime", measured.device, f"{model}_sweep", measured.folder)
     wanted.append(("sweep", lambda subject: measure_sweep(subject, picture)))
-    if not any(name in session.parts for name, _ in wanted):
+    if not any(name in measured.parts for name, _ in wanted):
         return
-    CONSOLE.print(f"[{time.perf_counter() - session.begin:6.1f} s] {model}: starting")
-    with started(model, speed=session.speed, max_num_seqs=COUNT, max_model_len=session.max_model_len) as subject:
+    CONSOLE.print(f"[{time.perf_counter() - measured.begin:6.1f} s] {model}: starting")
+    with started(model, speed=measured.speed, max_num_seqs=COUNT, max_model_len=measured.max_model_len) as subject:
         took = subject.startup_seconds
         ready = row(f"{subject.name}: ready, without making weights", took["all"] - took["load"], "s")
-        session.add(f"{model}: start", [ready], took)
+        measured.add(f"{model}: start", [ready], took)
         for name, measure in wanted:
-            session.part(model, name, partial(measure, subject))
+            measured.part(model, name, partial(measure, subject))
 
 
 def _source(subject: Subject, workload: Workload) -> Any:
@@ -221,17 +221,17 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     speed = limits.measure_speed(device, dtype)
-    session = Session(chosen.out, limits.device_name(device), speed, parts, chosen.max_model_len)
+    measured = Measured(chosen.out, limits.device_name(device), speed, parts, chosen.max_model_len)
     models = chosen.models.split(",")
     for model in models:
         try:
-            measure_model(model, session, full_load=model == models[0])
+            measure_model(model, measured, full_load=model == models[0])
         except Exception as error:  # it could not be started; each part looks after itself
-            session.failed(f"{model}: start", error)
+            measured.failed(f"{model}: start", error)
         if model == models[0]:
-            session.part(model, "splitfuse", partial(measure_splitfuse, model, session))
-        session.part(model, "deterministic", partial(measure_deterministic, model, session))
-    report.show("runtime", session.rows)
+            measured.part(model, "splitfuse", partial(measure_splitfuse, model, measured))
+        measured.part(model, "deterministic", partial(measure_deterministic, model, measured))
+    report.show("runtime", measured.rows)
 
 
 if __name__ == "__main__":

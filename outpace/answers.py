@@ -85,6 +85,10 @@ def make_group(
     cache_salt: str = "",
 ) -> Group:
     """A prompt with n answers, none of them begun."""
+    if not isinstance(request_id, str) or "\0" in request_id:
+        raise InputError(f"request_id: expected a string without NUL, got {request_id!r:.80}")
+    if not isinstance(prompt_token_ids, list | tuple):
+        raise InputError(f"prompt_token_ids: expected a list of token ids, got {prompt_token_ids!r:.80}")
     metrics = RequestMetrics(arrival_time=time.perf_counter())
     group = Group(RequestOutput(request_id, prompt, list(prompt_token_ids), [], False, metrics), params, tokenizer)
     if params.prompt_logprobs is not None:
@@ -120,7 +124,7 @@ def _of_answer(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of one of n answers: each has a seed of its own, and the first tells of the prompt for all."""
     if params.n == 1:
         return params
-    seed = None if params.seed is None else params.seed + index
+    seed = None if params.seed is None else (params.seed + index) % 2**64
     return replace(params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
 
 

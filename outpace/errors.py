@@ -21,6 +21,10 @@ class Overloaded(OutpaceError, RuntimeError):
     """The queue of waiting requests is full; the same call can work later."""
 
 
+class EngineDead(OutpaceError, RuntimeError):
+    """The engine failed or its process ended under the request; the same call can work later."""
+
+
 class ModelError(OutpaceError, ValueError):
     """A model, checkpoint or tokenizer cannot be loaded or used as asked."""
 

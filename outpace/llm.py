@@ -181,7 +181,7 @@ class LLM:
         with self._lock:
             if self._engine is not None:
                 for group in groups:
-                    self._engine.abort(group.output.request_id)
+                    self._engine.leave(group)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; those of a list are checked."""

@@ -14,7 +14,7 @@ from outpace.cache.block_pool import BlockPool
 from outpace.errors import InputError
 from outpace.prepare import PagedParts
 from outpace.runner.start import start_runner
-from outpace.scheduler import Scheduler
+from outpace.scheduler import Scheduler, Totals
 from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput
 
 
@@ -27,6 +27,8 @@ class LLMEngine:
         self._config = parts.config
         self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self._runner = self._started.runner
+        self.totals = Totals()
+        """What has been scheduled; it goes on after an error."""
         self.epoch = 0
         """How often a step has failed: requests of an earlier epoch are gone."""
         self._begin()
@@ -87,7 +89,11 @@ class LLMEngine:
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False if there is none of that name."""
         group = self._groups.get(request_id)
-        if group is None:
+        return group is not None and self.leave(group)
+
+    def leave(self, group: Group) -> bool:
+        """Abort what was made; False if it is not being answered."""
+        if self._groups.get(group.output.request_id) is not group:
             return False
         for answer in group.answers:
             if answer.completion.finish_reason is None:
@@ -125,6 +131,7 @@ class LLMEngine:
             max_chunk_beside_decodes=scheduler.max_chunk_beside_decodes,
             swap_space=started.num_host_blocks,
             model=self._parts.name,
+            totals=self.totals,
         )
         self._runner.reset()
         self._groups: dict[str, Group] = {}

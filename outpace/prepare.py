@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from outpace.config import InferenceConfig, LLMConfig
-from outpace.errors import ConfigError, ModelError
+from outpace.errors import ConfigError, ModelError, NotSupported
 from outpace.inject.paged import BatchModel
 from outpace.inject.start import Injection, plan_injection
 from outpace.kernels.dispatch import choose_kernels
@@ -49,6 +49,8 @@ class PagedParts:
     """A model that runs batches over pages, and what is known of it."""
 
     model: BatchModel
+    module: nn.Module
+    """The same model as Hugging Face calls it, with its layers replaced."""
     config: LLMConfig
     name: str
     tokenizer: PreTrainedTokenizerBase | None
@@ -71,12 +73,17 @@ def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfi
     config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype})
     at_load = time.perf_counter()
     prepared = prepare(loaded.model, config, deterministic=config.deterministic)
-    paged = None if prepared.injection is None else prepared.injection.paged()
+    injection = prepared.injection
+    assert injection is not None, "an LLM's config asks for it"
+    if config.deterministic and (reason := injection.varies()):
+        raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
+    paged = injection.paged()
     if paged is None:
         raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
     length, end = _max_model_len(prepared.info, config), generation_config(prepared.module).eos_token_id
     return PagedParts(
         model=paged(length),
+        module=prepared.module,
         config=config,
         name=loaded.name,
         tokenizer=loaded.tokenizer,

@@ -73,11 +73,28 @@ class _Draft:
     chunk: int  # most of them for one request
     unserved: int  # running requests still to come, each of which has one token kept for it
     claimed: int = 0  # blocks that requests in this step will need for the tokens they have
+    prefill: int = 0  # tokens of prompts, and of answers that are computed once more
     flying: list[tuple[_Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
 
     def room(self, sequence: _Sequence) -> int:
         """Tokens that this request may have."""
         return min(sequence.target - sequence.num_computed, self.chunk, self.budget - self.unserved)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been scheduled so far."""
+
+    steps: int = 0
+    """Steps that computed anything."""
+    prefill_tokens: int = 0
+    """Tokens of prompts, and those that are computed once more after a preemption."""
+    decode_tokens: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    """Tokens that were found in the cache when their request came in."""
+    prefix_queries: int = 0
+    """Tokens that were looked for there."""
 
 
 class Scheduler:
@@ -94,8 +111,9 @@ class Scheduler:
         max_chunk_beside_decodes: int | None = None,
         swap_space: int = 0,
         model: str = "",
+        totals: Totals | None = None,
     ) -> None:
-        """`swap_space` counts host blocks; `model` keeps the prefixes of different models apart.
+        """`swap_space` counts host blocks; `model` keeps the prefixes of different models apart; `totals` go on.
 
         `max_chunk_beside_decodes`: most tokens of one prompt in a step while other requests decode. A quarter of the
         budget and no more than 512, which still is bound by computing (from 184 tokens on, for 8B in bf16 on an H200),
@@ -119,6 +137,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.max_chunk_beside_decodes = chunk
         self.model = model
+        self.totals = totals or Totals()
         self._sequences: dict[str, _Sequence] = {}
         self._running: list[_Sequence] = []  # both in order
         self._waiting: list[_Sequence] = []
@@ -206,6 +225,7 @@ class Scheduler:
             if not self._admit(self._waiting[0], draft):
                 break  # nobody overtakes it
         self._num_steps += 1
+        self._count(draft)
         self._in_flight.append((step.step_id, draft.flying))
         return step
 
@@ -249,6 +269,13 @@ class Scheduler:
             if each.status is not _Status.ENDED:
                 assert (len(each.blocks), len(each.host_blocks)) == ((held, 0) if running else (0, held))
 
+    def _count(self, draft: _Draft) -> None:
+        totals, num_tokens = self.totals, self.max_num_batched_tokens - draft.budget
+        totals.steps += num_tokens > 0
+        totals.prefill_tokens += draft.prefill
+        totals.decode_tokens += num_tokens - draft.prefill
+        totals.preemptions += len(draft.step.preempted)
+
     def _fitting(self, sequence: _Sequence, wanted: int) -> int:
         """How many of the wanted tokens fit its blocks and the free ones."""
         room = (len(sequence.blocks) + self.pool.num_free) * self.pool.block_size
@@ -288,6 +315,8 @@ class Scheduler:
         sequence.num_pending += samples
         sequence.in_flight += 1
         draft.budget -= count
+        if count > 1 or start < len(request.prompt_token_ids):
+            draft.prefill += count
         draft.step.sequences.append(entry)
         draft.flying.append((sequence, end, samples))
 
@@ -311,6 +340,8 @@ class Scheduler:
         else:
             sequence.blocks, sequence.num_registered = cached, len(cached)
             sequence.num_computed = len(cached) * self.pool.block_size
+            self.totals.prefix_queries += len(sequence.tokens)
+            self.totals.prefix_hits += sequence.num_computed
         self._place(sequence, draft.room(sequence), draft, afresh=True)
         draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
         return True

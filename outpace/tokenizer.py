@@ -2,6 +2,7 @@
 
 import codecs
 import re
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
@@ -46,14 +47,16 @@ class Detokenizer:
         self._taken: list[str] = []  # parts of the text that `take` has given out
         self._fresh: list[str] = []  # and the parts that it has not
         self._finished = False
+        self._lock = threading.RLock()  # a reader of the text may be another thread than the one that adds tokens
         self.token_ids: list[int] = []
 
     @property
     def text(self) -> str:
         """The text so far."""
-        self._catch_up()
-        self._taken, self._fresh = ["".join(self._taken)], ["".join(self._fresh)]
-        return self._taken[0] + self._fresh[0]
+        with self._lock:
+            self._catch_up()
+            self._taken, self._fresh = ["".join(self._taken)], ["".join(self._fresh)]
+            return self._taken[0] + self._fresh[0]
 
     @property
     def stopped(self) -> bool:
@@ -69,28 +72,32 @@ class Detokenizer:
         """Take one more token in. Its text is made when somebody reads it, or now if there are stop strings."""
         self.token_ids.append(token)
         if self._stops is not None:
-            self._catch_up()
+            with self._lock:
+                self._catch_up()
 
     def take(self) -> str:
         """The text that was added since the last `take`."""
-        self._catch_up()
-        part = "".join(self._fresh)
-        self._fresh.clear()
-        if part:
-            self._taken.append(part)
-        return part
+        with self._lock:
+            self._catch_up()
+            part = "".join(self._fresh)
+            self._fresh.clear()
+            if part:
+                self._taken.append(part)
+            return part
 
     def finish(self) -> None:
         """Show what is left, such as a character that was never finished or the beginning of a stop string."""
-        if not self._finished:
-            self._finished = True
-            self._catch_up(last=True)
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                self._catch_up(last=True)
 
     def _catch_up(self, last: bool = False) -> None:
         if self.stopped or (self._read == len(self.token_ids) and not last):
             return
-        settled, tentative = self._window.read(self.token_ids[self._read :], last)
-        self._read = len(self.token_ids)
+        new = self.token_ids[self._read :]
+        self._read += len(new)
+        settled, tentative = self._window.read(new, last)
         self._fresh.append(settled if self._stops is None else self._stops.let_pass(settled, tentative, last))
 
 

@@ -1,6 +1,5 @@
 """LLM: prompts in, answers out. The chain model says `CYCLE`, one byte for each token, then the end token."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,15 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import outpace
-from outpace import LLM, FinishReason, InputError, ModelError, SamplingParams
+from outpace import (
+    LLM,
+    ConfigError,
+    FinishReason,
+    InputError,
+    ModelError,
+    NotSupported,
+    SamplingParams,
+)
 from tests.models import CYCLE, END, byte_tokenizer, chain_model, prompts, tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -22,10 +29,6 @@ def greedy(**changes: Any) -> SamplingParams:
 
 def answer(llm: LLM, prompt: str | list[int], params: SamplingParams = GREEDY) -> outpace.CompletionOutput:
     return llm.generate(prompt, params)[0].outputs[0]
-
-
-def stream_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread is not threading.main_thread()}
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +101,13 @@ def test_the_end_token_is_passed_over_when_asked(chain_llm: LLM) -> None:
     assert shown.text == f"{CYCLE}{END}world"
 
 
-def test_min_tokens_puts_off_the_end(chain_llm: LLM) -> None:
+def test_min_tokens_puts_off_the_end(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
     short = answer(chain_llm, "x", greedy(max_tokens=8))
     assert len(short.token_ids) == 1
-    assert len(answer(chain_llm, "x", greedy(min_tokens=3, max_tokens=8)).token_ids) >= 3
+    later = answer(chain_llm, "x", greedy(min_tokens=3, max_tokens=8))
+    assert len(later.token_ids) > 3
+    assert tokenizer.eos_token_id not in later.token_ids[:3]
+    assert len(answer(chain_llm, "?", greedy(min_tokens=RAW, max_tokens=RAW + 5)).token_ids) == RAW + 1
 
 
 def test_nothing_of_the_models_own_generation_config_gets_in() -> None:
@@ -118,7 +124,8 @@ def test_stop_token_ids(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> N
     stop = tokenizer("l")["input_ids"]
     result = answer(chain_llm, "?", greedy(stop_token_ids=stop))
     assert result.token_ids == tokenizer("worl")["input_ids"]
-    assert result.finish_reason is FinishReason.STOP
+    assert (result.finish_reason, result.stop_reason) == (FinishReason.STOP, stop[0])
+    assert answer(chain_llm, "?").stop_reason is None, "the model's own end is no reason"
     past = answer(chain_llm, "?", greedy(stop_token_ids=stop, ignore_eos=True))
     assert past.token_ids == result.token_ids, "ignore_eos concerns the model's own end tokens only"
 
@@ -138,6 +145,33 @@ def test_stop_strings_across_token_borders(chain_llm: LLM, stop: str | list[str]
     result = answer(chain_llm, "?", greedy(stop=stop))
     assert result.text == (CYCLE.partition("EN")[0] if text is None else text)
     assert result.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_is_named_and_kept_when_asked(chain_llm: LLM) -> None:
+    kept = answer(chain_llm, "?", greedy(stop=["zzz", "日😀"], include_stop_str_in_output=True))
+    assert (kept.text, kept.stop_reason, kept.finish_reason) == ("world é日😀", "日😀", FinishReason.STOP)
+    assert len(kept.token_ids) == len("world é日😀".encode())
+
+
+def test_bad_words_do_not_come(chain_llm: LLM) -> None:
+    assert "rl" in answer(chain_llm, "?").text
+    assert "rl" not in answer(chain_llm, "?", greedy(bad_words=["rl"], ignore_eos=True)).text
+    one = answer(chain_llm, "?", greedy(bad_words=["o"], ignore_eos=True)).text
+    assert "o" not in one
+    assert one.startswith("w")
+
+
+def test_some_tokens_only(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    allowed = tokenizer("wo")["input_ids"]
+    assert set(answer(chain_llm, "?", greedy(max_tokens=9, allowed_token_ids=allowed)).text) <= set("wo")
+    letter = tokenizer("Q")["input_ids"][0]
+    assert answer(chain_llm, "?", greedy(max_tokens=3, logit_bias={letter: 100.0})).text == "QQQ"
+
+
+def test_a_character_that_the_prompt_began(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("é")["input_ids"]
+    assert len(ids) == 2
+    assert answer(chain_llm, ids[:1], greedy(max_tokens=2)).text.startswith("é")
 
 
 def test_greedy_is_hugging_faces_greedy(random_llm: LLM) -> None:
@@ -194,23 +228,20 @@ def test_a_stream_is_finished_only_at_its_end(chain_llm: LLM) -> None:
     assert set(states[:-1]) == {(False, None)}
 
 
-def test_leaving_a_stream_early_ends_its_thread(random_llm: LLM) -> None:
-    before = stream_threads()
+def test_a_stream_can_be_left_early(random_llm: LLM) -> None:
     stream = random_llm.stream(prompts(6)[0].tolist(), greedy(max_tokens=58))
     for output in stream:
         if len(output.outputs[0].token_ids) == 3:
             break
-    assert len(stream_threads() - before) <= 1
     stream.close()  # type: ignore[attr-defined]
-    assert stream_threads() == before
-    assert len(output.outputs[0].token_ids) == 3
+    assert output.outputs[0].finish_reason is FinishReason.ABORT
     assert len(answer(random_llm, [5, 6], greedy(max_tokens=4)).token_ids) == 4, "the next request is blocked"
+    assert len(output.outputs[0].token_ids) == 3
 
 
 def test_a_stream_that_is_never_read_starts_nothing(chain_llm: LLM) -> None:
-    before = stream_threads()
     chain_llm.stream("?", GREEDY)
-    assert stream_threads() == before
+    assert chain_llm.engine.scheduler.num_waiting == 0
 
 
 def test_two_streams_at_once_do_not_mix(chain_llm: LLM) -> None:
@@ -220,27 +251,12 @@ def test_two_streams_at_once_do_not_mix(chain_llm: LLM) -> None:
     assert list(first)[-1].outputs[0].text == CYCLE
 
 
-def test_an_error_in_the_worker_reaches_the_caller(chain_llm: LLM) -> None:
-    before = stream_threads()
-    with pytest.raises(InputError, match="input_ids: token id 9999 is outside the model's vocabulary"):
+def test_what_cannot_run_is_refused(chain_llm: LLM) -> None:
+    with pytest.raises(InputError, match="prompt_token_ids: 9999 is outside the model's vocabulary of 257 tokens"):
         chain_llm.generate([9999], GREEDY)
-    with pytest.raises(InputError, match=r"max_new_tokens: .* more than max_out_tokens=512"):
-        list(chain_llm.stream("?", greedy(max_tokens=600)))
-    assert stream_threads() == before
+    with pytest.raises(InputError, match=r"1 prompt tokens and max_tokens=600 are more than max_model_len=512"):
+        chain_llm.stream("?", greedy(max_tokens=600))
     assert answer(chain_llm, "?").text == CYCLE
-
-
-def test_the_models_own_error_in_the_worker_reaches_the_caller(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = LLM(chain_model(tokenizer), tokenizer=tokenizer, device="cpu")
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("inside the model")
-
-    monkeypatch.setattr(llm.engine.module, "forward", broken)
-    with pytest.raises(ZeroDivisionError, match="inside the model"):
-        llm.generate("?", GREEDY)
 
 
 # chat
@@ -283,27 +299,35 @@ def test_a_live_module_without_a_tokenizer(random_llm: LLM) -> None:
         random_llm.generate("text")
     with pytest.raises(ModelError, match="stop: stop strings need a tokenizer"):
         random_llm.generate([5], SamplingParams(stop="x"))
+    with pytest.raises(ModelError, match="bad_words: they need a tokenizer"):
+        random_llm.generate([5], SamplingParams(bad_words=["x"]))
     with pytest.raises(ModelError, match="chat: the model has no tokenizer"):
         random_llm.chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_live_module_keeps_its_dtype_unless_another_is_asked_for() -> None:
     own = LLM(tiny("llama").to(torch.bfloat16), device="cpu")
-    assert (own.engine.dtype, own.dtype_reason) == (torch.bfloat16, "the module's own")
+    assert (own.dtype, own.dtype_reason) == (torch.bfloat16, "the module's own")
+    assert len(answer(own, [5, 6], greedy(max_tokens=4)).token_ids) == 4
     asked = LLM(tiny("llama"), dtype="fp16", device="cpu")
-    assert (asked.engine.dtype, asked.dtype_reason) == (torch.float16, "asked for")
+    assert (asked.dtype, asked.dtype_reason) == (torch.float16, "asked for")
 
 
-def test_an_encoder_decoder() -> None:
-    llm = LLM(tiny("t5"), device="cpu")
-    row = prompts(6)[0]
-    expected = tiny("t5").generate(row[None], max_new_tokens=8)[0, 1:].tolist()
-    assert answer(llm, row.tolist(), greedy(max_tokens=8)).token_ids == expected
+@pytest.mark.parametrize(("family", "error"), [("t5", NotSupported), ("bert", ModelError)])
+def test_models_that_are_not_for_this(family: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"it is an encoder with a decoder|is not a generative model"):
+        LLM(tiny(family), device="cpu")
 
 
 def test_the_length_is_the_models_own_unless_asked_for() -> None:
-    assert LLM(tiny("llama"), device="cpu").engine.inference_config.max_out_tokens == 64
-    assert LLM(tiny("llama"), device="cpu", max_out_tokens=20).engine.inference_config.max_out_tokens == 20
+    assert LLM(tiny("llama"), device="cpu").max_model_len == 64
+    shorter = LLM(tiny("llama"), device="cpu", max_model_len=20)
+    assert shorter.max_model_len == 20
+    assert len(answer(shorter, [5] * 12, greedy(max_tokens=8)).token_ids) == 8
+    with pytest.raises(InputError, match="max_model_len=20"):
+        shorter.generate([5] * 12, greedy(max_tokens=9))
+    with pytest.raises(ConfigError, match="max_model_len: 65 is more than the 64 positions of the model"):
+        LLM(tiny("llama"), device="cpu", max_model_len=65)
 
 
 def test_a_folder(chain_folder: Path) -> None:
@@ -337,7 +361,7 @@ def test_the_seed_of_a_request_comes_before_that_of_the_config() -> None:
 
 
 def test_options_as_a_config() -> None:
-    llm = outpace.LLM(tiny("llama"), config={"kernel_inject": True, "device": "cpu"})
-    assert llm.engine.inference_config.replace_with_kernel_inject
+    llm = outpace.LLM(tiny("llama"), config={"kernel_inject": True, "device": "cpu", "cache": {"num_blocks": 5}})
+    assert llm.config.cache.num_blocks == llm.engine.scheduler.pool.num_blocks == 5
     with pytest.raises(outpace.ConfigError, match="vocab_sise"):
         outpace.LLM(tiny("llama"), args={"vocab_sise": 5})

@@ -1,6 +1,8 @@
 """Text from tokens as they come: every kind of tokenizer, special tokens, stop strings, prompts, streams."""
 
 import itertools
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -218,7 +220,7 @@ def test_byte_by_byte_equals_the_whole(tokenizer: PreTrainedTokenizerFast, text:
 @pytest.mark.real
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_real_tokenizer_token_by_token(default_model_folder: Path, text: str) -> None:
-    real = AutoTokenizer.from_pretrained(default_model_folder)
+    real = real_tokenizer(default_model_folder)
     tokens = real(text)["input_ids"]
     shown = feed(Detokenizer(real, skip_special_tokens=True, stop=()), tokens)
     assert shown[-1] == real.decode(tokens) == text
@@ -400,6 +402,13 @@ def test_byte_tokens_wait_for_each_other_because_one_bad_byte_spoils_them_all() 
     assert feed(detokenizer(llama), bad) == ["", "\ufffd" * 2, "\ufffd" * 3, "\ufffd" * 3]
 
 
+def test_a_token_that_does_not_exist_does_not_part_the_bytes_of_a_character() -> None:
+    llama = tokenizer_of("byte fallback")
+    first, last = ids(llama, "<0xC3>", "<0xA9>")
+    shown = feed(detokenizer(llama), [*ids(llama, "lo"), first, len(llama), last, *ids(llama, "lo")])
+    assert shown == ["lo", "lo", "lo", "lo", "loélo", "loélo"]
+
+
 @pytest.mark.parametrize("prompt", [[], ["lo"]])
 @pytest.mark.parametrize("count", [9, 50])
 def test_many_byte_tokens_in_a_row_are_shown_without_waiting_for_the_last(prompt: list[str], count: int) -> None:
@@ -523,3 +532,22 @@ def test_tokens_that_show_nothing_do_not_pile_up() -> None:
 def test_texts_of_single_tokens(kind: str, texts: dict[str, str]) -> None:
     tokenizer = tokenizer_of(kind)
     assert token_texts(tokenizer, ids(tokenizer, *texts, *texts)) == [*texts.values(), *texts.values()]
+
+
+def test_one_thread_adds_while_another_reads() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("héllo wörld 😀! " * 40)["input_ids"]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for stop in ((), ("\0never",)):
+            text = Detokenizer(tokenizer, skip_special_tokens=True, stop=stop)
+            reader = threading.Thread(target=lambda text=text: [text.text for _ in range(300)])
+            reader.start()
+            for token in ids:
+                text.add(token)
+            reader.join()
+            text.finish()
+            assert text.text == "héllo wörld 😀! " * 40
+    finally:
+        sys.setswitchinterval(before)

@@ -43,7 +43,7 @@ def plot_splitfuse(found: Figures, path: Path) -> None:
     for name, colour in ((SPLIT, "#2171b5"), (WHOLE, "#cb181d")):
         gaps = sorted(found[name]["itls_ms"])
         shares = [(place + 1) / len(gaps) for place in range(len(gaps))]
-        label = f"{name}: P50 {found[name]['p50_itl_ms']:.1f} ms, P99 {found[name]['p99_itl_ms']:.1f} ms"
+        label = f"{name}: P50 {found[name]['p50_itl_ms']:.1f} ms, P95 {found[name]['p95_itl_ms']:.1f} ms"
         axes.step(gaps, shares, where="post", color=colour, label=label)
     facts = found["outpace"]
     axes.set_title(

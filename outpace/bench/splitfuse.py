@@ -1,8 +1,8 @@
 """SplitFuse against whole prompts: how long decodes have to wait while long prompts come in beside them.
 
-Some sequences decode all the time. Long prompts arrive one after another, each when the last has its first token. Once
-prompts are chopped and fused with the decodes (the default), once each is computed in a single step. Both are the same
-engine with another budget, so nothing else differs.
+Some sequences decode all the time. Long prompts arrive at regular intervals, 2.5 times as long as one takes in a step
+of its own. Once prompts are chopped and fused with the decodes (the default), once each is computed in a single
+step. Both are the same engine with another budget, and the same arrivals, so nothing else differs.
 """
 
 import time
@@ -17,10 +17,12 @@ from outpace.bench.subject import Subject
 from outpace.bench.workload import Item, check_lengths, random_ids
 from outpace.errors import InputError
 from outpace.runner.start import CPU_TOKENS, GPU_TOKENS
-from outpace.scheduler import Scheduler
+from outpace.scheduler import MAX_CHUNK, Scheduler
 
 PERCENTS = (50, 95, 99)
 WHOLE, SPLIT = "whole prompts", "SplitFuse"
+SPACING = 2.5  # times what a whole prompt takes: prompts take two fifths of the time
+STEPS = 64  # decodes that an interval may hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +54,12 @@ class Experiment:
         budget = self.budget or CPU_TOKENS
         chunk = min(max(1, budget // 4), budget - self.decoders)
         filling = -(-self.decoders * self.decoder_prompt // chunk) + self.decoders
-        return filling + self.num_prompts * (-(-self.prompt // chunk) + 4)
+        return filling + (self.num_prompts + 2) * max(-(-self.prompt // chunk) + 4, STEPS)
 
     def options(self) -> dict[str, Any]:
         """Options of the LLM that runs it."""
         return {
-            "max_num_seqs": self.decoders + 1,
+            "max_num_seqs": self.decoders + 4,
             "max_num_batched_tokens": self.whole_budget,
             "max_model_len": max(self.prompt + 1, self.decoder_prompt + self.decoder_output),
         }
@@ -77,17 +79,24 @@ def splitfuse(subject: Subject, experiment: Experiment) -> Figures:
     budget = experiment.budget or default_budget(subject.llm.device.type, experiment.decoders)
     lengths = Item([0] * experiment.decoder_prompt, experiment.decoder_output), Item([0] * experiment.prompt, 1)
     check_lengths(lengths, engine.max_model_len)
-    ways = {SPLIT: (budget, max(1, budget // 4)), WHOLE: (experiment.whole_budget, experiment.whole_budget)}
+    ways = {
+        WHOLE: (experiment.whole_budget, experiment.whole_budget),
+        SPLIT: (budget, max(1, min(MAX_CHUNK, budget // 4))),
+    }
     found: Figures = {}
+    interval = 0.0
     for name, (tokens, chunk) in ways.items():
         with _budget(engine.scheduler, tokens, chunk):
-            _measure(subject, experiment, 1, seed=1)
-            found[name] = _measure(subject, experiment, experiment.num_prompts, seed=2)
+            alone = _measure(subject, experiment, 2, interval, seed=1)["median_ttft_ms"] * 1e-3
+            interval = interval or SPACING * alone
+            found[name] = _measure(subject, experiment, experiment.num_prompts, interval, seed=2)
         found[name] |= {"max_num_batched_tokens": tokens, "max_chunk_beside_decodes": chunk}
     return {
         **found,
+        "interval": interval,
+        "p95_itl_ratio": found[WHOLE]["p95_itl_ms"] / found[SPLIT]["p95_itl_ms"],
         "p99_itl_ratio": found[WHOLE]["p99_itl_ms"] / found[SPLIT]["p99_itl_ms"],
-        "throughput_ratio": found[SPLIT]["total_token_throughput"] / found[WHOLE]["total_token_throughput"],
+        "throughput_ratio": found[SPLIT]["output_throughput"] / found[WHOLE]["output_throughput"],
         "outpace": subject.facts(),
     }
 
@@ -102,8 +111,8 @@ def _budget(scheduler: Scheduler, tokens: int, chunk: int) -> Iterator[None]:
         scheduler.max_num_batched_tokens, scheduler.max_chunk_beside_decodes = before
 
 
-def _measure(subject: Subject, experiment: Experiment, num_prompts: int, seed: int) -> Figures:
-    """From the first long prompt's arrival to the last one's first token."""
+def _measure(subject: Subject, experiment: Experiment, num_prompts: int, interval: float, seed: int) -> Figures:
+    """From the first long prompt's arrival until all are in and the last interval is over."""
     vocab, driver = subject.vocab_size, Driver(subject.llm.engine)
 
     def item(number: int, length: int, output: int) -> Item:
@@ -114,15 +123,19 @@ def _measure(subject: Subject, experiment: Experiment, num_prompts: int, seed: i
         decoders = [driver.add(item(number, *sizes)) for number in range(experiment.decoders)]
         while not all(len(trace.times) > 1 for trace in decoders):
             driver.step()
-        begin, waits = time.perf_counter(), []
-        for number in range(num_prompts):
-            prompt = driver.add(item(experiment.decoders + number, experiment.prompt, 1))
-            while not prompt.times:
-                driver.step()
-            waits.append(prompt.times[0] - prompt.arrival)
+        begin, prompts = time.perf_counter(), list[Trace]()
+        while len(prompts) < num_prompts or not all(prompt.times for prompt in prompts):
+            due = begin + len(prompts) * interval
+            alone = interval == 0 and not all(prompt.times for prompt in prompts)
+            if len(prompts) < num_prompts and time.perf_counter() >= due and not alone:
+                prompts.append(driver.add(item(experiment.decoders + len(prompts), experiment.prompt, 1)))
+            driver.step()
+        while time.perf_counter() < begin + num_prompts * interval:
+            driver.step()
         end = time.perf_counter()
     finally:
         driver.close()
+    waits = [prompt.times[0] - prompt.arrival for prompt in prompts]
     return _figures(decoders, waits, experiment.prompt, begin, end)
 
 

@@ -39,6 +39,10 @@ class Interface:
     def apply(self) -> None:
         """Nothing is changed on this level."""
 
+    def varies(self) -> str | None:
+        """All its layers are its own."""
+        return "it runs with its own layers, since no policy knows them"
+
     def paged(self) -> Callable[[int], BatchModel]:
         """The model over pages, once it is where it runs; refused where its logits are not those of its own forward."""
         model = self._model.eval()
@@ -70,6 +74,7 @@ class InterfaceModel:
         layers = [self._layers[index] for index in range(len(self._layers))]
         self.kv_heads = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
         self.dtype, self.device = _dtype(layers), next(model.parameters()).device
+        self.reentrant = False  # the model's config is changed for the time of a call
         self.capturable = bool(getattr(model, "_can_compile_fullgraph", False))
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
@@ -138,7 +143,7 @@ def refused(model: nn.Module, reason: str) -> NotSupported:
     """The error of a model that neither level can run."""
     return NotSupported(
         f"replace_with_kernel_inject: no policy for the layers of {type(model).__name__}, and it cannot run with its "
-        f"own: {reason}. Write a policy (docs/adding-a-model.md), or leave kernel injection off"
+        f"own: {reason}. Write a policy (docs/adding-a-model.md), or use init_inference without kernel injection"
     )
 
 

@@ -52,6 +52,8 @@ class BatchModel(Protocol):
     device: torch.device
     capturable: bool
     """Whether a CUDA graph can hold a forward."""
+    reentrant: bool
+    """Whether several threads may call forward at once."""
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
@@ -89,7 +91,7 @@ class PagedModel:
         self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
-        self.capturable = True
+        self.capturable = self.reentrant = True
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:

@@ -32,6 +32,9 @@ class Injection(Protocol):
     def paged(self) -> Paged | None:
         """How the model runs over pages, asked once it is where it runs; None: it has no such form."""
 
+    def varies(self) -> str | None:
+        """Why its results over pages may depend on what shares a batch, though every kernel of ours does not."""
+
 
 class Fused:
     """A model with fused layers: level 1."""
@@ -52,6 +55,15 @@ class Fused:
         if self._injected.policy.model is None:
             return None
         return functools.partial(PagedModel, self._model, self._injected)
+
+    def varies(self) -> str | None:
+        """Parts that stay the model's own."""
+        assert self._injected is not None, "apply comes first"
+        if any(layer.mlp is not None for layer in self._injected.layers):
+            return "its layers keep their own MLP"
+        roles, part = self._injected.policy.model, Parts(self._model)
+        own = () if roles is None else (roles.project_in, roles.project_out)
+        return "it keeps projections of its own" if any(part.optional(path) is not None for path in own) else None
 
 
 def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injection | None:

@@ -62,7 +62,7 @@ class Layout:
 class Rows:
     """Rows of requests, and the way what changes gets to the device: page-locked memory, one copy for a step.
 
-    A buffer is written again two steps later; the caller has read that step's result by then.
+    There are two buffers, so that a step can be prepared while the one before is on its way.
     """
 
     def __init__(self, count: int, max_len: int, max_blocks: int, device: torch.device) -> None:
@@ -78,6 +78,7 @@ class Rows:
         self._staging = [_pinned(4 * count + 1, torch.int32, device) for _ in range(2)]
         self._updates = [_pinned(1 << 14, torch.int64, device) for _ in range(2)]
         self._turn = 0
+        self._sent: list[torch.cuda.Event | None] = [None, None]
         self._free = list(range(count - 1, -1, -1))
         self._rows: dict[str, Row] = {}
 
@@ -98,6 +99,8 @@ class Rows:
     def take(self, sequences: Sequence[ScheduledSequence]) -> Layout:
         """Take a step in: new requests get rows, and what changed is sent on its way."""
         self._turn = 1 - self._turn
+        if (sent := self._sent[self._turn]) is not None:
+            sent.synchronize()
         layout, places, values = Layout(), [], []
         for entry in sequences:
             if entry.request is not None:
@@ -139,6 +142,9 @@ class Rows:
         np.cumsum(layout.counts, out=cu_q[1 : count + 1])
         cu_q[count + 1 :] = cu_q[count]
         self._header[: 4 * size + 1].copy_(host[: 4 * size + 1], non_blocking=not wait)
+        if self._device.type == "cuda" and not wait:
+            event = self._sent[self._turn] = torch.cuda.Event()
+            event.record()
         return self.header(size)
 
     def header(self, size: int) -> Header:

@@ -99,12 +99,12 @@ class Runner:
         self._rows.forget(step.ended)
         self._rows.forget(step.preempted)
 
-    def _run(self, layout: Layout) -> _Ran:
+    def _run(self, layout: Layout, *, wait: bool = False) -> _Ran:
         count = len(layout.owners)
         shape, run = self._graphs.fitting(count, layout.num_tokens), self._graphs.replay
         if shape is None:
             shape, run = Shape.of(count, layout.num_tokens), self._forward
-        header = self._rows.send(layout, shape.num_seqs)
+        header = self._rows.send(layout, shape.num_seqs, wait=wait)
         logits, likeliest = run(shape)
         return _Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
 
@@ -139,7 +139,7 @@ class Runner:
                 logits[index] = found[-1]
         others = [index for index in range(len(layout.owners)) if index not in logits]
         if others:
-            logits.update(zip(others, self._run(layout.only(others)).logits, strict=True))
+            logits.update(zip(others, self._run(layout.only(others), wait=True).logits, strict=True))
         stacked = torch.stack([logits[index] for index in range(len(layout.owners))])
         header, likeliest = self._rows.send(layout, len(layout.owners), wait=True), stacked.argmax(-1)
         self._rows.write(header.rows, header.writes, likeliest)

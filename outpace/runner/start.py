@@ -114,7 +114,7 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple
     kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("decode", "chunks", "mixed")]
     few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
     picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
-    with ThreadPoolExecutor(max(1, len(picked))) as threads:
+    with ThreadPoolExecutor(len(picked) or 1 if model.reentrant else 1) as threads:
         list(threads.map(run, picked))
 
 

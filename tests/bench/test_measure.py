@@ -126,19 +126,18 @@ def test_latency_of_nothing(subject: Subject, wrong: dict[str, int]) -> None:
 def test_splitfuse_chops_prompts_and_the_other_way_does_not(subject: Subject, steps: list[Step]) -> None:
     found = splitfuse(subject, EXPERIMENT)
     chunks = [sequence.num_new_tokens for step in steps for sequence in step.sequences if sequence.num_new_tokens > 2]
-    split, whole = chunks[:30], chunks[30:]
-    assert (split, whole) == ([4] * 30, [40] * 3)  # a prompt to warm up and two that count, each way
+    assert chunks == [40] * 4 + [4] * 40  # two prompts to warm up and two that count, each way
     for way in (SPLIT, WHOLE):
         assert 0 < found[way]["p50_itl_ms"] <= found[way]["p95_itl_ms"] <= found[way]["p99_itl_ms"]
         rate, seconds = found[way]["total_token_throughput"], found[way]["duration"]
         assert rate * seconds == pytest.approx(2 * 41 + len(found[way]["itls_ms"]))
-    assert len(found[SPLIT]["itls_ms"]) > 3 * len(found[WHOLE]["itls_ms"])
-    assert found["p99_itl_ratio"] == found[WHOLE]["p99_itl_ms"] / found[SPLIT]["p99_itl_ms"]
+        assert seconds >= 2 * found["interval"]
+    assert found["p95_itl_ratio"] == found[WHOLE]["p95_itl_ms"] / found[SPLIT]["p95_itl_ms"]
     assert subject.llm.engine.scheduler.max_num_batched_tokens == 64
 
 
 def test_the_experiment_asks_for_what_it_needs() -> None:
-    assert Experiment().options() == {"max_num_seqs": 33, "max_num_batched_tokens": 4096, "max_model_len": 2601}
+    assert Experiment().options() == {"max_num_seqs": 36, "max_num_batched_tokens": 4096, "max_model_len": 2601}
     assert EXPERIMENT.options()["max_num_batched_tokens"] == 64
     with pytest.raises(InputError, match="must be more than the 32 decoders"):
         Experiment(budget=32)

@@ -13,14 +13,14 @@ from tests.models import tiny
 
 
 def test_results_are_written_after_each_part_and_a_failure_is_one_row(tmp_path: Path) -> None:
-    session = runtime.Session(tmp_path, "somewhere", Speed(1e12, 1e13), ["latency", "throughput"])
+    measured = runtime.Measured(tmp_path, "somewhere", Speed(1e12, 1e13), ["latency", "throughput"])
 
     def broken() -> Any:
         raise RuntimeError("out of luck")
 
-    session.part("m", "throughput", broken)
-    session.part("m", "latency", lambda: ([runtime.row("m: decode", 5.0, "tok/s", 10.0, ("them", 2.0))], {"a": 1}))
-    session.part("m", "sweep", broken)  # not asked for
+    measured.part("m", "throughput", broken)
+    measured.part("m", "latency", lambda: ([runtime.row("m: decode", 5.0, "tok/s", 10.0, ("them", 2.0))], {"a": 1}))
+    measured.part("m", "sweep", broken)  # not asked for
     (file,) = tmp_path.glob("runtime_somewhere_*.json")
     found = json.loads(file.read_text())
     assert [row["what"] for row in found["rows"]] == ["m: throughput FAILED: RuntimeError", "m: decode"]

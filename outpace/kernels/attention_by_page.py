@@ -1,18 +1,19 @@
-"""Attention in torch whose bits do not depend on the batch, on how prompts are cut into chunks, or on where they end.
+"""Attention in torch that meets the keys of a sequence page by page: for many decodes, and for invariant results.
 
-A tile is some queries in a row of one sequence; a tile and a page make an item, and all items are one batched product.
-Each item has a softmax of its own, and the items of a tile are combined at the end.
+A tile is `block` queries in a row of one sequence; a tile and a page make an item, and all items are one batched
+product. Each item has a softmax of its own, and the items of a tile are combined at the end. So nothing is padded to
+the longest sequence, and the number of torch calls does not grow with the batch.
 
-A query at position p is always row p % block of its tile, so every product has one shape, and a query one row in it. A
-batched product gives an item the same bits whatever the batch, and so do `exp`, `tanh` and sums over the last dimension
-(`exp2` and `sigmoid` do not; all seen with torch 2.13 on 1 and 2 threads). Pages that a query does not see, but others
-of its tile do, have the weight 0: they add zeros, which is exact. The items of a tile are added in the order of pages.
+Invariance: a query at position p is always row p % block of its tile, so every product has one shape, and a query one
+row in it. A batched product gives an item the same bits whatever the batch, and so do `exp`, `tanh` and sums over the
+last dimension (`exp2` and `sigmoid` do not; all seen with torch 2.13 on 1 and 2 threads). Pages that a query does not
+see, but others of its tile do, have the weight 0: they add zeros, which is exact. The items of a tile are added in the
+order of their pages.
 """
 
 import torch
 from torch import Tensor
 
-ROWS = 16  # queries x heads of one KV head in a product, at most: a lone query wastes the others
 SLICE_BYTES = 2 << 20  # keys or values copied at a time
 GROUP_BYTES = 64 << 20  # scores and sums of the items at a time
 LOWEST = -1.0e30  # finite, so that a row that sees no key of a page never computes inf - inf
@@ -24,7 +25,8 @@ def _runs(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return run, torch.arange(len(run), device=run.device) - (counts.cumsum(0) - counts - first)[run]
 
 
-def attend_invariant(
+def attend_by_page(
+    block: int,
     q: Tensor,  # [T, Hq, D]
     k_pages: Tensor,  # [N, bs, Hkv, D]
     v_pages: Tensor,  # [N, bs, Hkv, Dv]
@@ -41,7 +43,6 @@ def attend_invariant(
 ) -> None:
     """Write the rows of n sequences to `out`."""
     size, kv_heads = k_pages.shape[1:3]
-    block = max(1, ROWS * kv_heads // q.shape[1])
     old = lens - q_lens  # position of the first query
     seq, number = _runs(old // block, (lens - 1) // block - old // block + 1)  # [I] tiles
     low = torch.maximum(number * block, old[seq])  # positions of a tile's first query, last query and first key

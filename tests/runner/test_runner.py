@@ -1,0 +1,346 @@
+"""The runner on a CPU: its limits and pages, its steps, the shapes of graphs, pages in host memory."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outpace import LLM, ConfigError, SamplingParams
+from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes
+from outpace.config import LLMConfig
+from outpace.inject.paged import Batch
+from outpace.runner import start, step_graphs
+from outpace.runner.capture import Uncapturable
+from outpace.runner.runner import Limits, Runner
+from outpace.runner.start import choose_limits, start_runner
+from outpace.runner.step_graphs import CHUNK_SIZES, Shape, StepGraphs, decode_sizes, shapes
+from outpace.types import Request, ScheduledSequence, Step
+from tests.models import tiny
+from tests.test_exactness import BLOCK, LONGEST, MOST_NEW, SWAP, assert_same, expected, model, served, watched, work
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+@dataclass
+class Counting:
+    """A model over pages whose logits at a token t say t + 1, and which remembers its batches."""
+
+    kv_heads: list[tuple[int, int, int]] = field(default_factory=lambda: [(2, 8, 8), (2, 8, 8)])
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    capturable: bool = True
+    reentrant: bool = True
+    batches: list[Batch] = field(default_factory=list)
+
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+        self.batches.append(batch)
+        logits = torch.zeros(len(batch.ids), 50)
+        logits[torch.arange(len(batch.ids)), (batch.ids + 1) % 50] = 1.0
+        keys = pages.keys[0].view(-1, *pages.keys[0].shape[2:])  # [slots, heads, size]
+        real = batch.slots >= 0
+        keys[batch.slots[real]] = batch.ids[real, None, None].float().expand(-1, *keys.shape[1:])
+        return logits if rows is None else logits.index_select(0, rows)
+
+
+def entry(name: str, tokens: list[int], blocks: list[int], **changes: Any) -> ScheduledSequence:
+    """A request that comes in with all its tokens."""
+    request = Request(request_id=name, prompt_token_ids=tuple(tokens), params=SamplingParams(temperature=0))
+    given = ScheduledSequence(
+        name, 0, len(tokens), True, new_blocks=tuple(blocks), request=request, token_ids=tuple(tokens)
+    )
+    return replace(given, **changes)
+
+
+def runner(model: Counting, *, host: int = 0, num_blocks: int = 8) -> tuple[Runner, Pages]:
+    pages = allocate(model.kv_heads, num_blocks, model.dtype, CPU, 4)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=20)
+    return Runner(model, pages, limits, HostPages(pages, host) if host else None), pages
+
+
+# steps
+
+
+def test_a_step_reads_what_the_one_before_chose_without_the_host() -> None:
+    made, _ = runner(Counting())
+    first = made.launch(Step(0, sequences=[entry("a", [5, 6, 7], [2]), entry("b", [20], [5])]))
+    second = made.launch(Step(1, sequences=[ScheduledSequence("a", 3, 1, True), ScheduledSequence("b", 1, 1, True)]))
+    third = made.launch(Step(2, sequences=[ScheduledSequence("a", 4, 1, True, new_blocks=(0,))]))
+    assert [each().token_ids for each in (first, second, third)] == [{"a": 8, "b": 21}, {"a": 9, "b": 22}, {"a": 10}]
+    assert first().step_id == 0
+
+
+def test_only_those_who_sample_are_in_the_output() -> None:
+    made, _ = runner(Counting())
+    part = entry("a", [5, 6, 7, 8, 9], [2, 3], num_new_tokens=2, samples=False)
+    output = made.launch(Step(0, sequences=[part, entry("b", [20], [5])]))()
+    assert output.token_ids == {"b": 21}
+    rest = made.launch(Step(1, sequences=[ScheduledSequence("a", 2, 3, True)]))()
+    assert rest.token_ids == {"a": 10}
+
+
+def test_a_step_without_sequences_runs_nothing() -> None:
+    counting = Counting()
+    made, _ = runner(counting)
+    output = made.launch(Step(3))()
+    assert (output.step_id, output.token_ids) == (3, {})
+    assert counting.batches == []
+
+
+def test_the_batch_of_a_step() -> None:
+    counting = Counting()
+    made, pages = runner(counting)
+    made.launch(Step(0, sequences=[entry("a", [5, 6, 7, 8, 9], [3, 1]), entry("b", [20], [5])]))
+    (batch,) = counting.batches
+    assert batch.ids.tolist() == [5, 6, 7, 8, 9, 20]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0]
+    assert batch.slots.tolist() == [12, 13, 14, 15, 4, 20]
+    assert batch.seq_lens.tolist() == [5, 1]
+    assert batch.cu_q.tolist() == [0, 5, 6]
+    assert batch.block_table[:, 0].tolist() == [3, 5]
+    assert (batch.mixed, batch.max_len) == (True, 20)
+    assert pages.keys[0][3, :, 0, 0].tolist() == [5, 6, 7, 8]
+    made.launch(Step(1, sequences=[ScheduledSequence("a", 5, 1, True), ScheduledSequence("b", 1, 1, True)]))
+    decode = counting.batches[1]
+    assert (decode.ids.tolist(), decode.max_q, decode.mixed) == ([10, 21], 1, False)
+
+
+def test_rows_of_those_who_ended_or_gave_way_are_free_for_others() -> None:
+    made, _ = runner(Counting())
+    made.launch(Step(0, sequences=[entry(name, [5], [place]) for place, name in enumerate("abcd")]))()
+    step = Step(1, ended=["a", "b"], sequences=[entry(name, [7], [place]) for place, name in enumerate("ef")])
+    assert made.launch(step)().token_ids == {"e": 8, "f": 8}
+    made.reset()
+    assert made.launch(Step(0, sequences=[entry(name, [9], [place]) for place, name in enumerate("abcd")]))().token_ids
+
+
+def test_pages_are_swapped_before_the_step_writes() -> None:
+    made, pages = runner(Counting(), host=2)
+    made.launch(Step(0, sequences=[entry("a", [5, 6, 7, 8], [0]), entry("b", [9, 10, 11, 12], [1])]))()
+    pages.keys[1][1] = 3.5
+    made.launch(Step(1, swap_out=[(1, 1)], sequences=[entry("c", [30, 31, 32, 33], [1])]))()
+    assert pages.keys[0][1, :, 0, 0].tolist() == [30, 31, 32, 33]
+    made.launch(Step(2, swap_in=[(1, 4)], sequences=[ScheduledSequence("a", 4, 1, True, new_blocks=(2,))]))()
+    assert pages.keys[0][4, :, 0, 0].tolist() == [9, 10, 11, 12]
+    assert pages.keys[1][4].eq(3.5).all()
+    assert pages.keys[0][2, 0, 0, 0] == 9
+
+
+def test_logits_after_the_last_token_of_each_piece() -> None:
+    made, _ = runner(Counting())
+    first = made.logits(Step(0, sequences=[entry("a", [5, 6], [0]), entry("b", [20], [1])]))
+    assert first.argmax(-1).tolist() == [7, 21]
+    second = made.logits(Step(1, ended=["b"], sequences=[ScheduledSequence("a", 2, 2, False, token_ids=(30, 31))]))
+    assert second.argmax(-1).tolist() == [32]
+    assert first.argmax(-1).tolist() == [7, 21], "a step overwrote the logits of the one before"
+
+
+# limits and pages
+
+
+def config(**options: Any) -> LLMConfig:
+    return LLMConfig(**{"device": "cpu", **options})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "tokens", "reason"),
+    [
+        ({}, start.CPU_TOKENS, "a CPU computes more at once no faster"),
+        ({"max_num_seqs": 600}, 600, "a CPU computes"),
+        ({"max_num_batched_tokens": 300}, 300, ""),
+    ],
+)
+def test_the_largest_step_on_a_cpu(
+    scheduler: dict[str, Any], tokens: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "outpace"):
+        limits = start_runner(Counting(), config(scheduler=scheduler, cache={"num_blocks": 2}), 77).limits
+    assert limits == Limits(
+        max_num_seqs=scheduler.get("max_num_seqs", 256), max_num_batched_tokens=tokens, max_model_len=77
+    )
+    assert (f"max_num_batched_tokens: {tokens} (" in caplog.text) == bool(reason)
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("took", "tokens"), [(0.0004, 8192), (0.02, 4096), (0.05, 2048), (0.051, 1024), (0.7, 128), (9.0, 64)]
+)
+def test_the_largest_step_on_a_gpu_is_as_large_as_its_time_allows(
+    took: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_step_seconds", lambda *_: took)
+    gpu, asked = Counting(device=torch.device("cuda")), config(scheduler={"max_num_seqs": 64})
+    found = start._choose_budget(gpu, asked, choose_limits(gpu, asked, 77)).max_num_batched_tokens
+    assert (found, type(found)) == (tokens, int)
+
+
+PER_BLOCK = block_bytes(Counting().kv_heads, torch.float32, 16)
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_blocks", "reason"),
+    [
+        ({"num_blocks": 7}, 7, "num_blocks: 7 (asked for)"),
+        ({}, 12, "num_blocks: 12 (max_num_seqs requests of max_model_len tokens)"),  # 4 requests of 3 pages each
+        ({"cpu_cache_space": 9.5 * PER_BLOCK / GIB}, 9, "num_blocks: 9 (cpu_cache_space="),
+        ({"cpu_cache_space": 12 * PER_BLOCK / GIB}, 12, "num_blocks: 12 (max_num_seqs requests"),
+    ],
+)
+def test_how_many_pages_there_are(
+    cache: dict[str, Any], num_blocks: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = config(cache={"block_size": 16, **cache}, scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 64})
+    with caplog.at_level(logging.INFO, "outpace"):
+        started = start_runner(Counting(), asked, 40)
+    assert started.num_blocks == num_blocks
+    assert reason in caplog.text
+    assert started.num_host_blocks == 0
+    assert {"memory", "pages", "graphs"} <= set(started.seconds)
+
+
+def test_no_room_for_a_page() -> None:
+    asked = config(cache={"cpu_cache_space": 1e-7})
+    with pytest.raises(ConfigError, match=r"cache: no room for a single page of .*cpu_cache_space=1e-07 GiB.*raise"):
+        start_runner(Counting(), asked, 40)
+
+
+def test_host_pages_are_counted_from_the_swap_space() -> None:
+    asked = config(cache={"block_size": 16, "num_blocks": 2, "swap_space": 5.9 * PER_BLOCK / GIB})
+    assert start_runner(Counting(), asked, 40).num_host_blocks == 5
+
+
+def test_an_llm_says_what_its_start_took() -> None:
+    llm = LLM(tiny("llama"), device="cpu", num_blocks=3)
+    assert {"load", "inject", "memory", "pages", "graphs", "all"} <= set(llm.startup_seconds)
+    assert sum(llm.startup_seconds.values()) <= 2 * llm.startup_seconds["all"]
+    assert llm.engine.scheduler.pool.num_blocks == 3
+
+
+# pages in host memory
+
+
+def test_pages_come_back_from_host_memory_as_they_were() -> None:
+    pages = allocate([(2, 4, 6), (1, 8, 3)], 6, torch.float32, CPU, 4)
+    for tensor in (*pages.keys, *pages.values):
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in (*pages.keys, *pages.values)]
+    host = HostPages(pages, 3)
+    host.store(pages, [(4, 0), (1, 2)])
+    for tensor in (*pages.keys, *pages.values):
+        tensor[[1, 4]] = 0
+    host.fetch(pages, [(0, 1), (2, 5)])
+    for tensor, was in zip((*pages.keys, *pages.values), before, strict=True):
+        assert torch.equal(tensor[1], was[4])
+        assert torch.equal(tensor[5], was[1])
+        assert torch.equal(tensor[[0, 2, 3]], was[[0, 2, 3]])
+
+
+# shapes of graphs
+
+
+def captured_shapes(patch: pytest.MonkeyPatch, wanted: tuple[Shape, ...]) -> StepGraphs:
+    """Graphs that are no graphs: what was recorded is run."""
+    patch.setattr(step_graphs, "captured", lambda run, **_: run)
+    graphs = StepGraphs(lambda shape: (torch.tensor([shape.num_tokens]), torch.tensor([shape.num_seqs])), CPU)
+    assert all(graphs.capture(shape) for shape in wanted)
+    assert len(graphs) == len(wanted) == len(set(wanted))
+    return graphs
+
+
+@given(st.integers(1, 300), st.integers(0, 3000), st.data())
+def test_every_step_runs_in_the_smallest_graph_that_holds_it(num_seqs: int, more: int, data: st.DataObject) -> None:
+    max_tokens = num_seqs + more
+    wanted = shapes(num_seqs, max_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = captured_shapes(patch, wanted)
+    assert all(shape.num_seqs <= num_seqs and shape.num_tokens <= max_tokens for shape in wanted)
+    sequences = data.draw(st.integers(1, num_seqs))
+    tokens = data.draw(st.integers(sequences, max_tokens))
+    found = graphs.fitting(sequences, tokens)
+    decode = sequences == tokens
+    holding = [
+        shape
+        for shape in wanted
+        if shape.num_seqs >= sequences and shape.num_tokens >= tokens and (shape.kind == "decode") == decode
+    ]
+    if found is None:
+        assert not holding
+        assert not decode, "a decode ran without a graph"
+        assert tokens > max((size for size in CHUNK_SIZES if size <= max_tokens), default=0)
+    else:
+        assert found in holding
+        assert found.num_tokens == min(shape.num_tokens for shape in holding)
+        same = [shape.num_seqs for shape in holding if shape.num_tokens == found.num_tokens]
+        assert found.num_seqs == min(same)
+        logits, likeliest = graphs.replay(found)
+        assert (int(logits), int(likeliest)) == (found.num_tokens, found.num_seqs)
+
+
+@given(st.integers(1, 1024))
+def test_padding_of_decodes_is_small(max_num_seqs: int) -> None:
+    sizes = decode_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, max_num_seqs)
+    for before, size in pairwise(sizes):
+        assert size - before <= max(16, before)
+
+
+def test_the_shape_of_a_step() -> None:
+    assert Shape.of(3, 3) == Shape(3, 3, "decode")
+    assert Shape.of(1, 9) == Shape(9, 1, "chunks")
+    assert Shape.of(2, 9) == Shape(9, 2, "mixed")
+    largest, *_, smallest = shapes(16, 64)
+    assert (largest, smallest) == (Shape(64, 16, "mixed"), Shape(1, 1, "decode"))
+
+
+def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = captured_shapes(monkeypatch, (Shape(16, 8, "chunks"),))
+
+    def uncapturable(run: Callable[[], Any], **_: Any) -> Any:
+        raise Uncapturable("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(step_graphs, "captured", uncapturable)
+    monkeypatch.setattr(step_graphs, "mend", lambda device: None)
+    assert not graphs.capture(Shape(8, 8, "decode"))
+    assert len(graphs) == 0
+    assert graphs.fitting(1, 9) is None
+    assert "running without graphs (operation not permitted when stream is capturing)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "pool"),
+    [("llama", "roomy"), ("gemma3", "roomy"), ("bloom", "roomy"), ("llama", "swap"), ("gpt2", "small")],
+)
+def test_steps_that_are_padded_like_graphs_give_the_same_tokens(
+    family: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a graph is the function it was made of, so this is padding alone."""
+    replayed = list[Shape]()
+    replay = StepGraphs.replay
+
+    def noted(graphs: StepGraphs, shape: Shape) -> tuple[Tensor, Tensor]:
+        replayed.append(shape)
+        return replay(graphs, shape)
+
+    monkeypatch.setattr(start, "_graph_shapes", lambda *_: shapes(12, 64))
+    monkeypatch.setattr(start, "_compile", lambda *_: None)
+    monkeypatch.setattr(step_graphs, "captured", lambda run, **_: run)
+    monkeypatch.setattr(StepGraphs, "replay", noted)
+    llm = LLM(
+        model(family), device="cpu", block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=12,
+        num_blocks=300 if pool == "roomy" else -(-(LONGEST + MOST_NEW) // BLOCK),
+        swap_space=SWAP if pool == "swap" else 0.0,
+    )  # fmt: skip
+    with watched(llm.engine) as seen:
+        outputs = served(llm.engine, work(LONGEST), seed=3)
+    assert_same(outputs, expected(family, LONGEST))
+    kinds = {shape.kind for shape in replayed}
+    assert kinds == ({"decode", "chunks", "mixed"} if pool == "roomy" else {"decode", "chunks"})
+    assert (sum(seen.preempted.values()) > 0) == (pool != "roomy")

@@ -1,0 +1,90 @@
+"""deterministic=True: bitwise the same logits and tokens whatever shares the batch, however the prompt was cut."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import LLM, LLMConfig, NotSupported, RequestOutput, SamplingParams
+from tests.models import tiny
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom")
+ROOMY: dict[str, Any] = {"device": "cpu", "deterministic": True, "block_size": 16, "num_blocks": 400}
+TIGHT: dict[str, Any] = {**ROOMY, "num_blocks": 9, "max_num_seqs": 6}  # requests have to give way to one another
+
+
+def requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, 97) for _ in range(32)]
+    found = []
+    for number in range(count):
+        prompt = shared[: draw.choice((0, 16, 32))] + [draw.randrange(3, 97) for _ in range(draw.randint(1, 16))]
+        params = SamplingParams(
+            max_tokens=draw.randint(2, 12),
+            temperature=draw.choice((0.0, 0.9)),
+            seed=number,
+            logprobs=2,
+            ignore_eos=True,
+        )
+        found.append((prompt, params))
+    return found
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """Tokens and log-probabilities, which show every bit of the logits they are made of."""
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_do_not_depend_on_the_batch(family: str) -> None:
+    work = requests(14, seed=1)
+    prompts, params = [prompt for prompt, _ in work], [each for _, each in work]
+    alone = LLM(tiny(family), **ROOMY, enable_prefix_caching=False, max_num_batched_tokens=300)
+    want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
+    for options in (
+        {**ROOMY, "max_num_seqs": 14, "max_num_batched_tokens": 64},
+        {**ROOMY, "max_num_seqs": 5, "max_num_batched_tokens": 7, "async_scheduling": False},
+        {**TIGHT, "max_num_batched_tokens": 40},
+        {**TIGHT, "max_num_batched_tokens": 40, "swap_space": 0.001},
+    ):
+        crowd = LLM(tiny(family), **options)
+        for _ in range(2):  # the second time prefixes are in the cache
+            assert answers(crowd.generate(prompts, params, use_tqdm=False)) == want, options
+
+
+def test_without_it_bits_do_depend_on_the_batch() -> None:
+    """Otherwise the test above would prove nothing."""
+    work = requests(14, seed=1)
+    options: dict[str, Any] = {**ROOMY, "deterministic": False}
+    alone, crowd = (LLM(tiny("llama"), **options) for _ in range(2))
+    want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
+    found = answers(crowd.generate([prompt for prompt, _ in work], [each for _, each in work], use_tqdm=False))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
+    assert found != want
+
+
+@pytest.mark.parametrize("family", ["mixtral"])
+def test_models_that_cannot_promise_it_are_refused(family: str) -> None:
+    with pytest.raises(NotSupported, match="deterministic: MixtralForCausalLM cannot promise it: its layers keep"):
+        LLM(tiny(family), **ROOMY)
+    assert LLMConfig(deterministic=True).deterministic
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bits_on_a_gpu(family: str, dtype: str) -> None:
+    work = requests(40, seed=2)
+    prompts, params = [prompt for prompt, _ in work], [each for _, each in work]
+    common: dict[str, Any] = {"deterministic": True, "dtype": dtype, "block_size": 16, "max_num_seqs": 64}
+    alone = LLM(tiny(family), **common, num_blocks=400, enable_prefix_caching=False, enforce_eager=True)
+    want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
+    for options in (
+        {"num_blocks": 400, "max_num_batched_tokens": 64},
+        {"num_blocks": 30, "max_num_batched_tokens": 200},
+    ):
+        crowd = LLM(tiny(family), **common, **options)
+        for _ in range(2):
+            assert answers(crowd.generate(prompts, params, use_tqdm=False)) == want, options
