@@ -38,8 +38,10 @@ from outpace.kernels.attention_decode import (
     decode_tiles,
     paged_attention_decode,
     sm_count,
+    unsplit,
 )
 from outpace.kernels.attention_prefill import PrefillTiles, paged_attention_prefill, prefill_tiles
+from outpace.kernels.gemv import has_pdl
 from outpace.kernels.triton_stub import triton
 
 PAGE = 64
@@ -122,7 +124,7 @@ def split_numbers(case: Case, sms: int) -> list[int]:
     return [splits for splits in dict.fromkeys([*found, 2, 3]) if 1 <= splits <= min(most, 128)]
 
 
-def choices(case: Case, sms: int, *, tiny: bool = False) -> list[Choice]:
+def choices(case: Case, sms: int, *, pdl: bool, tiny: bool = False) -> list[Choice]:
     """The default, then what differs from it in one thing, then all else in a random order that is always the same."""
     if case.kind == "mixed":
         return [Choice(mixed=False), Choice(mixed=True)]
@@ -138,14 +140,13 @@ def choices(case: Case, sms: int, *, tiny: bool = False) -> list[Choice]:
         return [Choice(t) for t in dict.fromkeys([default, *tiles])]
     splits = split_numbers(case, sms)
     usual = decode_tiles(group, case.dim, case.dim, 2)
-    usual = replace(usual, num_stages=2) if splits[0] == 1 else usual
+    usual = unsplit(usual) if splits[0] == 1 else usual
     tiles = [DecodeTiles(*numbers) for numbers in grid]
     tiles = [t for t in tiles if t.block_n * step * (t.num_stages - 1) <= SHARED_BYTES]
-    rest = [Choice(t, s) for t in tiles for s in splits]
+    rest = [Choice(t, s, pdl) for t in tiles for s in splits]
     random.Random(0).shuffle(rest)
-    overlapped = [] if tiny else [Choice(usual, s, pdl=True) for s in splits]
-    first = [Choice(usual, s) for s in splits] + [Choice(t, splits[0]) for t in tiles] + overlapped
-    return list(dict.fromkeys(first + rest))
+    first = [Choice(usual, s, pdl) for s in splits] + [Choice(t, splits[0], pdl) for t in tiles]
+    return list(dict.fromkeys([*first, *(Choice(usual, s) for s in splits), *rest]))
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,9 @@ def main() -> None:
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     bandwidth = 1e9 if options.tiny else limits.read_bandwidth()
     CONSOLE.print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s")
-    work = {case: choices(case, sm_count(device), tiny=options.tiny) for case in cases(options.tiny)}
+    work = {
+        case: choices(case, sm_count(device), pdl=has_pdl(device), tiny=options.tiny) for case in cases(options.tiny)
+    }
     turns = itertools.chain(
         *itertools.zip_longest(*([(case, choice) for choice in some] for case, some in work.items()))
     )

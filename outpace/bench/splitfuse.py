@@ -1,6 +1,6 @@
 """SplitFuse against whole prompts: how long decodes have to wait while long prompts come in beside them.
 
-Some sequences decode all the time. Long prompts arrive at regular intervals, 2.5 times as long as one takes in a step
+Some sequences decode all the time. Long prompts arrive at regular intervals, twice as long as one takes in a step
 of its own. Once prompts are chopped and fused with the decodes (the default), once each is computed in a single
 step. Both are the same engine with another budget, and the same arrivals, so nothing else differs.
 """
@@ -21,7 +21,7 @@ from outpace.scheduler import MAX_CHUNK, Scheduler
 
 PERCENTS = (50, 95, 99)
 WHOLE, SPLIT = "whole prompts", "SplitFuse"
-SPACING = 2.5  # times what a whole prompt takes: prompts take two fifths of the time
+SPACING = 2.0  # times what a whole prompt takes: prompts take half of the time
 STEPS = 64  # decodes that an interval may hold
 
 

@@ -168,7 +168,7 @@ class SchedulerConfig(ConfigModel):
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens in one step; None: chosen from model and device."""
     max_chunk_beside_decodes: int | None = Field(default=None, ge=1)
-    """Most tokens of one prompt beside decodes; None: a quarter of max_num_batched_tokens, at most 512."""
+    """Most tokens of one prompt beside decodes; None: a quarter of max_num_batched_tokens, at most 384."""
     max_waiting: int = Field(default=4096, ge=1)
     """Most requests that wait; more are refused with `Overloaded`."""
     async_scheduling: bool = True

@@ -268,7 +268,7 @@ def _draw_kernel(
 
 def draw_config(width: int) -> dict[str, int]:
     """Tile of the draw: one program per row, many columns at a time; for 16384 there are too few registers."""
-    block = min(8192, triton.next_power_of_2(width))
+    block = max(128, min(8192, triton.next_power_of_2(width)))  # a block of one number does not compile
     return {"block": block, "num_warps": min(32, max(1, block // 256))}
 
 

@@ -12,7 +12,10 @@ from outpace.runner.capture import Uncapturable, captured
 from outpace.runner.graphs import mend
 
 FEW = 8  # sequences of the small shapes: a prompt that comes alone, or nearly so
-CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+CHUNK_SIZES = (
+    *(32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 544, 576, 640, 704, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(2560, 3072, 4096, 5120, 6144, 7168, 8192),
+)
 """Tokens that steps with prompts are padded to. Larger steps run without a graph: the host has time to launch them."""
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.kernels import attention
+from outpace.kernels import attention, attention_by_page
 from outpace.kernels.attention import paged_attention, paged_attention_ref
 from outpace.kernels.attention_decode import DecodeTiles, decode_workspace, paged_attention_decode
 from outpace.kernels.attention_prefill import PrefillTiles, paged_attention_prefill
@@ -149,6 +149,20 @@ def test_one_token_of_one_sequence(keys: int, window: int) -> None:
     for shape in ({}, {"heads": (9, 3), "dims": (72, 48), "page": 48}, {"heads": (3, 3), "dims": (64, 64)}):
         batch = make_batch(Case(((1, keys),), window=window, **shape), torch.device("cpu"))
         check(run(paged_attention_ref, batch), in_fp64(batch), torch.float32)
+
+
+@pytest.mark.parametrize("changes", [*FEATURES.values(), *SHAPES.values()], ids=[*FEATURES, *SHAPES])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decodes_one_after_another_and_by_pages(
+    threads: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "FEW_DECODES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(attention_by_page, "SLICE_BYTES", 20_000)  # a few items at a time
+    monkeypatch.setattr(attention_by_page, "GROUP_BYTES", 10_000)
+    case = Case((*DECODES, (7, 30), (1, 128)), padding=1, **changes)
+    batch = make_batch(case, torch.device("cpu"))
+    check(run(paged_attention_ref, batch), in_fp64(batch), case.dtype)
 
 
 def test_the_reference_takes_bf16() -> None:
