@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from outpace.errors import InputError, ModelError, StateError
 from outpace.llm_engine import LLMEngine
 from outpace.log import logger
 from outpace.prepare import load_paged
+from outpace.turns import Turns
 from outpace.types import RequestOutput, SamplingParams
 
 Prompt = str | list[int]
@@ -54,7 +54,7 @@ class LLM:
         self.startup_seconds = parts.seconds | self._engine.startup_seconds | {"all": time.perf_counter() - begin}
         """What the start took, by part."""
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # one thread takes a step; every request is in it
+        self._lock = Turns()  # one thread takes a step; every request is in it
         logger.info("ready: %s", ", ".join(f"{part} {took:.2f} s" for part, took in self.startup_seconds.items()))
 
     @property

@@ -165,9 +165,14 @@ class Scheduler:
         """Say why a request could never run, if that is so."""
         num_prompt, params = len(request.prompt_token_ids), request.params
         limit = num_prompt + params.max_tokens
-        what = f"request {request.request_id!r}: {num_prompt} prompt tokens and max_tokens={params.max_tokens}"
+        what = f"max_tokens: {num_prompt} prompt tokens and max_tokens={params.max_tokens}"
+        if num_prompt >= self.max_model_len:
+            raise InputError(
+                f"prompt: its {num_prompt} tokens leave no room for an answer in max_model_len={self.max_model_len}; "
+                "shorten it"
+            )
         if limit > self.max_model_len:
-            raise InputError(f"{what} are more than max_model_len={self.max_model_len}")
+            raise InputError(f"{what} are more than max_model_len={self.max_model_len}; ask for fewer")
         if self.pool.blocks_for(limit - 1) > self.pool.num_blocks:
             room = self.pool.num_blocks * self.pool.block_size
             raise InputError(f"{what} do not fit the cache of {room} tokens; ask for fewer or raise num_blocks")

@@ -1,4 +1,4 @@
-"""What the documents say is true: every command and example in the README is run, every table is up to date."""
+"""What the documents say is true: commands and examples of the README and the guide to LLM run, tables are up to date."""
 
 import os
 import re
@@ -13,7 +13,11 @@ from outpace.config.describe import markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLES = [
+    example
+    for text in (README, (ROOT / "docs/requests.md").read_text())
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
 INDENTED = re.findall(r"^    ((?:scripts/|outpace ).*)$", README.split("## Where things are")[0], re.MULTILINE)
 COMMANDS = [line.split("#")[0].strip() for line in INDENTED]
 RUN_ELSEWHERE = {
@@ -37,7 +41,7 @@ def test_the_options_document_is_the_generated_one() -> None:
 
 def test_the_readme_has_its_commands_and_examples() -> None:
     assert {"scripts/demo", "scripts/test", "outpace info", "outpace models"} <= set(COMMANDS)
-    assert len(EXAMPLES) >= 2
+    assert len(EXAMPLES) >= 4
 
 
 @pytest.mark.slow
@@ -57,7 +61,7 @@ def test_commands_of_the_readme_run(command: str) -> None:
 @pytest.mark.real
 @pytest.mark.usefixtures("default_model_folder")
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_of_the_readme_run(example: str) -> None:
+def test_examples_run(example: str) -> None:
     done = run(sys.executable, "-c", example)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 5

@@ -132,6 +132,10 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "graph_output and max_cuda_graphs concern graphs of `forward`, which LLM does not call; leave them out",
     ),
     (
+        lambda c: _changed(c, "min_out_tokens"),
+        "min_out_tokens: LLM is told so for each request; leave it out, and give SamplingParams(min_tokens=...)",
+    ),
+    (
         lambda c: c.enforce_eager is not None and c.enforce_eager == c.enable_cuda_graph,
         "enforce_eager and enable_cuda_graph have the same value and opposite meanings; give one",
     ),

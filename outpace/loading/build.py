@@ -60,6 +60,16 @@ def load(source: str | Path | None, *, dtype: torch.dtype | None = None, device:
     raise ModelError(f"model: {path} is neither a folder nor a .gguf file; name the folder that holds the model")
 
 
+def load_tokenizer(source: str | Path | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of what `load` would load, without the weights; None: it has none."""
+    path = None if source is None else local_path(source)
+    if path is not None and path.suffix.lower() == ".gguf":
+        return read_gguf(path).tokenizer
+    if source is None or (path is None and source == DEFAULT_MODEL):
+        path = default_model_path()
+    return _read_tokenizer(open_checkpoint(path or fetch(str(source))))
+
+
 def _load_folder(folder: Path, name: str, dtype: torch.dtype | None, device: torch.device) -> Loaded:
     checkpoint = open_checkpoint(folder)
     config = _read_config(folder)

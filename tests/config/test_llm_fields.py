@@ -202,6 +202,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"keep_module_on_host": True}, ("keep_module_on_host",), "give device='cpu'"),
     ({"max_cuda_graphs": 4}, ("graph_output", "max_cuda_graphs"), "leave them out"),
     ({"graph_output": "static"}, ("graph_output", "max_cuda_graphs"), "leave them out"),
+    ({"min_out_tokens": 3}, ("min_out_tokens",), "SamplingParams"),
     ({"enforce_eager": False, "enable_cuda_graph": False}, ("enforce_eager", "enable_cuda_graph"), "give one"),
     ({"enforce_eager": True, "enable_cuda_graph": True}, ("enforce_eager", "enable_cuda_graph"), "give one"),
     ({"max_num_batched_tokens": 255}, ("max_num_batched_tokens", "max_num_seqs"), "lower max_num_seqs"),

@@ -1,0 +1,44 @@
+"""A lock that threads get in the order in which they asked."""
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class Turns:
+    """Unlike `threading.Lock`: there a thread that has just let go takes it again at once, and others starve."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._taken = False
+        self._waiting: deque[threading.Lock] = deque()  # each held until its thread's turn has come
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._taken:
+                self._taken = True
+                return
+            mine = threading.Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        try:
+            mine.acquire()
+        except BaseException:  # an interrupt: step out of the queue, or hand on what was given meanwhile
+            with self._guard:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                else:
+                    self._hand_on()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._guard:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().release()
+        else:
+            self._taken = False
