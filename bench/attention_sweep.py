@@ -38,7 +38,6 @@ from outpace.kernels.attention_decode import (
     decode_tiles,
     paged_attention_decode,
     sm_count,
-    unsplit,
 )
 from outpace.kernels.attention_prefill import PrefillTiles, paged_attention_prefill, prefill_tiles
 from outpace.kernels.gemv import has_pdl
@@ -140,7 +139,7 @@ def choices(case: Case, sms: int, *, pdl: bool, tiny: bool = False) -> list[Choi
         return [Choice(t) for t in dict.fromkeys([default, *tiles])]
     splits = split_numbers(case, sms)
     usual = decode_tiles(group, case.dim, case.dim, 2)
-    usual = unsplit(usual) if splits[0] == 1 else usual
+    usual = replace(usual, num_stages=2) if splits[0] == 1 else usual
     tiles = [DecodeTiles(*numbers) for numbers in grid]
     tiles = [t for t in tiles if t.block_n * step * (t.num_stages - 1) <= SHARED_BYTES]
     rest = [Choice(t, s, pdl) for t in tiles for s in splits]

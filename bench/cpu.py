@@ -5,6 +5,7 @@ Only the ratios count: both sides run one after another on the same machine, in 
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,10 +38,10 @@ def main() -> None:
     llm = outpace.LLM(model_path, device="cpu", dtype="fp32", enable_prefix_caching=False)
     greedy = outpace.SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 
-    def hugging_face(ids: list[int]) -> None:
+    def hugging_face(ids: list[int]) -> Any:
         row = torch.tensor([ids])
         options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-        plain.generate(row, attention_mask=torch.ones_like(row), **options)
+        return plain.generate(row, attention_mask=torch.ones_like(row), **options)
 
     def speed(count: int, run: object) -> float:
         begin = time.perf_counter()

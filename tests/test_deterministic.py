@@ -81,10 +81,11 @@ def test_bits_on_a_gpu(family: str, dtype: str) -> None:
     common: dict[str, Any] = {"deterministic": True, "dtype": dtype, "block_size": 16, "max_num_seqs": 64}
     alone = LLM(tiny(family), **common, num_blocks=400, enable_prefix_caching=False, enforce_eager=True)
     want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
-    for options in (
+    sizes: tuple[dict[str, Any], ...] = (
         {"num_blocks": 400, "max_num_batched_tokens": 64},
         {"num_blocks": 30, "max_num_batched_tokens": 200},
-    ):
+    )
+    for options in sizes:
         crowd = LLM(tiny(family), **common, **options)
         for _ in range(2):
             assert answers(crowd.generate(prompts, params, use_tqdm=False)) == want, options

@@ -1,4 +1,4 @@
-"""What the documents say is true: commands and examples of the README and the guide to LLM run, tables are up to date."""
+"""What the documents say is true: commands and examples of README and guide run, tables are up to date."""
 
 import os
 import re

@@ -1,0 +1,1 @@
+"""The server: an HTTP process in front of an engine process."""

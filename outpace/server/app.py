@@ -1,0 +1,72 @@
+"""create_app: the HTTP server as a function of its engine, its options and a tokenizer."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
+
+from outpace._version import __version__
+from outpace.server.chat import need_tokenizer
+from outpace.server.engine import Engine
+from outpace.server.guard import Guard
+from outpace.server.options import ServerConfig
+from outpace.server.problems import as_api_error, error_response
+from outpace.server.routes import health, mii, openai, page, text
+from outpace.server.serving import make_serving
+
+
+def create_app(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase | None) -> FastAPI:
+    """The server. Nothing is global: several may live in one process. `app.state.serving.close()` without lifespan."""
+    serving = make_serving(engine, options, need_tokenizer(tokenizer))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await serving.renderer.render("", {})  # the first chat need not wait for a process to start
+        try:
+            yield
+        finally:
+            serving.close()
+
+    app = FastAPI(
+        title="Outpace",
+        version=__version__,
+        lifespan=lifespan,
+        root_path=options.root_path,
+        openapi_url="/openapi.json" if options.docs else None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    app.state.serving, app.state.options = serving, options
+    for routes in (openai, text, mii, health, page):
+        app.include_router(routes.router(serving))
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        name = str(request.state.request_id)
+        return error_response(as_api_error(error, name), name, options.retry_after)
+
+    app.add_exception_handler(HTTPException, on_error)
+    app.add_exception_handler(RequestValidationError, on_error)
+    app.add_middleware(Guard, options=options, keys=options.all_api_keys(), rejected=serving.metrics.observe_rejection)
+    app.openapi = _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+def _schema(app: FastAPI) -> Any:
+    """/openapi.json without FastAPI's own 422, which this server never sends."""
+    make = app.openapi
+
+    def schema() -> dict[str, Any]:
+        made = make()
+        for path in made["paths"].values():
+            for operation in path.values():
+                operation.get("responses", {}).pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            made.get("components", {}).get("schemas", {}).pop(name, None)
+        return made
+
+    return schema

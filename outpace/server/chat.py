@@ -1,0 +1,241 @@
+"""Chats as prompts: the template runs in a process of its own, under limits of time, memory and size."""
+
+import json
+import os
+import queue
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from outpace.errors import ModelError
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError, bad
+from outpace.server.protocol import ChatMessage, ToolSpec
+from outpace.server.tokens import in_threads
+
+_START_TIMEOUT = 30.0  # seconds until a fresh process must answer; the first one waits for the disk
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"})
+"""Variables that a request may not set through chat_template_kwargs."""
+
+
+class _Process:
+    """One process that renders. For one thread at a time."""
+
+    def __init__(self, options: ServerConfig) -> None:
+        self._connection, theirs = Pipe()
+        arguments = (str(theirs.fileno()), str(options.template_memory_mb), str(options.template_timeout))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("render.py")), *arguments],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={
+                    name: os.environ[name]
+                    for name in ("PATH", "PYTHONPATH", "TZ", "LD_LIBRARY_PATH")
+                    if name in os.environ
+                },
+            )
+        finally:
+            theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has ended it."""
+        return self._process.poll() is None
+
+    def ready(self) -> bool:
+        """Wait until it has started."""
+        return self._connection.poll(_START_TIMEOUT) and bool(_received(self._connection, 16))
+
+    def ask(self, job: bytes, seconds: float, most: int) -> dict[str, str] | None:
+        """Its answer, or None if it gave none in time; then it is of no more use."""
+        try:
+            self._connection.send_bytes(job)
+            if not self._connection.poll(seconds):
+                return None
+            return json.loads(_received(self._connection, most))
+        except (OSError, EOFError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _received(connection: "Connection[Any, Any]", most: int) -> bytes:
+    try:
+        return connection.recv_bytes(most)
+    except EOFError:
+        return b""
+
+
+class Renderer:
+    """Writes chats out with a template, off the event loop. A template that takes too long costs only its own chat."""
+
+    def __init__(self, options: ServerConfig) -> None:
+        self._options = options
+        self._threads = ThreadPoolExecutor(options.template_processes, thread_name_prefix="chat-template")
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self.closed = False
+
+    async def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """The text of a chat. ApiError if the template refuses it or breaks a limit."""
+        return await in_threads(self._threads, self._render, template, variables)
+
+    def _render(self, template: str, variables: Mapping[str, Any]) -> str:
+        options = self._options
+        job = {"template": template, "variables": dict(variables), "max_chars": options.template_max_chars}
+        process = self._take()
+        begin = time.monotonic()
+        answer = process.ask(json.dumps(job).encode(), options.template_timeout, 16 * options.template_max_chars + 4096)
+        if answer is None:
+            process.close()
+            late = time.monotonic() - begin >= options.template_timeout
+            raise bad("messages", f"the chat template needs too much {'time' if late else 'memory'}")
+        self._give(process)
+        if "error" in answer:
+            raise bad("messages", answer["error"])
+        return answer["text"]
+
+    def _take(self) -> _Process:
+        while not self._idle.empty():
+            process = self._idle.get_nowait()
+            if process.alive:
+                return process
+            process.close()
+        process = _Process(self._options)
+        if not process.ready():
+            process.close()
+            raise ApiError(500, "The process for chat templates does not start.", code="internal_error")
+        return process
+
+    def _give(self, process: _Process) -> None:
+        if self.closed:
+            process.close()
+        else:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        """End the processes."""
+        self.closed = True
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        while not self._idle.empty():
+            self._idle.get_nowait().close()
+
+
+class ChatPrompts:
+    """Chats as pieces of text, with the tokenizer's own template or the operator's."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ServerConfig, renderer: Renderer) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._renderer = renderer
+        self._own = options.template_text()
+        self._specials = _special_strings(tokenizer)
+        self._tokens = {
+            name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+        }
+
+    def template(self, tools: bool) -> str:
+        """The text of the template that chats are written with."""
+        if self._own is not None:
+            return self._own
+        try:
+            return str(self._tokenizer.get_chat_template(tools=[{}] if tools else None))
+        except ValueError:
+            raise bad("messages", "the model has no chat template; use /v1/completions") from None
+
+    async def write(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """The text in pieces. Special tokens stand only where the template put them: those that messages spell out
+        are cut in two, and the pieces are to be made tokens of one by one."""
+        if chat_template is not None and not self._options.allow_request_chat_template:
+            raise bad("chat_template", "requests may not bring one; start the server with allow_request_chat_template")
+        if wrong := _RESERVED.intersection(variables or ()) | self._tokens.keys() & (variables or {}).keys():
+            raise bad("chat_template_kwargs", f"{sorted(wrong)[0]} cannot be set here")
+        cut, end = f"\ue000{secrets.token_hex(8)}\ue001", f"\ue000{secrets.token_hex(8)}\ue002"
+        chat = [as_template_sees(message, position) for position, message in enumerate(messages)]
+        shown = {
+            **(variables or {}),
+            **self._tokens,
+            "messages": self._guarded(chat, cut),
+            "tools": self._guarded([tool.model_dump(exclude_none=True) for tool in tools], cut) or None,
+            "documents": self._guarded(list(documents), cut) if documents else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        if continue_final_message:
+            shown["messages"][-1]["content"] += end
+        text = await self._renderer.render(chat_template or self.template(bool(tools)), shown)
+        if continue_final_message:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise bad("continue_final_message", "the chat template leaves the last message out")
+        return [piece for piece in text.split(cut) if piece]
+
+    def _guarded(self, value: Any, cut: str) -> Any:
+        """The same value with a cut inside every special token that its strings spell out."""
+        if isinstance(value, str):
+            return (
+                value
+                if self._specials is None
+                else self._specials.sub(lambda found: found[0][:1] + cut + found[0][1:], value)
+            )
+        if isinstance(value, Mapping):
+            return {name: self._guarded(item, cut) for name, item in value.items()}
+        return [self._guarded(item, cut) for item in value] if isinstance(value, list) else value
+
+
+def _special_strings(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds special tokens that a text spells out; the longest of those that begin alike."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    strings = {text for text in (*tokenizer.all_special_tokens, *added) if len(text) > 1}
+    return re.compile("|".join(re.escape(text) for text in sorted(strings, key=len, reverse=True))) if strings else None
+
+
+def as_template_sees(message: ChatMessage, position: int) -> dict[str, Any]:
+    """A message as templates expect it: a developer is a system, and arguments are an object."""
+    shown: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content or "",
+    }
+    shown |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        shown["tool_calls"] = []
+        for number, call in enumerate(message.tool_calls):
+            where = f"messages[{position}].tool_calls[{number}].function.arguments"
+            try:
+                arguments = json.loads(call.function.arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise bad(where, "expected a JSON object as text")
+            function = {"name": call.function.name, "arguments": arguments}
+            shown["tool_calls"].append({"id": call.id or f"call_{number}", "type": "function", "function": function})
+    return shown
+
+
+def need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer, or an error at start-up: the server makes text."""
+    if tokenizer is None:
+        raise ModelError("tokenizer: the model has none, and the server needs one; put it beside the model")
+    return tokenizer

@@ -1,0 +1,326 @@
+"""EngineClient: the asyncio end of the socket to one engine process.
+
+Nothing here grows with a consumer that does not read: what comes for an answer is added to the one delta that waits for
+it, so a request holds at most its `n * max_tokens` tokens. What is written to the socket is bounded by admission, in
+which a request counts until the engine has said its last word about it, cancelled or not.
+"""
+
+import asyncio
+import itertools
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from outpace.errors import EngineDead, InputError, OutpaceError, Overloaded
+from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
+from outpace.server.messages import (
+    Cancel,
+    Embed,
+    Frames,
+    FromWorker,
+    News,
+    NotStarted,
+    Numbers,
+    Ready,
+    Start,
+    Tokens,
+    add,
+    error_of,
+    frame,
+)
+
+LAST_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """How much may wait; the next request is refused at once."""
+
+    max_waiting: int = 256
+    """Requests without a first token, beyond those that the engine has room to run at once."""
+    max_waiting_tokens: int = 1 << 20
+    """Tokens of prompts without a first token; a longer prompt is let in when nothing else waits."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request the engine has not finished with: a mailbox with at most one delta for each answer."""
+
+    number: int
+    num_tokens: int  # of the prompt
+    num_answers: int
+    open: int  # answers that have not ended; 0 for a vector that has come
+    begun: bool = False
+    cancelled: bool = False
+    deltas: dict[int, Delta] = field(default_factory=dict)
+    vector: list[float] | None = None
+    error: OutpaceError | None = None
+    waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Until something has come."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def put(self, tokens: Tokens) -> None:
+        """Take tokens in; the consumer gets them when it looks."""
+        self.open -= tokens.finish_reason is not None
+        if self.cancelled:
+            return
+        waiting = self.deltas.get(tokens.index)
+        if waiting is None:
+            self.deltas[tokens.index] = tokens.delta()
+        else:
+            _merge(waiting, tokens.delta())
+        self.wake()
+
+
+def _merge(old: Delta, new: Delta) -> None:
+    old.token_ids += new.token_ids
+    if old.logprobs is not None and new.logprobs is not None:
+        old.logprobs += new.logprobs
+    old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+
+
+class _Link(asyncio.Protocol):
+    """Frames of the socket, given to a client."""
+
+    def __init__(self, client: "EngineClient") -> None:
+        self._client = client
+        self._frames = Frames()
+        self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of frames."""
+        for body in self._frames.feed(data):
+            self._client.receive(self._decoder.decode(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The engine process closed its end, or is gone."""
+        self._client.lose("the engine process ended")
+
+
+class EngineClient:
+    """An engine in another process, for as long as that process lives."""
+
+    def __init__(self, admission: Admission | None = None) -> None:
+        self._admission = admission or Admission()
+        self._numbers = itertools.count()
+        self._entries: dict[int, _Entry] = {}
+        self._waiting = self._waiting_tokens = self._running = 0
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._last = Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0, [])
+        self._last_steps: deque[StepRecord] = deque(maxlen=LAST_STEPS)
+        self.progress_at = time.monotonic()
+        """When the engine last did anything, or got work after it had none."""
+        self.lost = asyncio.Event()
+        """Set once the engine is gone."""
+
+    async def open(self, sock: socket.socket, start: Start) -> None:
+        """Have the engine load the model, and wait until it has; the socket is the client's from here on."""
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=sock)
+        self._transport = transport
+        self._send(start)
+        await self._ready
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself."""
+        return self._ready.result()
+
+    @property
+    def card(self) -> ModelCard:
+        """The loaded model."""
+        return self.ready.card
+
+    @property
+    def in_flight(self) -> int:
+        """Requests the engine has not finished with."""
+        return len(self._entries)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas until every answer has ended; closing the generator cancels the request."""
+        entry = self._submit(request)
+        try:
+            while entry.deltas or entry.error or entry.open:
+                if entry.deltas:
+                    deltas, entry.deltas = entry.deltas, {}
+                    for delta in deltas.values():
+                        yield delta
+                elif entry.error is not None:
+                    raise entry.error
+                else:
+                    await entry.wait()
+        finally:
+            self._leave(entry)
+
+    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+        """A vector for each prompt."""
+        self._admit(len(prompt_token_ids), sum(map(len, prompt_token_ids)))
+        entries = []
+        try:
+            for ids in prompt_token_ids:
+                number = next(self._numbers)
+                entries.append(self._enter(Embed(number, ids, pooling), _Entry(number, len(ids), 1, 1)))
+            return [await self._vector(entry) for entry in entries]
+        finally:
+            for entry in entries:
+                self._leave(entry)
+
+    def status(self) -> EngineStatus:
+        """The newest numbers."""
+        last = self._last
+        return EngineStatus(
+            ready=not self.lost.is_set(),
+            running=last.running,
+            waiting=last.waiting,
+            free_blocks=last.free_blocks,
+            num_blocks=self.ready.num_blocks,
+            steps=last.steps,
+            prompt_tokens=last.prompt_tokens,
+            generated_tokens=last.generated_tokens,
+            preemptions=last.preemptions,
+            prefix_hits=last.prefix_hits,
+            prefix_queries=last.prefix_queries,
+            last_steps=list(self._last_steps),
+            startup_seconds=self.ready.startup_seconds,
+        )
+
+    async def close(self) -> None:
+        """Hang up, whereupon the engine process ends."""
+        self.lose("the engine is closed")
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone: every request fails."""
+        if self._transport is not None:
+            self._transport.close()
+        self.lost.set()
+        error = EngineDead(f"{reason}; try again later")
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # it is not an oversight if nobody waits for it
+        for entry in list(self._entries.values()):
+            self._forget(entry)
+            entry.error = error
+            entry.wake()
+
+    def receive(self, message: FromWorker) -> None:
+        """Take in what the engine says."""
+        if isinstance(message, News):
+            self._take(message)
+        elif self._ready.done():
+            pass  # given up waiting
+        elif isinstance(message, NotStarted):
+            self._ready.set_exception(error_of(message.kind, message.message))
+        else:
+            self._last.free_blocks = message.num_blocks
+            self._ready.set_result(message)
+
+    def _take(self, news: News) -> None:
+        steps = self._last.steps
+        if news.numbers is not None:
+            self._last = news.numbers
+            self._last_steps.extend(news.numbers.new_steps)
+        if news.tokens or news.failures or news.vectors or news.cancelled or self._last.steps > steps:
+            self.progress_at = time.monotonic()
+        for tokens in news.tokens:
+            if (entry := self._entries.get(tokens.number)) is not None:
+                self._begin(entry)
+                entry.put(tokens)
+                if not entry.open:
+                    self._forget(entry)
+        for number, vector in news.vectors:
+            if (entry := self._entries.get(number)) is not None:
+                entry.vector, entry.open = vector, 0
+                self._end(entry)
+        for failure in news.failures:
+            if (entry := self._entries.get(failure.number)) is not None:
+                entry.error = error_of(failure.kind, failure.message)
+                self._end(entry)
+        for number in news.cancelled:
+            if (entry := self._entries.get(number)) is not None:
+                self._end(entry)
+
+    def _submit(self, request: EngineRequest) -> _Entry:
+        params, num_tokens = request.params, len(request.prompt_token_ids)
+        self._admit(1, num_tokens)
+        number = next(self._numbers)
+        return self._enter(add(number, request), _Entry(number, num_tokens, params.n, params.n))
+
+    def _admit(self, count: int, num_tokens: int) -> None:
+        """Refuse what would have to wait behind too much."""
+        if self.lost.is_set():
+            raise EngineDead("the engine is not running; try again later")
+        most = self._admission
+        room = most.max_waiting + max(0, self.ready.max_num_seqs - self._running)
+        if self._waiting + count > room:
+            raise Overloaded(
+                f"{self._waiting} requests are waiting (max_waiting={most.max_waiting}), no room for {count}; try later"
+            )
+        if self._waiting and self._waiting_tokens + num_tokens > most.max_waiting_tokens:
+            raise Overloaded(
+                f"{self._waiting_tokens} prompt tokens are waiting (max_waiting_tokens={most.max_waiting_tokens}), "
+                f"no room for {num_tokens}; try later"
+            )
+
+    def _enter(self, message: msgspec.Struct, entry: _Entry) -> _Entry:
+        try:
+            data = frame(message)
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+            raise InputError(f"request: a value is out of range ({error})") from None
+        if not self._entries:
+            self.progress_at = time.monotonic()
+        self._entries[entry.number] = entry
+        self._waiting += 1
+        self._waiting_tokens += entry.num_tokens
+        assert self._transport is not None, "nothing is admitted before the engine is ready"
+        self._transport.write(data)
+        return entry
+
+    def _begin(self, entry: _Entry) -> None:
+        """Its first token is there: it does not wait any more."""
+        if not entry.begun:
+            entry.begun = True
+            self._waiting -= 1
+            self._waiting_tokens -= entry.num_tokens
+            self._running += entry.num_answers
+
+    def _forget(self, entry: _Entry) -> None:
+        self._begin(entry)
+        self._running -= entry.num_answers
+        del self._entries[entry.number]
+
+    def _end(self, entry: _Entry) -> None:
+        self._forget(entry)
+        entry.wake()
+
+    def _leave(self, entry: _Entry) -> None:
+        """Its consumer has gone; the entry stays until the engine knows."""
+        if entry.number in self._entries and not entry.cancelled:
+            entry.cancelled = True
+            entry.deltas.clear()
+            self._send(Cancel(entry.number))
+
+    async def _vector(self, entry: _Entry) -> list[float]:
+        while entry.vector is None:
+            if entry.error is not None:
+                raise entry.error
+            await entry.wait()
+        return entry.vector
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(message))

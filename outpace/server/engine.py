@@ -1,0 +1,121 @@
+"""What the HTTP side knows of an engine: requests of token ids in, deltas of token ids out, numbers to show."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from outpace.errors import EngineDead, InputError, Overloaded
+from outpace.types import FinishReason, SamplingParams, TokenLogprobs
+
+__all__ = [
+    "Delta",
+    "Engine",
+    "EngineDead",
+    "EngineRequest",
+    "EngineStatus",
+    "InputError",
+    "ModelCard",
+    "Overloaded",
+    "StepRecord",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One prompt. Stop strings and words in `params` stay on the HTTP side, which cuts the text and cancels."""
+
+    request_id: str
+    """Unique among the requests that have not ended."""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that no answer may contain."""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one or more steps brought to one answer of one request."""
+
+    index: int
+    """Which of the n answers."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended it, if it was not the model's own."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Once, with the first delta, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The loaded model."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    created: int
+    """When it was loaded, in seconds since 1970."""
+
+
+class StepRecord(NamedTuple):
+    """One step: what it computed and how long it took."""
+
+    step_id: int
+    prefill_tokens: int
+    decode_tokens: int
+    milliseconds: float
+
+
+@dataclass(slots=True)
+class EngineStatus:
+    """Numbers of the engine, refreshed several times a second while there is work."""
+
+    ready: bool = False
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    num_blocks: int = 0
+    steps: int = 0
+    restarts: int = 0
+    prompt_tokens: int = 0
+    """Totals from here on; they go on over restarts."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    """Tokens of prompts that were in the cache."""
+    prefix_queries: int = 0
+    """Tokens of prompts that were looked for in it."""
+    last_steps: list[StepRecord] = field(default_factory=list)
+    """The last 64, oldest first."""
+    startup_seconds: dict[str, float] = field(default_factory=dict)
+    """What the last start took, by part."""
+
+
+class Engine(Protocol):
+    """An engine that may live in another process."""
+
+    @property
+    def card(self) -> ModelCard:
+        """The loaded model."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas of all answers until each has a finish reason; closing the generator cancels the request.
+
+        InputError: the request is wrong. Overloaded: the queue is full. EngineDead: the engine died; try again later.
+        """
+
+    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+        """One vector for each prompt: the "mean" or the "last" of its hidden states."""
+
+    def status(self) -> EngineStatus:
+        """The newest numbers."""
+
+    async def close(self) -> None:
+        """End the engine. Requests that run get EngineDead."""

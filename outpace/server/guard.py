@@ -1,0 +1,231 @@
+"""What every request passes first: its id, header limits, keys, admission, the body's limits, the deadline, the log."""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from urllib.parse import quote
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outpace.log import logger
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError, as_api_error, error_response
+from outpace.server.stream import DONE, ClientGone
+
+OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
+"""Paths that need no key."""
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_GONE = 499  # what nginx writes in its log when the client did not wait
+access = logging.getLogger("outpace.access")
+
+
+class Keys:
+    """API keys. All are compared, in the same time whatever is given."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def find(self, authorization: str | None) -> int | None:
+        """Which key a header carries: as a bearer token, or as the password that a browser asks for."""
+        given = _digest(_key_in(authorization or ""))
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return matches.index(True) if any(matches) else None
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _key_in(authorization: str) -> str:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+    return ""
+
+
+class Guard:
+    """ASGI middleware around all routes. Every error that a route lets out becomes an answer here."""
+
+    def __init__(
+        self, app: ASGIApp, *, options: ServerConfig, keys: Sequence[str], rejected: Callable[[str], None]
+    ) -> None:
+        self._app, self._options, self._keys, self._rejected = app, options, Keys(keys), rejected
+        self._running: Counter[int | None] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin = time.perf_counter()
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        sent = _Sent(send, request_id)
+        status = 500
+        key: int | None = None
+        try:
+            self._check_headers(scope)
+            key = self._check_key(scope, headers)
+            async with self._admitted(scope, key), asyncio.timeout(self._options.request_timeout):
+                await self._app(scope, self._limited(receive, headers), sent)
+            status = sent.status
+        except ClientGone:
+            status = _GONE
+        except Exception as error:
+            status = await self._fail(error, request_id, scope, sent)
+        except asyncio.CancelledError:
+            status = _GONE
+            raise
+        finally:
+            if self._options.access_log:
+                self._log(scope, request_id, status, key, time.perf_counter() - begin)
+
+    def _check_headers(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > self._options.max_headers or size > self._options.max_header_bytes:
+            raise ApiError(431, "The headers of the request are too many or too long.", code="headers_too_large")
+
+    def _check_key(self, scope: Scope, headers: Headers) -> int | None:
+        if not self._keys or scope["path"] in OPEN:
+            return None
+        key = self._keys.find(headers.get("authorization"))
+        if key is None:
+            raise ApiError(
+                401, "The API key is missing or wrong; send 'Authorization: Bearer KEY'.", code="invalid_api_key"
+            )
+        return key
+
+    @asynccontextmanager
+    async def _admitted(self, scope: Scope, key: int | None) -> AsyncIterator[None]:
+        """Counts requests that may cost something; one too many is refused before its body is read."""
+        if scope["method"] != "POST":
+            yield
+            return
+        most, each = self._options.max_concurrent_requests, self._options.max_requests_per_key
+        if self._running.total() >= most:
+            self._rejected("max_concurrent_requests")
+            raise ApiError(
+                429, f"The server works on {most} requests, its limit; try later.", code="overloaded", retry=True
+            )
+        if each is not None and self._running[key] >= each:
+            self._rejected("max_requests_per_key")
+            raise ApiError(429, f"Your key has {each} requests running, its limit.", code="key_limit", retry=True)
+        self._running[key] += 1
+        try:
+            yield
+        finally:
+            self._running[key] -= 1
+
+    def _limited(self, receive: Receive, headers: Headers) -> Receive:
+        """`receive` that gives up on bodies that are too long or too slow."""
+        most, room = self._options.max_body_bytes, self._options.max_body_bytes
+        deadline, whole = asyncio.get_running_loop().time() + self._options.body_timeout, False
+        length = headers.get("content-length", "")
+        too_long = length.isdecimal() and int(length[:20]) > most
+
+        async def limited() -> Message:
+            nonlocal room, whole
+            if whole:
+                return await receive()
+            if too_long:
+                raise HTTPException(413, f"The body is longer than {most} bytes.")
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "The body took too long to arrive.") from None
+            if message["type"] == "http.request":
+                room -= len(message.get("body", b""))
+                whole = not message.get("more_body", False)
+                if room < 0:
+                    raise HTTPException(413, f"The body is longer than {most} bytes.")
+            return message
+
+        return limited
+
+    async def _fail(self, error: Exception, request_id: str, scope: Scope, sent: "_Sent") -> int:
+        """Tell the client what it may know, and the log everything."""
+        problem = as_api_error(error, request_id)
+        if problem.code in ("overloaded", "engine_unavailable") and not isinstance(error, ApiError):
+            self._rejected(problem.code)
+        if problem.status == 500:
+            logger.error("request %s failed", request_id, exc_info=error)
+        if not sent.status:
+            response = error_response(problem, request_id, self._options.retry_after)
+            if problem.status == 401 and (scope["path"] == "/" or scope["path"].startswith("/web/")):
+                response.headers["www-authenticate"] = 'Basic realm="outpace: the password is an API key"'
+            await response(scope, _nothing, sent)
+        elif sent.is_stream:
+            body = b"data: " + msgspec.json.encode(problem.body) + b"\n\n" + DONE
+            await sent({"type": "http.response.body", "body": body})
+        return problem.status
+
+    def _log(self, scope: Scope, request_id: str, status: int, key: int | None, seconds: float) -> None:
+        client = scope.get("client")
+        fields = {
+            "request_id": request_id,
+            "client": client[0] if client else "-",
+            "method": scope["method"],
+            "path": quote(scope["path"], safe="/:"),
+            "status": status,
+            "milliseconds": round(seconds * 1000, 1),
+            "key": "-" if key is None else key,
+            "user": quote(str(scope["state"].get("user") or "-"), safe=" @"),
+        }
+        access.info(
+            "%(client)s %(method)s %(path)s %(status)d %(milliseconds).1f ms %(request_id)s key=%(key)s user=%(user)s",
+            fields,
+            extra=fields,
+        )
+
+
+class _Sent:
+    """`send` that adds headers and remembers what has gone out."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self._id = send, request_id.encode()
+        self.status = 0
+        self.is_stream = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
+            self.is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+            message = {
+                **message,
+                "headers": [*headers, (b"x-request-id", self._id), (b"x-content-type-options", b"nosniff")],
+            }
+        await self._send(message)
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

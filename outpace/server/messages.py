@@ -1,0 +1,201 @@
+"""What crosses the socket between the HTTP process and the engine process, and how it is cut into frames.
+
+A frame is four bytes of length and one msgpack value: lists of numbers, strings and bytes, never code or objects.
+Requests have numbers here; the names that callers give them stay in the HTTP process.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from outpace.errors import ConfigError, EngineDead, InputError, ModelError, NotSupported, OutpaceError, Overloaded
+from outpace.server.engine import Delta, EngineRequest, ModelCard, StepRecord
+from outpace.types import FinishReason, Logprob, SamplingParams, TokenLogprobs
+
+MAX_FRAME = 1 << 28  # bytes; a longer one means that the two sides have lost each other
+_LENGTH = struct.Struct("<I")
+_NOT_SENT = ("stop", "include_stop_str_in_output", "bad_words", "skip_special_tokens")  # of the text, not of tokens
+_DEFAULTS = SamplingParams()
+
+WireLogprobs = list[tuple[int, float, int]]  # token, log-probability, rank
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """First of all: what to load."""
+
+    model: str | None
+    options: dict[str, Any]
+    log_level: int
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request to answer."""
+
+    number: int
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    bad_words: list[list[int]]
+    priority: int
+    cache_salt: bytes
+
+
+class Embed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One prompt whose vector is wanted."""
+
+    number: int
+    prompt_token_ids: list[int]
+    pooling: str
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nobody waits for this request any more."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The model is loaded."""
+
+    card: ModelCard
+    startup_seconds: dict[str, float]
+    max_num_seqs: int
+    num_blocks: int
+
+
+class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The model could not be loaded."""
+
+    kind: str
+    message: str
+
+
+class Tokens(msgspec.Struct, array_like=True):
+    """What came to one answer since the last frame."""
+
+    number: int
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[WireLogprobs] | None = None
+    prompt_logprobs: list[WireLogprobs | None] | None = None
+
+    def delta(self) -> Delta:
+        """The same for the HTTP side."""
+        logprobs = None if self.logprobs is None else [_logprobs(entry) for entry in self.logprobs]
+        prompt = self.prompt_logprobs
+        told = None if prompt is None else [None if entry is None else _logprobs(entry) for entry in prompt]
+        return Delta(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told)
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """A request that failed; others go on."""
+
+    number: int
+    kind: str
+    message: str
+
+
+class Numbers(msgspec.Struct, array_like=True):
+    """How the engine is doing. Totals are those of this process."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    prefix_hits: int
+    prefix_queries: int
+    new_steps: list[StepRecord]
+    """Those since the last time."""
+
+
+class News(msgspec.Struct, array_like=True, tag=True):
+    """Everything that happened since the last frame."""
+
+    tokens: list[Tokens] = []
+    failures: list[Failure] = []
+    vectors: list[tuple[int, list[float]]] = []
+    """Of `Embed`, by number."""
+    cancelled: list[int] = []
+    numbers: Numbers | None = None
+
+
+ToWorker = Start | Add | Embed | Cancel
+FromWorker = Ready | NotStarted | News
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes as they come, cut into messages again."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies of the frames that are complete now."""
+        buffer = self._buffer
+        buffer += data
+        begin = 0
+        while len(buffer) - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, begin)
+            if length > MAX_FRAME:
+                raise EngineDead(f"a message of {length} bytes on the engine's socket: the two sides lost each other")
+            end = begin + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            yield bytes(buffer[begin + _LENGTH.size : end])
+            begin = end
+        del buffer[:begin]
+
+
+def add(number: int, request: EngineRequest) -> Add:
+    """A request as it crosses the socket: parameters that differ from their defaults, without those of the text."""
+    params = {}
+    for field in fields(request.params):
+        value = getattr(request.params, field.name)
+        if field.name not in _NOT_SENT and value != getattr(_DEFAULTS, field.name):
+            params[field.name] = value
+    salt = request.cache_salt.encode("utf-8", "surrogatepass")  # any text of a caller will do
+    words = [list(word) for word in request.bad_words]
+    return Add(number, list(request.prompt_token_ids), params, words, request.priority, salt)
+
+
+def wire_logprobs(found: TokenLogprobs) -> WireLogprobs:
+    """Log-probabilities as they cross the socket."""
+    return [(token, entry.logprob, entry.rank) for token, entry in found.items()]
+
+
+def _logprobs(entry: WireLogprobs) -> TokenLogprobs:
+    return {token: Logprob(logprob, rank) for token, logprob, rank in entry}
+
+
+_KINDS: tuple[tuple[str, type[OutpaceError]], ...] = (
+    ("overloaded", Overloaded),
+    ("unsupported", NotSupported),
+    ("config", ConfigError),
+    ("model", ModelError),
+    ("input", InputError),
+    ("dead", EngineDead),
+    ("other", OutpaceError),
+)
+
+
+def kind_of(error: OutpaceError) -> str:
+    """The name under which an error crosses the socket."""
+    return next(kind for kind, cls in _KINDS if isinstance(error, cls))
+
+
+def error_of(kind: str, message: str) -> OutpaceError:
+    """The error of that name."""
+    return dict(_KINDS)[kind](message)

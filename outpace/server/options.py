@@ -1,0 +1,169 @@
+"""ServerConfig: every option of the HTTP side, with every limit that a request meets before it reaches the engine."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from outpace.config.base import ConfigModel
+from outpace.errors import ConfigError
+
+KEYS_VARIABLE = "OUTPACE_API_KEYS"
+"""Environment variable with API keys, divided by commas."""
+
+
+class ServerConfig(ConfigModel):
+    """Options of `outpace serve` beside those of the engine; vLLM's names where they mean the same."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"api_key": "api_keys", "ssl_cert": "ssl_certfile", "ssl_key": "ssl_keyfile"}
+
+    host: str = "127.0.0.1"
+    """Address to listen on; this machine alone unless told otherwise."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """TCP port; 0 takes a free one."""
+    ssl_certfile: str | None = None
+    """Certificate for TLS."""
+    ssl_keyfile: str | None = None
+    """Its private key."""
+    root_path: str = ""
+    """Path under which a proxy shows the server."""
+
+    api_keys: tuple[SecretStr, ...] = ()
+    """Keys that open every route; without any it is open. More come from `api_key_file` and OUTPACE_API_KEYS."""
+    api_key_file: str | None = None
+    """File with one key in each line; empty lines and lines that begin with # are left out."""
+
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may call the model by; the first is in answers. Without any, the model's own."""
+    chat_template: str | None = None
+    """Template instead of the tokenizer's own: its text, or the path of its file."""
+    allow_request_chat_template: bool = False
+    """Let requests bring their own chat template. It runs in a sandbox, but costs up to `template_timeout` each."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
+    """How tool calls are written in the model's answers; auto looks at the chat template."""
+    response_role: str = Field(default="assistant", min_length=1)
+    """Role of chat answers."""
+
+    max_body_bytes: int = Field(default=2 * 2**20, ge=1024)
+    """Longest body of a request."""
+    max_headers: int = Field(default=64, ge=1)
+    """Most headers of a request."""
+    max_header_bytes: int = Field(default=16 * 2**10, ge=256)
+    """Most bytes of all headers together."""
+    max_json_depth: int = Field(default=64, ge=4, le=200)
+    """Deepest nesting of a body."""
+    max_json_keys: int = Field(default=4096, ge=64)
+    """Most names in one JSON object."""
+    max_prompts: int = Field(default=32, ge=1)
+    """Most prompts of a request."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one prompt; None: as many as the model takes."""
+    max_messages: int = Field(default=2048, ge=1)
+    """Most messages of a chat."""
+    max_tools: int = Field(default=128, ge=0)
+    """Most tools of a chat."""
+    max_n: int = Field(default=16, ge=1, le=128)
+    """Most answers to a prompt."""
+    max_stop: int = Field(default=8, ge=0)
+    """Most stop strings, and most stop tokens."""
+    max_stop_chars: int = Field(default=256, ge=1)
+    """Longest stop string."""
+    max_logprobs: int = Field(default=20, ge=0, le=20)
+    """Most log-probabilities of each token."""
+    max_logit_bias: int = Field(default=1024, ge=0)
+    """Most tokens with a bias."""
+    max_allowed_tokens: int = Field(default=1024, ge=1)
+    """Most entries of `allowed_token_ids`."""
+    max_bad_words: int = Field(default=128, ge=0)
+    """Most bad words."""
+    max_concurrent_requests: int = Field(default=1024, ge=1)
+    """Most requests in the server at once, whatever their state; more get 429."""
+    max_requests_per_key: int | None = Field(default=None, ge=1)
+    """Most requests of one API key at once; more get 429."""
+    max_waiting_tokens: int = Field(default=2**20, ge=1)
+    """Most prompt tokens that wait for the engine; more get 429. The engine's `max_waiting` counts the requests."""
+    retry_after: int = Field(default=1, ge=1)
+    """Seconds that clients are told to wait after 429 and 503."""
+
+    request_timeout: float = Field(default=600.0, gt=0)
+    """Seconds until a request is given up, counted from its first byte."""
+    body_timeout: float = Field(default=30.0, gt=0)
+    """Seconds a client may take to send its body."""
+    keep_alive_timeout: float = Field(default=60.0, gt=0)
+    """Seconds until an idle connection is closed."""
+    shutdown_timeout: float = Field(default=30.0, ge=0)
+    """Seconds that running requests get after SIGTERM; 0 ends them at once."""
+    stall_timeout: float = Field(default=120.0, gt=0)
+    """Seconds without a step of the engine, while it has work, until it counts as dead and is restarted."""
+    template_timeout: float = Field(default=2.0, gt=0)
+    """Seconds a chat template may take."""
+    template_max_chars: int = Field(default=4 * 2**20, ge=1024)
+    """Longest text a chat template may make."""
+    template_memory_mb: int = Field(default=256, ge=64)
+    """Memory a chat template may use, where the system can limit it."""
+    template_processes: int = Field(default=2, ge=1)
+    """Processes that write chats out with the template."""
+
+    access_log: bool = True
+    """One log line for each request."""
+    log_json: bool = False
+    """Log lines as JSON."""
+    metrics: bool = True
+    """Offer /metrics."""
+    docs: bool = True
+    """Offer /docs and /openapi.json."""
+
+    @field_validator("api_keys", "served_model_name", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _no_empty_key(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(_is_key(key.get_secret_value()) for key in value):
+            raise ValueError("a key is empty or has characters that no header can carry; use printable ASCII")
+        return value
+
+    @model_validator(mode="after")
+    def _both_parts_of_tls(self) -> "ServerConfig":
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile belong together; give both or none")
+        return self
+
+    def all_api_keys(self) -> tuple[str, ...]:
+        """The keys from the option, the file and the environment."""
+        keys = [key.get_secret_value() for key in self.api_keys]
+        if self.api_key_file is not None:
+            keys += _keys_of_file(Path(self.api_key_file))
+        keys += [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+        if not all(map(_is_key, keys)):
+            raise ConfigError("api_keys: a key has characters that no header can carry; use printable ASCII")
+        return tuple(dict.fromkeys(keys))
+
+    def template_text(self) -> str | None:
+        """The chat template of the option, read from its file if it is a path."""
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise ConfigError(f"chat_template: cannot read {given}; give a template, or the path of one") from None
+
+
+def _is_key(key: str) -> bool:
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
+
+
+def _keys_of_file(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        raise ConfigError(f"api_key_file: cannot read {path}; give a text file with one key in each line") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_key_file: {path} holds no key; write one in each line")
+    return keys

@@ -1,0 +1,103 @@
+"""What goes wrong, as clients see it: OpenAI's error bodies, without paths, addresses or traces."""
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from outpace.errors import EngineDead, InputError, NotSupported, OutpaceError, Overloaded
+
+_FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[][\w\].\[]*)?): ")
+_LONGEST_MESSAGE = 1000
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message[:_LONGEST_MESSAGE], param, code
+        self.retry = retry
+        """Whether the same request can work later."""
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The error as OpenAI writes it."""
+        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+_KINDS: Mapping[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def bad(param: str, message: str, code: str | None = None) -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def as_api_error(error: BaseException, request_id: str) -> ApiError:
+    """What a client is told of an error; what nobody foresaw stays in the log, under the request's id."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code))
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), code="overloaded", retry=True)
+    if isinstance(error, EngineDead):
+        return ApiError(503, str(error), code="engine_unavailable", retry=True)
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "The request took longer than the server's request_timeout.", code="timeout")
+    if isinstance(error, InputError | NotSupported):
+        found = _FIELD.match(str(error))
+        return ApiError(400, str(error), param=found[1] if found else None)
+    code = "engine_error" if isinstance(error, OutpaceError) else "internal_error"
+    return ApiError(500, f"The server had an error; its log has it under request id {request_id}.", code=code)
+
+
+_CODES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body or a path, by the name of its field."""
+    first = error.errors()[0]
+    path = _dotted([str(step) for step in first["loc"][1:]])
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "value_error" and (found := _FIELD.match(message)):
+        inner = found[1]  # the name of a field of the object, or of the object itself
+        path = inner if not path or inner == path.rpartition(".")[2] else f"{path}.{inner}"
+        message = message[found.end() :]
+    else:
+        message = f"{message[:1].lower()}{message[1:]}"
+    if not path:
+        return ApiError(400, f"the body is not what the route takes: {message}", code="invalid_body")
+    return ApiError(400, f"{path}: {message}", param=path, code=_param_code(first["type"], message))
+
+
+def _dotted(steps: list[str]) -> str:
+    text = ""
+    for step in steps:
+        text += f"[{step}]" if step.isdigit() else f".{step}" if text else step
+    return text
+
+
+def _param_code(kind: str, message: str) -> str:
+    if kind == "missing":
+        return "missing_required_parameter"
+    return "unknown_parameter" if message.startswith("unknown") else "invalid_value"
+
+
+def error_response(error: ApiError, request_id: str, retry_after: int) -> Response:
+    """The response for an error."""
+    headers = {"x-request-id": request_id}
+    if error.retry:
+        headers["retry-after"] = str(retry_after)
+    if error.status == 401:
+        headers["www-authenticate"] = 'Bearer realm="outpace"'
+    return Response(msgspec.json.encode(error.body), error.status, headers, "application/json")

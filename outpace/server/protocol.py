@@ -1,0 +1,317 @@
+"""The requests: OpenAI's fields, vLLM's extra fields, MII's. A field that is not here is refused by its name."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from outpace.server.fields import Biases, Body, FirstError, Prompt, Strings, Text, TokenIds
+
+_NO_GRAMMAR = "answers cannot be held to a grammar in this release; leave it out"
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the answer."""
+
+    include_usage: bool = False
+    """A last chunk with the usage."""
+    continuous_usage_stats: bool = False
+    """The usage so far in each chunk."""
+
+
+class ResponseFormat(Body):
+    """Only plain text: the others need masks in the sampler."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _text_only(self) -> "ResponseFormat":
+        if self.type != "text":
+            raise ValueError(f"type: {self.type!r} is not supported: {_NO_GRAMMAR}")
+        return self
+
+
+class SamplingFields(Body):
+    """Fields that completions and chat share."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "best_of": "ask for n answers instead",
+        "use_beam_search": "beam search is not in this release",
+        "length_penalty": "beam search is not in this release",
+        "early_stopping": "beam search is not in this release",
+        "logits_processors": "code from requests is never run",
+        "guided_json": _NO_GRAMMAR,
+        "guided_regex": _NO_GRAMMAR,
+        "guided_choice": _NO_GRAMMAR,
+        "guided_grammar": _NO_GRAMMAR,
+        "structured_outputs": _NO_GRAMMAR,
+        "prompt_embeds": "send text or token ids",
+    }
+
+    model: str | None = None
+    """One of the served names; null is the only model."""
+    n: int | None = Field(default=None, ge=1)
+    """Answers to each prompt."""
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    """Same seed, same text."""
+    stop: Strings | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: Biases = None
+    """Token ids (as strings) -> what is added to their logits."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+    """Who asks; it stands in the access log."""
+
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    """0 and -1 are all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=1e-3, le=1e3)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Text], FirstError()] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    """Keep this many tokens at the end of the prompt."""
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    """Smaller is sooner."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Prefixes are shared only between requests with the same salt."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as "token_id:7"."""
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream=true")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    refused: ClassVar[Mapping[str, str]] = {**SamplingFields.refused, "suffix": "the model writes forward only"}
+
+    prompt: Prompt
+    """Text, token ids, or a list of either."""
+    echo: bool | None = None
+    """The prompt in front of each answer."""
+    logprobs: int | None = Field(default=None, ge=0)
+
+
+def _as_text(value: object) -> object:
+    """Content given as parts, as one text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
+            raise ValueError("expected text, or parts of type text alone; this server takes no images, audio or files")
+        if not isinstance(part["text"], str):
+            raise ValueError("expected a string as the text of a part")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[TextPart])]
+
+
+class CalledFunction(Body):
+    """What an assistant called."""
+
+    name: Text
+    arguments: str
+    """JSON object as text."""
+
+
+class CalledTool(Body):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "this server takes text alone",
+        "refusal": "write it as content",
+        "function_call": "use tool_calls",
+        "annotations": "this server takes text alone",
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[CalledTool], FirstError()] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "ChatMessage":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content: missing; only an assistant's message with tool_calls can do without")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("tool_calls: only in messages of the assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id: only in messages of a tool")
+        return self
+
+
+class FunctionSpec(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments."""
+    strict: Literal[False] | None = None
+
+
+class ToolSpec(Body):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.refused,
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "this server makes text alone",
+        "modalities": "this server makes text alone",
+        "prediction": "leave it out",
+        "reasoning_effort": "use chat_template_kwargs, if the template knows it",
+        "service_tier": "there is one tier",
+        "store": "nothing is stored",
+        "metadata": "nothing is stored",
+        "web_search_options": "this server fetches nothing",
+        "echo": "use /v1/completions",
+    }
+
+    messages: Annotated[list[ChatMessage], FirstError(), Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: Annotated[list[ToolSpec], FirstError()] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    """false: only the first call."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The last message is the beginning of the answer."""
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the template."""
+    documents: Annotated[list[dict[str, str]], FirstError()] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tool_choice_can_be_kept(cls, data: object) -> object:
+        choice = data.get("tool_choice") if isinstance(data, Mapping) else None
+        if choice == "required" or isinstance(choice, dict):
+            raise ValueError("tool_choice: a call cannot be forced in this release; use auto or none")
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatRequest":
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_completion_tokens: differs from max_tokens; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        if self.tool_choice == "auto" and not self.tools:
+            raise ValueError("tool_choice: only with tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: not with add_generation_prompt=true")
+        if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].content):
+            raise ValueError("continue_final_message: the last message must be the assistant's, with content")
+        return self
+
+
+class EmbeddingRequest(Body):
+    """POST /v1/embeddings."""
+
+    refused: ClassVar[Mapping[str, str]] = {"dimensions": "vectors have the width of the model"}
+
+    input: Prompt
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["mean", "last"] = "mean"
+    """Which hidden states of the last layer make the vector."""
+    normalize: bool = True
+    """Vectors of length 1, as OpenAI's are."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    add_special_tokens: bool | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], FirstError(), Field(min_length=1)] | None = None
+    tools: Annotated[list[ToolSpec], FirstError()] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class MiiRequest(Body):
+    """POST /mii/{deployment}: the arguments of MII's generate."""
+
+    prompts: Annotated[Strings, Field(min_length=1)]
+    max_length: int | None = Field(default=None, ge=1, lt=2**31)
+    """Most tokens of prompt and answer together."""
+    max_new_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    min_new_tokens: int = Field(default=0, ge=0, lt=2**31)
+    do_sample: bool = True
+    top_p: float = Field(default=0.9, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    temperature: float | None = Field(default=None, gt=0, le=100)
+    stop: Strings | None = None
+    ignore_eos: bool = False
+    return_full_text: bool = False
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stream: Literal[False] = False

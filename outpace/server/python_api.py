@@ -1,0 +1,239 @@
+"""`outpace.serve` and `outpace.client`: a server in a process of its own, and prompts for it, under MII's names."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from outpace.errors import ConfigError, EngineDead, InputError, ModelError, OutpaceError, Overloaded, StateError
+from outpace.mii import Response
+
+START_SECONDS = 1800.0
+STOP_SECONDS = 60.0
+AT_ONCE = 32  # requests of one `generate`
+_CHILD = "from outpace.server.python_api import _child; _child()"
+
+
+def serve(model: str | os.PathLike[str] | None = None, **options: Any) -> "Server":
+    """Start a server in a process of its own and wait until it is ready. It ends with this process.
+
+    The options are those of `outpace serve`, with underscores. Without `port` it takes a free one.
+    """
+    given = _plain(options)
+    if not given.get("port"):
+        given["port"] = _free_port()
+    return Server(None if model is None else os.fspath(model), given)
+
+
+def client(url: str, *, api_key: str | None = None) -> "Client":
+    """A client of an Outpace server that runs somewhere."""
+    return Client(url, api_key)
+
+
+class Client:
+    """Prompts for a server: `client.generate(["DeepSpeed is"], max_new_tokens=64)`."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InputError(f"url: expected http://host:port or https://..., got {url!r}")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
+        self._name: str | None = None
+
+    @property
+    def model(self) -> str:
+        """The name that the server gives its model."""
+        if self._name is None:
+            self._name = str(self._asked("GET", "/v1/models")["data"][0]["id"])
+        return self._name
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Response]:
+        """Answer each prompt, with the arguments of `outpace.pipeline`; they run together."""
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        path = f"/mii/{quote(self.model, safe='/')}"
+        if not given:
+            raise InputError("prompts: expected text, or a list of texts that is not empty")
+
+        def one(prompt: str) -> Response:
+            (answer,) = self._asked("POST", path, {"prompts": [prompt], **options})
+            return Response(**answer)
+
+        with ThreadPoolExecutor(min(AT_ONCE, len(given))) as pool:
+            return list(pool.map(one, given))
+
+    __call__ = generate
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _asked(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            reply = self._http.request(method, path, json=body)
+        except TypeError as error:
+            raise InputError(f"an argument cannot be sent as JSON: {error}") from None
+        except httpx.HTTPError as error:
+            raise StateError(f"url: {self.url} cannot be reached ({error or type(error).__name__})") from None
+        if reply.status_code == 200:
+            return reply.json()
+        raise _error(reply)
+
+
+class Server(Client):
+    """A client of a server that it started, and that it ends."""
+
+    def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
+        from outpace.cli.serve import options_of
+
+        *_, config = options_of(options)  # what is wrong is said before anything starts
+        keys = config.all_api_keys()
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+        shown = f"[{host}]" if ":" in host else host
+        scheme = "https" if config.ssl_certfile else "http"
+        super().__init__(f"{scheme}://{shown}:{config.port}{config.root_path}", keys[0] if keys else None)
+        self._said: deque[str] = deque(maxlen=20)
+        self._patience = config.shutdown_timeout + STOP_SECONDS
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _CHILD,
+            ],  # -P: nothing is imported from where it stands
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert self.process.stdin is not None, "it is a pipe"
+        self.process.stdin.write(json.dumps({"model": model, "options": dict(options)}).encode() + b"\n")
+        self.process.stdin.flush()
+        self._reader = threading.Thread(target=self._forward, daemon=True)
+        self._reader.start()
+        try:
+            self._wait()
+        except BaseException:
+            self.process.kill()
+            self._ended()
+            raise
+
+    def terminate(self) -> int:
+        """End the server: requests that run may finish first. Its exit code; 0: they did."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(self._patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._ended()
+        return code
+
+    terminate_server = terminate
+
+    def close(self) -> None:
+        """End the server."""
+        self.terminate()
+
+    def _ended(self) -> None:
+        """Let go of what belonged to the process."""
+        self.process.wait()
+        assert self.process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self._reader.join(1.0)
+        self._http.close()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                self._reader.join(1.0)
+                said = [line for line in self._said if line.startswith("error: ")]
+                raise ModelError(said[-1].removeprefix("error: ") if said else "the server ended; its log says why")
+            with contextlib.suppress(httpx.HTTPError):
+                if self._http.get("/health/ready").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise StateError(f"the server was not ready after {START_SECONDS:.0f} s")
+
+    def _forward(self) -> None:
+        """What the server says on standard error comes out here too."""
+        assert self.process.stderr is not None, "it is a pipe"
+        with self.process.stderr as lines:
+            for line in lines:
+                text = line.decode(errors="replace")
+                self._said.append(text.rstrip())
+                sys.stderr.write(text)
+
+
+def _child() -> None:
+    """The server's process: options are the first line of standard input, whose end is the end of the parent."""
+    from outpace.cli.serve import options_of
+    from outpace.server.logs import set_up
+    from outpace.server.serve import run
+
+    received = b""
+    while not received.endswith(b"\n") and (more := os.read(0, 1 << 16)):
+        received += more
+    asked = json.loads(received)
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+    _, llm, config = options_of(asked["options"])
+    set_up(as_json=config.log_json)
+    sys.exit(run(asked["model"], llm, config))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as values that JSON knows."""
+    plain = {name: str(value) if name in ("dtype", "device") else value for name, value in options.items()}
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"options: one is not a plain value ({error}); give numbers, texts, lists and dicts"
+        ) from None
+    return plain
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _error(reply: httpx.Response) -> OutpaceError:
+    """An answer that is an error, as the exception that the same call has in one process."""
+    try:
+        message = str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = reply.text[:200]
+    kinds = {429: Overloaded, 503: EngineDead, 401: InputError, 404: InputError, 400: InputError, 413: InputError}
+    return kinds.get(reply.status_code, OutpaceError)(message or f"the server answered {reply.status_code}")

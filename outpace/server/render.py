@@ -1,0 +1,115 @@
+"""The process that writes chats out with their template. Run as a file: it needs Jinja and nothing of Outpace.
+
+A template comes from a model's author, or from a request. Jinja's sandbox keeps it from running code; only a process
+of its own keeps it from running forever or filling the memory: the parent kills it, and the system refuses it memory.
+"""
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """`{% generation %}`: marks what the assistant says, for training. Here its body alone counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements between the two tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Refused(TemplateError):
+    """The template itself calls the chat wrong."""
+
+
+def _raise(message: object) -> None:
+    raise Refused(str(message)[:200])
+
+
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
+    """JSON as models read it: Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=bool(options.get("ensure_ascii", False)), indent=indent)
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> Template:
+    """A template in its sandbox, with the names that templates of Hugging Face models use."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def render(job: dict[str, Any]) -> dict[str, str]:
+    """The text, or what is wrong as words for the client."""
+    pieces: list[str] = []
+    room = int(job["max_chars"])
+    try:
+        for piece in compile_template(job["template"]).generate(**job["variables"]):
+            room -= len(piece)
+            if room < 0:
+                return {"error": f"the chat is longer than {job['max_chars']} characters when it is written out"}
+            pieces.append(piece)
+        return {"text": "".join(pieces)}
+    except Refused as error:
+        return {"error": f"the chat template refuses the messages: {error}"}
+    except MemoryError:
+        pieces.clear()
+        return {"error": "the chat template needs too much memory"}
+    except Exception as error:
+        # A template may fail in any way; what it says may hold paths, so only the kind is told.
+        return {"error": f"the chat template fails ({type(error).__name__})"}
+
+
+def limit_memory(megabytes: int) -> None:
+    """Let the system refuse more memory than this, where it can."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, megabytes * 2**20))
+
+
+def end_after(seconds: float) -> Callable[[], None]:
+    """End this process if a render takes longer and nobody is left to kill it."""
+    import signal
+
+    if sys.platform == "win32":
+        return lambda: None
+    signal.alarm(math.ceil(seconds) + 1)
+    return lambda: (signal.alarm(0), None)[1]
+
+
+def main(handle: int, megabytes: int, seconds: float) -> None:
+    """Render one job after the other until the parent is gone."""
+    connection = Connection(handle)
+    limit_memory(megabytes)
+    connection.send_bytes(b"{}")  # ready
+    while True:
+        try:
+            job = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        done = end_after(seconds)
+        answer = render(job)
+        done()
+        connection.send_bytes(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,281 @@
+"""The answers, as plain dicts with types: what /openapi.json promises and what is written to clients."""
+
+from typing import (
+    Literal,
+    NotRequired,  # pydantic needs this one before Python 3.12
+)
+
+from typing_extensions import TypedDict
+
+FinishText = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class ErrorText(TypedDict):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """Every error."""
+
+    error: ErrorText
+
+
+class Usage(TypedDict):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities in the style of completions: lists side by side."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(TypedDict):
+    """A token of a prompt, or a likelier one in its place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(TypedDict):
+    """One answer, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishText | None
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class Completion(TypedDict):
+    """Answer of /v1/completions, and its chunks."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class TopLogprob(TypedDict):
+    """One of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token and the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities in the style of chats."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class FunctionCall(TypedDict):
+    """The function and its arguments, JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call that the model asks for; the index is in chunks alone."""
+
+    index: NotRequired[int]
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AnswerMessage(TypedDict):
+    """The message of an answer."""
+
+    role: str
+    content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
+    refusal: None
+
+
+class AnswerDelta(TypedDict):
+    """What a chunk adds to a message."""
+
+    role: NotRequired[str]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    """One answer of a chat."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishText
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunkChoice(TypedDict):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: AnswerDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishText | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(TypedDict):
+    """One event of a chat's stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ModelEntry(TypedDict):
+    """A served name of the model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class EmbeddingEntry(TypedDict):
+    """The vector of one input."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Tokens of the inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """Answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingEntry]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Tokens(TypedDict):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(TypedDict):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class MiiResponse(TypedDict):
+    """One of MII's responses."""
+
+    generated_text: str
+    prompt_length: int
+    generated_length: int
+    finish_reason: str
+
+
+class Status(TypedDict):
+    """Answer of /status: the model and the newest numbers of the engine."""
+
+    model: str
+    max_model_len: int
+    dtype: str
+    device: str
+    ready: bool
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    steps: int
+    restarts: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    prefix_hits: int
+    prefix_queries: int
+    last_steps: list[list[float]]
+    """Number, prefill tokens, decode tokens and milliseconds of each, oldest first."""
+    startup_seconds: dict[str, float]
+
+
+class Version(TypedDict):
+    """Answer of /version."""
+
+    version: str
+
+
+class Health(TypedDict):
+    """Answer of the health routes."""
+
+    status: Literal["ok", "not ready"]

@@ -1,0 +1,57 @@
+"""Is it alive, is it ready, what does it do: health, version, status, metrics."""
+
+from dataclasses import asdict
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from outpace._version import __version__
+from outpace.server.metrics import CONTENT_TYPE
+from outpace.server.problems import ApiError
+from outpace.server.responses import Health, Status, Version
+from outpace.server.routes.documented import answers
+from outpace.server.routes.openai import json_response
+from outpace.server.serving import Serving
+
+
+def router(serving: Serving) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["Operation"])
+
+    async def live() -> Response:
+        """The HTTP process answers."""
+        result: Health = {"status": "ok"}
+        return json_response(result)
+
+    async def ready() -> Response:
+        """The engine works: a stalled or dead one, or one that is shutting down, gives 503."""
+        if not serving.engine.status().ready:
+            raise ApiError(503, "The engine is not ready.", code="not_ready", retry=True)
+        return await live()
+
+    routes.add_api_route("/health/live", live, response_model=None, responses=answers(Health, "It lives."))
+    for path in ("/health/ready", "/health", "/healthz"):
+        routes.add_api_route(path, ready, response_model=None, responses=answers(Health, "It is ready."))
+
+    @routes.get("/version", response_model=None, responses=answers(Version, "The version."))
+    async def version() -> Response:
+        """The version of Outpace."""
+        result: Version = {"version": __version__}
+        return json_response(result)
+
+    @routes.get("/status", response_model=None, responses=answers(Status, "The numbers."))
+    async def status() -> Response:
+        """The model, and the newest numbers of the engine."""
+        card, now = serving.engine.card, serving.engine.status()
+        about = {"model": serving.validator.names[0], "max_model_len": card.max_model_len}
+        # `asdict` makes a copy of each step; as tuples they are arrays in JSON
+        return json_response({**about, "dtype": card.dtype, "device": card.device, **asdict(now)})
+
+    if serving.options.metrics:
+
+        @routes.get("/metrics", response_model=None, responses=answers(None, "The metrics.", content="text/plain"))
+        async def metrics() -> Response:
+            """Numbers for Prometheus."""
+            return Response(serving.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    return routes

@@ -1,0 +1,127 @@
+"""OpenAI's routes: completions, chats, embeddings, models."""
+
+import base64
+import math
+import struct
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outpace.server.body import StrictRoute
+from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from outpace.server.responses import (
+    ChatCompletion,
+    Completion,
+    EmbeddingEntry,
+    EmbeddingList,
+    ModelEntry,
+    ModelList,
+)
+from outpace.server.routes.documented import answers
+from outpace.server.serving import Serving
+from outpace.server.stream import Event, Reply, events_of_all, observed, until_gone
+from outpace.server.validate import Work
+from outpace.server.write import ChatWriter, CompletionWriter
+
+
+def json_response(value: object) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def events(serving: Serving, works: Sequence[Work], name: str) -> AsyncGenerator[Event, None]:
+    """The events of a request, counted by the metrics."""
+    made = events_of_all(serving.engine, works, serving.tokens, name)
+    return observed(made, sum(len(work.prompt_token_ids) for work in works), serving.metrics)
+
+
+def router(serving: Serving) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
+    validator = serving.validator
+
+    @routes.post(
+        "/completions",
+        response_model=None,
+        responses=answers(Completion, "The answers; with stream=true their chunks as events.", stream=True),
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Go on with each prompt."""
+        request.state.user = body.user
+        model, name = validator.model(body.model), f"cmpl-{uuid.uuid4().hex}"
+        works = await validator.completion(body)
+        writer = CompletionWriter(body, works, serving.tokens, model, name)
+        return Reply(
+            events(serving, works, name), writer, stream=bool(body.stream), request_id=request.state.request_id
+        )
+
+    @routes.post(
+        "/chat/completions",
+        response_model=None,
+        responses=answers(ChatCompletion, "The answers; with stream=true their chunks as events.", stream=True),
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        request.state.user = body.user
+        model, name = validator.model(body.model), f"chatcmpl-{uuid.uuid4().hex}"
+        work = await validator.chat(body)
+        style = serving.style if body.tools and body.tool_choice != "none" else "none"
+        writer = ChatWriter(body, work, serving.tokens, model, name, role=serving.options.response_role, style=style)
+        return Reply(
+            events(serving, [work], name), writer, stream=bool(body.stream), request_id=request.state.request_id
+        )
+
+    @routes.post("/embeddings", response_model=None, responses=answers(EmbeddingList, "A vector for each input."))
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """The hidden states of each input as one vector."""
+        request.state.user = body.user
+        model = validator.model(body.model)
+        prompts = await validator.embedding(body)
+        vectors = await until_gone(request.receive, serving.engine.embed(prompts, body.pooling))
+        count = sum(map(len, prompts))
+        result: EmbeddingList = {
+            "object": "list",
+            "data": [_entry(index, vector, body) for index, vector in enumerate(vectors)],
+            "model": model,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+        return json_response(result)
+
+    @routes.get("/models", response_model=None, responses=answers(ModelList, "The names of the model."))
+    async def models() -> Response:
+        """What is served."""
+        result: ModelList = {"object": "list", "data": [_model(serving, name) for name in validator.names]}
+        return json_response(result)
+
+    @routes.get("/models/{name:path}", response_model=None, responses=answers(ModelEntry, "The model."))
+    async def model(name: str) -> Response:
+        """One name of the model."""
+        return json_response(_model(serving, validator.model(name)))
+
+    return routes
+
+
+def _model(serving: Serving, name: str) -> ModelEntry:
+    card = serving.engine.card
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "outpace",
+        "root": serving.validator.names[0],
+        "max_model_len": card.max_model_len,
+    }
+
+
+def _entry(index: int, vector: Sequence[float], asked: EmbeddingRequest) -> EmbeddingEntry:
+    if not all(map(math.isfinite, vector)):
+        raise RuntimeError("the engine gave a vector that is not finite")
+    length = math.sqrt(math.fsum(value * value for value in vector)) if asked.normalize else 1.0
+    values = [value / (length or 1.0) for value in vector]
+    if asked.encoding_format == "float":
+        return {"object": "embedding", "index": index, "embedding": values}
+    data = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+    return {"object": "embedding", "index": index, "embedding": data}

@@ -1,0 +1,37 @@
+"""The page: files of the package, held in memory and found by their exact names."""
+
+import mimetypes
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from outpace.server.problems import ApiError
+from outpace.server.serving import Serving
+
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+}
+
+
+def router(serving: Serving) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+    folder = files("outpace.server").joinpath("web")
+    contents = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()} if folder.is_dir() else {}
+
+    @routes.get("/web/{name}", include_in_schema=False, response_model=None)
+    async def file(name: str) -> Response:
+        if name not in contents:
+            raise ApiError(404, "There is no such file.", code="not_found")
+        kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
+        return Response(contents[name], headers=_HEADERS, media_type=kind or "application/octet-stream")
+
+    @routes.get("/", include_in_schema=False, response_model=None)
+    async def index() -> Response:
+        return await file("index.html")
+
+    return routes

@@ -1,0 +1,46 @@
+"""Text to tokens and back, as vLLM has it."""
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from outpace.server.body import StrictRoute
+from outpace.server.protocol import DetokenizeRequest, TokenizeRequest
+from outpace.server.responses import DetokenizedText, Tokens
+from outpace.server.routes.documented import answers
+from outpace.server.routes.openai import json_response
+from outpace.server.serving import Serving
+
+
+def router(serving: Serving) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(route_class=StrictRoute, tags=["Text"])
+    validator, tokens = serving.validator, serving.tokens
+
+    @routes.post("/tokenize", response_model=None, responses=answers(Tokens, "The tokens."))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a text, or of a conversation as the model sees it."""
+        validator.model(body.model)
+        if body.messages is None:
+            pieces, special = [body.prompt or ""], body.add_special_tokens is not False
+        else:
+            wanted = body.add_generation_prompt is not False
+            pieces = await validator.chat_pieces(body.messages, body.tools or [], add_generation_prompt=wanted)
+            special = bool(body.add_special_tokens)
+        ids = await tokens.encode(pieces, add_special_tokens=special)
+        result: Tokens = {
+            "count": len(ids),
+            "max_model_len": serving.engine.card.max_model_len,
+            "tokens": ids,
+            "token_strs": tokens.texts(ids) if body.return_token_strs else None,
+        }
+        return json_response(result)
+
+    @routes.post("/detokenize", response_model=None, responses=answers(DetokenizedText, "The text."))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """Text of token ids, special ones too."""
+        validator.model(body.model)
+        validator.check_ids("tokens", body.tokens)
+        result: DetokenizedText = {"prompt": await tokens.decode(body.tokens)}
+        return json_response(result)
+
+    return routes

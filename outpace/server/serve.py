@@ -1,0 +1,208 @@
+"""`outpace serve`: the engine process, the HTTP server in front of it, and an orderly end.
+
+The first SIGTERM or SIGINT drains: new requests get 503, those that run may finish for `shutdown_timeout` seconds. What
+runs after that, or when a second signal comes, is cut off with an error.
+"""
+
+import asyncio
+import contextlib
+import json
+import shlex
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from outpace.config import LLMConfig
+from outpace.errors import ConfigError, OutpaceError
+from outpace.loading.build import load_tokenizer
+from outpace.log import logger
+from outpace.server.client import Admission
+from outpace.server.engine import EngineStatus
+from outpace.server.options import ServerConfig
+from outpace.server.supervisor import Healing, Supervisor
+
+FINISHED = 0
+"""Exit code: ended by a signal, and every request was answered."""
+NOT_STARTED = 1
+"""Exit code: the model, an option or the port cannot be used; standard error says why in one line."""
+CUT_OFF = 3
+"""Exit code: ended by a signal, and requests were cut off."""
+INTERRUPTED = 130
+"""Exit code: interrupted before it served anything."""
+
+FLUSH = 5  # seconds for clients to read the ends of their answers
+
+
+def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig) -> int:
+    """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows."""
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    try:
+        asked = LLMConfig.of(dict(llm_options))
+        _check(config)
+        with _bound(config) as sock:
+            return asyncio.run(_run(model, llm_options, asked, config, sock, console))
+    except (OutpaceError, OSError) as error:
+        console.print(f"error: {error}")
+        return NOT_STARTED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+async def _run(
+    model: str | None,
+    options: Mapping[str, Any],
+    asked: LLMConfig,
+    config: ServerConfig,
+    sock: socket.socket,
+    console: Console,
+) -> int:
+    from outpace.server.app import create_app
+
+    admission = Admission(
+        max_waiting=asked.scheduler.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+    )
+    engine = Supervisor(model, options, admission=admission, healing=Healing(stall_timeout=config.stall_timeout))
+    try:
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, model), engine.start())
+        app = create_app(engine, config, tokenizer)
+        server = _Server(_uvicorn(app, config))
+        lines = _greeting(engine.card.name, engine.status(), config, sock, tokenizer)
+        return await _serve(server, sock, engine, config.shutdown_timeout, lambda: console.print("\n".join(lines)))
+    finally:
+        await engine.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    server: uvicorn.Server, sock: socket.socket, engine: Supervisor, patience: float, greet: Callable[[], None]
+) -> int:
+    """Serve until a signal, then drain; the exit code."""
+    first, second = _signals()
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if not serving.done():
+        greet()
+    await _first_of(serving, asyncio.create_task(first.wait()))
+    if serving.done():
+        serving.result()
+        raise ConfigError("the HTTP server ended by itself; its log says why")
+    engine.drain()
+    logger.warning("draining: %d requests run; a second signal ends them", engine.in_flight)
+    abort = asyncio.create_task(second.wait())
+    await _first_of(asyncio.create_task(engine.drained()), abort, timeout=patience)
+    left = engine.in_flight
+    if left:
+        logger.warning("%d requests are cut off", left)
+        await engine.close()
+    server.should_exit = True
+    await _first_of(serving, abort, timeout=2 * FLUSH)
+    server.force_exit = True
+    await serving
+    abort.cancel()
+    return CUT_OFF if left else FINISHED
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events that the first and the second signal set."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return first, second
+
+
+async def _first_of(*tasks: asyncio.Task[Any], timeout: float | None = None) -> None:
+    """Wait until one of these is done."""
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _check(config: ServerConfig) -> None:
+    """Read the files that the options name: better now than when the model is loaded."""
+    config.all_api_keys()
+    config.template_text()
+    if config.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(f"ssl_certfile: it and ssl_keyfile cannot be used ({error}); give both as PEM") from None
+
+
+def _bound(config: ServerConfig) -> socket.socket:
+    """The socket to listen on. It does not listen yet: before the model is loaded connections are refused."""
+    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"port: cannot listen on {config.host} port {config.port} ({error.strerror}); "
+            "give another port, or 0 for a free one"
+        ) from None
+    return sock
+
+
+def _uvicorn(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",  # it limits headers
+        ws="none",
+        log_config=None,
+        access_log=False,  # the app writes its own
+        server_header=False,
+        proxy_headers=False,
+        root_path=config.root_path,
+        backlog=2048,
+        timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
+        timeout_graceful_shutdown=FLUSH,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
+def _greeting(
+    name: str,
+    status: EngineStatus,
+    config: ServerConfig,
+    sock: socket.socket,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[str]:
+    """What the start took, where the server is, and a first request to try."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http{'s' if config.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
+    served = config.served_model_name[0] if config.served_model_name else name
+    body: dict[str, Any] = {"model": served, "max_tokens": 64}
+    if tokenizer is not None and tokenizer.chat_template:
+        route = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is a paged cache?"}]
+    else:
+        route = "/v1/completions"
+        body["prompt"] = "A paged cache is"
+    key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
+    parts = ", ".join(f"{part} {took:.2f} s" for part, took in status.startup_seconds.items())
+    return [
+        f"{served} is ready ({parts})",
+        url,
+        f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
+    ]

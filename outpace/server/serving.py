@@ -1,0 +1,46 @@
+"""What the routes of one server share."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from outpace.server.chat import ChatPrompts, Renderer
+from outpace.server.engine import Engine
+from outpace.server.metrics import Metrics
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError
+from outpace.server.tokens import Tokens
+from outpace.server.tools import Style, style_of
+from outpace.server.validate import Validator
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The engine, and everything that stands before it."""
+
+    engine: Engine
+    options: ServerConfig
+    tokens: Tokens
+    renderer: Renderer
+    validator: Validator
+    metrics: Metrics
+    style: Style
+    """How the model writes tool calls."""
+
+    def close(self) -> None:
+        """End threads and processes of the HTTP side; the engine is its owner's to close."""
+        self.renderer.close()
+        self.tokens.close()
+
+
+def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> Serving:
+    """The parts, put together."""
+    tokens, renderer = Tokens(tokenizer), Renderer(options)
+    chats = ChatPrompts(tokenizer, options, renderer)
+    validator = Validator(engine.card, options, tokens, chats)
+    metrics = Metrics(validator.names[0], engine.status)
+    try:
+        template = chats.template(tools=True)
+    except ApiError:
+        template = ""
+    return Serving(engine, options, tokens, renderer, validator, metrics, style_of(template, options.tool_call_parser))

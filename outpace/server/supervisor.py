@@ -1,0 +1,235 @@
+"""Supervisor: an engine that heals. It starts the engine process, watches it, and starts another when it died or hangs.
+
+A worker counts as dead when its process ended, its socket closed, or it has work and has done none of it for
+`stall_timeout` seconds: what proves that it lives is work done. Requests in flight get EngineDead at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outpace.errors import EngineDead, OutpaceError, StateError
+from outpace.log import logger
+from outpace.server.client import Admission, EngineClient
+from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard
+from outpace.server.messages import Start
+
+GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
+DUMP = 1.0  # seconds a worker that hangs gets to write where
+TICK = 0.25  # seconds between looks at a worker
+_TOTALS = ("steps", "prompt_tokens", "generated_tokens", "preemptions", "prefix_hits", "prefix_queries")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healing:
+    """When a worker counts as dead, and how soon it is started again. All in seconds."""
+
+    stall_timeout: float = 120.0
+    """Without a step while there is work."""
+    start_timeout: float = 1800.0
+    """Until the model is loaded."""
+    first_delay: float = 0.5
+    """Before the first restart; each that follows waits twice as long."""
+    longest_delay: float = 30.0
+    healthy_after: float = 60.0
+    """A worker that lived so long starts the delays afresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: asyncio.subprocess.Process
+    client: EngineClient
+    since: float
+
+
+class Supervisor:
+    """An `Engine` over engine processes that come and go."""
+
+    def __init__(
+        self,
+        model: str | None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        admission: Admission | None = None,
+        healing: Healing | None = None,
+    ) -> None:
+        """`options` are those of LLMConfig, as values that JSON knows."""
+        self._start = Start(model, dict(options or {}), logger.getEffectiveLevel())
+        self._admission = admission
+        self._healing = healing or Healing()
+        self._worker: _Worker | None = None
+        self._card: ModelCard | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._past = EngineStatus()  # totals of the workers that are gone
+        self._draining = False
+
+    async def start(self) -> None:
+        """Start the first worker; what is wrong with the model or its options is raised."""
+        assert self._watcher is None, "it has been started"
+        self._worker = await self._spawn()
+        self._watcher = asyncio.create_task(self._watch(self._worker))
+
+    @property
+    def card(self) -> ModelCard:
+        """The loaded model; it stays known while the engine is being restarted."""
+        if self._card is None:
+            raise StateError("the engine has not been started; await start() first")
+        return self._card
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, while there is one."""
+        return None if self._worker is None else self._worker.process.pid
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return 0 if self._worker is None else self._worker.client.in_flight
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas until every answer has ended; closing the generator cancels the request."""
+        async with contextlib.aclosing(self._client().generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+        """A vector for each prompt."""
+        return await self._client().embed(prompt_token_ids, pooling)
+
+    def status(self) -> EngineStatus:
+        """The newest numbers; totals go on over restarts."""
+        past = self._past
+        if self._worker is None:
+            return replace(past, last_steps=list(past.last_steps))
+        now = self._worker.client.status()
+        now.ready = now.ready and not self._draining
+        now.restarts = past.restarts
+        for name in _TOTALS:
+            setattr(now, name, getattr(now, name) + getattr(past, name))
+        return now
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        self._draining = True
+
+    async def drained(self) -> None:
+        """Wait until none runs any more."""
+        while self.in_flight:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """End the engine process and wait for its end. Requests that run get EngineDead."""
+        self._draining = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.client.lose("the server is shutting down")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(worker.process.wait(), GOODBYE)
+            await _kill(worker.process)
+
+    def _client(self) -> EngineClient:
+        if self._draining:
+            raise EngineDead("the server is shutting down; try again later")
+        if self._worker is None:
+            raise EngineDead("the engine is being restarted; try again later")
+        return self._worker.client
+
+    async def _spawn(self) -> _Worker:
+        """A worker that is ready."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await _process(theirs)
+        client = EngineClient(self._admission)
+        try:
+            async with asyncio.timeout(self._healing.start_timeout):
+                await client.open(ours, self._start)
+        except BaseException as error:
+            client.lose("the engine did not start")
+            await _kill(process)
+            if isinstance(error, TimeoutError):
+                raise EngineDead(f"the engine was not ready in {self._healing.start_timeout:g} s") from None
+            raise
+        self._card = client.card
+        return _Worker(process, client, time.monotonic())
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Wait for the end of each worker, and start the next."""
+        healing, delay = self._healing, self._healing.first_delay
+        while True:
+            reason = await self._end_of(worker)
+            logger.error("the engine (process %d) %s; starting it again", worker.process.pid, reason)
+            self._bury(worker, reason)
+            if reason == "hangs":
+                await _dump(worker.process)
+            await _kill(worker.process)
+            if time.monotonic() - worker.since >= healing.healthy_after:
+                delay = healing.first_delay
+            worker, delay = await self._revive(delay)
+            self._worker = worker
+
+    async def _revive(self, delay: float) -> tuple[_Worker, float]:
+        """A new worker, however often that takes, and the delay before the next one."""
+        while True:
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self._healing.longest_delay)
+            try:
+                return await self._spawn(), delay
+            except (OutpaceError, OSError) as error:
+                logger.error("the engine cannot be started (%s); again in %.2f s", error, delay)
+
+    async def _end_of(self, worker: _Worker) -> str:
+        """How a worker ended, as soon as it did."""
+        client, process, stall = worker.client, worker.process, self._healing.stall_timeout
+        while not client.lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.lost.wait(), min(TICK, stall / 4))
+            if process.returncode is not None:
+                return f"ended with code {process.returncode}"
+            if client.in_flight and time.monotonic() - client.progress_at > stall:
+                return "hangs"
+        with contextlib.suppress(TimeoutError):
+            return f"ended with code {await asyncio.wait_for(process.wait(), 1.0)}"
+        return "closed its socket"
+
+    def _bury(self, worker: _Worker, reason: str) -> None:
+        """Fail the requests of a worker, and keep its totals."""
+        status = self.status()
+        self._worker = None
+        worker.client.lose(f"the engine process {reason}")
+        self._past = replace(
+            status, ready=False, running=0, waiting=0, free_blocks=status.num_blocks, restarts=status.restarts + 1
+        )
+
+
+async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
+    """A worker at the other end of a socket. It imports what this process would, and nothing from where it stands."""
+    command = (sys.executable, "-P", "-m", "outpace.server.worker", str(sock.fileno()))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return await asyncio.create_subprocess_exec(
+        *command, pass_fds=(sock.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=environment
+    )
+
+
+async def _dump(process: asyncio.subprocess.Process) -> None:
+    """Have a worker that hangs write the stacks of its threads to its log, and end."""
+    with contextlib.suppress(TimeoutError, ProcessLookupError):
+        process.send_signal(signal.SIGABRT)
+        await asyncio.wait_for(process.wait(), DUMP)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    code = await process.wait()
+    logger.log(logging.DEBUG, "engine process %d ended with code %d", process.pid, code)

@@ -1,0 +1,172 @@
+"""Tool calls in the text of an answer, found as the text comes: Hermes' tags and Llama 3's JSON."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Style = Literal["hermes", "llama3_json", "none"]
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function that the model wants to be called."""
+
+    name: str
+    arguments: str
+    """JSON object as text."""
+
+
+Piece = str | Call
+"""Text of the answer, or a call."""
+
+
+class Parser(Protocol):
+    """Divides an answer into text and calls. What may become a call is held back."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are sure after more text."""
+
+    def finish(self) -> list[Piece]:
+        """What is left when the answer has ended."""
+
+
+def style_of(template: str, asked: str) -> Style:
+    """How the model writes its calls, by what its chat template shows."""
+    if asked in ("hermes", "llama3_json"):
+        return asked  # type: ignore[return-value]
+    if asked == "auto" and _BEGIN in template:
+        return "hermes"
+    if asked == "auto" and _TAG in template:
+        return "llama3_json"
+    return "none"
+
+
+def parser_of(style: Style) -> Parser | None:
+    """A parser for one answer; None: all of it is text."""
+    if style == "hermes":
+        return Hermes()
+    return LlamaJson() if style == "llama3_json" else None
+
+
+class Hermes:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, with text around.
+
+    Text is looked at once: what is held back is the beginning of a tag, or a call that is not closed.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] = []  # inside a call: its text; outside: at most the beginning of a tag
+        self._tail = ""  # the end of what is held, where a tag may have begun
+        self._inside = False
+        self._called = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are sure after more text."""
+        pieces: list[Piece] = []
+        while True:
+            tag = _END if self._inside else _BEGIN
+            text = self._tail + text
+            before, found, after = text.partition(tag)
+            if not found:
+                keep = _begun(text, tag)
+                self._tail = text[len(text) - keep :]
+                self._pass(text[: len(text) - keep], pieces)
+                return pieces
+            self._pass(before, pieces)
+            if self._inside:
+                inner = "".join(self._held)
+                self._held.clear()
+                call = _call(_object(inner), "arguments")
+                pieces.append(f"{_BEGIN}{inner}{_END}" if call is None else call)
+                self._called = self._called or call is not None
+            self._inside, self._tail, text = not self._inside, "", after
+
+    def finish(self) -> list[Piece]:
+        """A call that was never closed counts if it is whole."""
+        text = "".join(self._held) + self._tail
+        self._held, self._tail = [], ""
+        if not self._inside:
+            return [text] if text and not (self._called and text.isspace()) else []
+        call = _call(_object(text), "arguments")
+        return [f"{_BEGIN}{text}" if call is None else call]
+
+    def _pass(self, text: str, pieces: list[Piece]) -> None:
+        if self._inside:
+            self._held.append(text)
+        elif text and not (self._called and text.isspace()):  # line ends between calls are no text
+            pieces.append(text)
+
+
+class LlamaJson:
+    """`{"name": ..., "parameters": {...}}` and nothing else, or several divided by semicolons."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._text = False  # sure that it is text
+
+    def feed(self, text: str) -> list[Piece]:
+        """Text at once, if the answer does not begin like a call."""
+        if self._text:
+            return [text] if text else []
+        self._held.append(text)
+        begin = "".join(self._held[:8]).lstrip().removeprefix(_TAG).lstrip()
+        if begin and begin[0] != "{" and not _TAG.startswith(begin[: len(_TAG)]):
+            self._text = True
+            held, self._held = "".join(self._held), []
+            return [held]
+        return []
+
+    def finish(self) -> list[Piece]:
+        """The calls, or all of it as text."""
+        text = "".join(self._held)
+        self._held = []
+        calls = _several(text.strip().removeprefix(_TAG))
+        return list(calls) if calls else [text] if text else []
+
+
+def _several(text: str) -> list[Call] | None:
+    decoder, place, calls = json.JSONDecoder(parse_constant=_no_constant), 0, []
+    while place < len(text):
+        if text[place] in "; \n\t\r":
+            place += 1
+            continue
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return None
+        call = _call(value, "parameters") or _call(value, "arguments")
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any, arguments: str) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    given = value.get(arguments, {} if value.keys() == {"name"} else None)
+    if not isinstance(given, dict):
+        return None
+    name = value["name"].encode(errors="replace").decode()  # escapes in JSON can spell what is no character
+    return Call(name, json.dumps(given, ensure_ascii=False).encode(errors="replace").decode())
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _begun(text: str, tag: str) -> int:
+    """How many characters at the end of the text are the beginning of the tag."""
+    for size in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0

@@ -1,0 +1,238 @@
+"""The one validation layer: requests become token ids and sampling parameters, or errors, before any queue."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outpace.server.chat import ChatPrompts
+from outpace.server.engine import EngineRequest, ModelCard
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError, bad
+from outpace.server.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    MiiRequest,
+    SamplingFields,
+    ToolSpec,
+)
+from outpace.server.tokens import Tokens
+from outpace.types import SamplingParams
+
+_SAME_NAMES = (
+    *("n", "min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids"),
+    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_logprobs"),
+)
+"""Fields of requests that SamplingParams has by the same name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One prompt, checked, and how to answer it."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """With stop strings and bad words as texts."""
+    text: str | None = None
+    """The prompt as text, where the answer repeats it."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+
+    def request(self, request_id: str) -> EngineRequest:
+        """What the engine gets: stop strings stay here."""
+        params = replace(self.params, stop=(), bad_words=(), include_stop_str_in_output=False)
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            params=params,
+            bad_words=self.bad_words,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
+
+
+class Validator:
+    """Knows the model and the limits."""
+
+    def __init__(self, card: ModelCard, options: ServerConfig, tokens: Tokens, chats: ChatPrompts) -> None:
+        self._card, self._options, self._tokens, self._chats = card, options, tokens, chats
+        self.names = options.served_model_name or (card.name,)
+        """What the model may be called."""
+
+    def model(self, asked: str | None) -> str:
+        """The served name that was asked for."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise ApiError(
+                404,
+                f"model: there is no {asked[:100]!r} here; GET /v1/models lists what is",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def completion(self, request: CompletionRequest) -> list[Work]:
+        """The prompts of /v1/completions."""
+        self._check_limits(request, request.logprobs)
+        works = []
+        shared: dict[str, Any] = {"logprobs": request.logprobs}
+        if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+            shared["prompt_logprobs"] = request.logprobs
+        for prompt in _prompts(request.prompt, self._options.max_prompts, "prompt"):
+            ids = await self._encode("prompt", prompt, request.add_special_tokens, request.truncate_prompt_tokens)
+            text = None
+            if request.echo:
+                cut = request.truncate_prompt_tokens is not None
+                text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
+            works.append(self._work(request, ids, request.max_tokens or 16, shared, text))
+        return works
+
+    async def chat(self, request: ChatRequest) -> Work:
+        """The prompt of /v1/chat/completions."""
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        self._check_limits(request, top)
+        tools = request.tools if request.tools and request.tool_choice != "none" else []
+        pieces = await self.chat_pieces(
+            request.messages,
+            tools,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            chat_template=request.chat_template,
+            documents=request.documents,
+            variables=request.chat_template_kwargs,
+        )
+        ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
+        asked = request.max_completion_tokens or request.max_tokens
+        room = max(1, self._card.max_model_len - len(ids))
+        return self._work(request, ids, asked or room, {"logprobs": top}, None)
+
+    async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
+        """A conversation as text in pieces, see `ChatPrompts.write`."""
+        _at_most("messages", len(messages), self._options.max_messages, "messages")
+        _at_most("tools", len(tools), self._options.max_tools, "tools")
+        return await self._chats.write(messages, tools, **how)
+
+    async def embedding(self, request: EmbeddingRequest) -> list[list[int]]:
+        """The inputs of /v1/embeddings."""
+        prompts = _prompts(request.input, self._options.max_prompts, "input")
+        return [
+            await self._encode("input", prompt, request.add_special_tokens, request.truncate_prompt_tokens, new=0)
+            for prompt in prompts
+        ]
+
+    async def mii(self, request: MiiRequest) -> list[Work]:
+        """The prompts of /mii/{deployment}: `max_length` counts the prompt."""
+        self._check_stops(request.stop or [])
+        longest = min(request.max_length or self._card.max_model_len, self._card.max_model_len)
+        works = []
+        for prompt in _prompts(request.prompts, self._options.max_prompts, "prompts"):
+            ids = await self._encode("prompts", prompt, None, None)
+            room = longest - len(ids)
+            if room < 1:
+                raise bad("max_length", f"a prompt of {len(ids)} tokens leaves no room in {longest}")
+            params = SamplingParams(
+                max_tokens=min(request.max_new_tokens or room, room),
+                min_tokens=request.min_new_tokens,
+                temperature=(request.temperature or 1.0) if request.do_sample else 0.0,
+                top_p=request.top_p,
+                top_k=request.top_k or 0,
+                stop=request.stop or (),
+                ignore_eos=request.ignore_eos,
+                seed=request.seed,
+            )
+            works.append(Work(prompt_token_ids=ids, params=params, text=str(prompt)))
+        return works
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Tokens that the model does not have are refused here: on a GPU they would end the engine."""
+        if ids and not 0 <= min(ids) <= max(ids) < self._card.vocab_size:
+            raise bad(name, f"expected token ids from 0 to {self._card.vocab_size - 1}")
+
+    async def _encode(
+        self, name: str, prompt: str | list[int] | list[str], special: bool | None, keep: int | None, new: int = 1
+    ) -> list[int]:
+        """Token ids of a prompt (a text, its pieces, or ids), with room for `new` more."""
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        if prompt and isinstance(prompt[0], str):
+            pieces: Any = prompt
+            ids = await self._tokens.encode(pieces, add_special_tokens=special is not False)
+        else:
+            given: Any = prompt
+            ids = list(given)
+        if keep is not None:
+            ids = ids[-keep:]
+        if not ids:
+            raise bad(name, "has no tokens")
+        most = self._options.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise bad(name, f"has {len(ids)} tokens; this server takes {most} at most", "context_length_exceeded")
+        self._check_length(name, len(ids), new)
+        self.check_ids(name, ids)  # last: by now they are few
+        return ids
+
+    def _check_length(self, name: str, prompt: int, new: int) -> None:
+        longest = self._card.max_model_len
+        if prompt + new > longest:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {longest} tokens. However, you requested {prompt + new} "
+                f"tokens ({prompt} in the {name}, {new} in the completion). Please reduce the length of either.",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+    def _work(
+        self, request: SamplingFields, ids: list[int], max_tokens: int, extra: dict[str, Any], text: str | None
+    ) -> Work:
+        given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
+        top_k = max(request.top_k or 0, 0)
+        params = SamplingParams(**{**given, "max_tokens": max_tokens, "top_k": top_k, **extra})
+        self._check_length("messages" if isinstance(request, ChatRequest) else "prompt", len(ids), max_tokens)
+        return Work(
+            prompt_token_ids=ids,
+            params=params,
+            text=text,
+            bad_words=self._tokens.bad_words(request.bad_words or ()),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+        )
+
+    def _check_limits(self, request: SamplingFields, logprobs: int | None) -> None:
+        options = self._options
+        _at_most("n", request.n or 1, options.max_n, "answers")
+        self._check_stops(request.stop or [])
+        _at_most("stop_token_ids", len(request.stop_token_ids or ()), options.max_stop, "entries")
+        _at_most(
+            "top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, options.max_logprobs
+        )
+        _at_most("prompt_logprobs", request.prompt_logprobs or 0, options.max_logprobs)
+        _at_most("logit_bias", len(request.logit_bias or ()), options.max_logit_bias, "entries")
+        _at_most("allowed_token_ids", len(request.allowed_token_ids or ()), options.max_allowed_tokens, "entries")
+        _at_most("bad_words", len(request.bad_words or ()), options.max_bad_words, "entries")
+        for word in request.bad_words or ():
+            _at_most("bad_words", len(word), options.max_stop_chars, "characters each")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            self.check_ids(name, getattr(request, name) or ())
+        self.check_ids("logit_bias", list(request.logit_bias or ()))
+
+    def _check_stops(self, stops: Sequence[str]) -> None:
+        _at_most("stop", len(stops), self._options.max_stop, "strings")
+        for stop in stops:
+            _at_most("stop", len(stop), self._options.max_stop_chars, "characters each")
+
+
+def _at_most(name: str, value: int, limit: int, what: str = "") -> None:
+    if value > limit:
+        raise bad(name, f"{value} is more than this server takes: {limit} {what}".rstrip(), "limit_exceeded")
+
+
+def _prompts(prompt: Any, most: int, name: str) -> list[str | list[int]]:
+    """One prompt or several, as several."""
+    several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+    _at_most(name, len(several), most, "prompts")
+    return several

@@ -1,0 +1,322 @@
+"""The engine process: read messages, take a step, send what came of it. One thread; it dies with its parent.
+
+Nothing here grows with a reader that does not read: there is at most one unsent frame, and the next one is made, of all
+that is new by then, when it has left. Until then answers stay in their requests, which `max_tokens` bounds, and the
+other side admits a bounded number of requests.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+
+from outpace.config import LLMConfig
+from outpace.errors import InputError, OutpaceError
+from outpace.llm_engine import LLMEngine
+from outpace.log import logger
+from outpace.prepare import PagedParts, load_paged
+from outpace.server.channel import Channel
+from outpace.server.embed import Embedder
+from outpace.server.engine import ModelCard, StepRecord
+from outpace.server.messages import (
+    Add,
+    Cancel,
+    Embed,
+    Failure,
+    News,
+    NotStarted,
+    Numbers,
+    Ready,
+    Start,
+    Tokens,
+    ToWorker,
+    kind_of,
+    wire_logprobs,
+)
+from outpace.types import CompletionOutput, RequestOutput, SamplingParams
+
+NUMBERS_EVERY = 0.1  # seconds
+MAX_FAILURES = 2  # steps that fail one after the other
+LAST_WORDS = 1.0  # seconds to send what is left
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is being answered, and how much of it has been sent."""
+
+    output: RequestOutput
+    sent: list[int]  # tokens of each answer
+    begun: bool = False
+
+
+class Worker:
+    """Runs an engine for whoever is at the other end of a channel."""
+
+    def __init__(self, engine: LLMEngine, parts: PagedParts, channel: Channel) -> None:
+        self._engine = engine
+        self._vocab_size = parts.vocab_size
+        self._embedder = Embedder(parts, engine.max_model_len)
+        self._channel = channel
+        self._live: dict[int, _Live] = {}
+        self._changed: dict[int, None] = {}  # requests with tokens that have not been sent
+        self._embeds: deque[Embed] = deque()
+        self._news = News()
+        self._new_steps: deque[StepRecord] = deque(maxlen=64)
+        self._prompt_tokens = self._generated_tokens = 0
+        self._failures = 0  # in a row
+        self._told_at = 0.0
+        self._told_idle = True
+
+    @property
+    def _busy(self) -> bool:
+        return self._engine.has_unfinished_requests or bool(self._embeds)
+
+    def run(self) -> int:
+        """Work until the other side goes (0) or the engine cannot go on (1)."""
+        while not self._channel.closed and self._failures < MAX_FAILURES:
+            self.turn()
+        self._channel.drain(LAST_WORDS)
+        if self._channel.free:
+            self._publish()
+            self._channel.drain(LAST_WORDS)
+        return int(self._failures >= MAX_FAILURES)
+
+    def turn(self) -> None:
+        """Take in what was asked, do one step of it, and tell what came of it. Sleeps while there is nothing to do."""
+        for message in self._channel.receive(wait=not self._busy):
+            self._handle(message)
+        if self._engine.has_unfinished_requests:
+            self._step()
+        if self._embeds:  # one between two steps, so that answers go on
+            self._embed(self._embeds.popleft())
+        if self._channel.free:
+            self._publish()
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Cancel):
+            self._cancel(message.number)
+        elif isinstance(message, Embed):
+            self._embeds.append(message)
+        elif isinstance(message, Add):
+            try:
+                self._add(message)
+            except OutpaceError as error:
+                self._fail(message.number, kind_of(error), str(error))
+            except Exception:
+                logger.exception("request %d cannot be queued", message.number)
+                self._fail(message.number, "dead", "the engine could not take the request")
+
+    def _add(self, message: Add) -> None:
+        salt = message.cache_salt.decode("utf-8", "surrogatepass")
+        params = SamplingParams(**message.params)
+        group = self._engine.make(
+            str(message.number), message.prompt_token_ids, params, priority=message.priority, cache_salt=salt
+        )
+        if message.bad_words:
+            words = tuple(map(tuple, message.bad_words))
+            size = self._vocab_size
+            if not all(words) or any(not 0 <= token < (size or token + 1) for word in words for token in word):
+                raise InputError("bad_words: expected sequences of token ids of the model")
+            for answer in group.answers:
+                answer.request = replace(answer.request, bad_words=words)
+        self._live[message.number] = _Live(self._engine.submit(group), [0] * params.n)
+
+    def _cancel(self, number: int) -> None:
+        """End a request wherever it is, and say so; one that has ended meanwhile has been told of or will be."""
+        embeds = [embed for embed in self._embeds if embed.number != number]
+        if len(embeds) < len(self._embeds):
+            self._embeds = deque(embeds)
+        elif number not in self._live:
+            return
+        else:
+            self._engine.abort(str(number))
+            del self._live[number]
+            self._changed.pop(number, None)
+        self._news.cancelled.append(number)
+
+    def _step(self) -> None:
+        totals = self._engine.totals
+        steps, prefill, decode = totals.steps, totals.prefill_tokens, totals.decode_tokens
+        begin = time.perf_counter()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            logger.exception("a step failed")
+            self._lose_all(error)
+            return
+        if totals.steps > steps:
+            self._failures = 0
+            took = 1e3 * (time.perf_counter() - begin)
+            self._new_steps.append(
+                StepRecord(totals.steps, totals.prefill_tokens - prefill, totals.decode_tokens - decode, took)
+            )
+        for output in outputs:
+            self._changed[int(output.request_id)] = None
+
+    def _lose_all(self, error: Exception) -> None:
+        """A step failed: its requests are gone, and the engine has begun afresh. A broken device stays broken."""
+        self._failures = MAX_FAILURES if isinstance(error, torch.AcceleratorError) else self._failures + 1
+        for number, live in list(self._live.items()):
+            if not live.output.finished:
+                self._fail(number, "dead", "the step that computed the request failed; ask again")
+
+    def _fail(self, number: int, kind: str, message: str) -> None:
+        self._live.pop(number, None)
+        self._changed.pop(number, None)
+        self._news.failures.append(Failure(number, kind, message))
+
+    def _embed(self, message: Embed) -> None:
+        try:
+            vector = self._embedder(message.prompt_token_ids, message.pooling)
+        except OutpaceError as error:
+            self._fail(message.number, kind_of(error), str(error))
+        except Exception as error:
+            logger.exception("an embedding failed")
+            self._fail(message.number, "dead", "the engine could not compute the embedding")
+            if isinstance(error, torch.AcceleratorError):
+                self._lose_all(error)
+        else:
+            self._news.vectors.append((message.number, vector))
+
+    def _publish(self) -> None:
+        """Send what is new, if anything is."""
+        news, now = self._news, time.monotonic()
+        for number in self._changed:
+            self._collect(number, news.tokens)
+        self._changed.clear()
+        idle = not self._busy
+        if (idle and not self._told_idle) or (not idle and now - self._told_at > NUMBERS_EVERY):
+            news.numbers = self._numbers()
+            self._told_at, self._told_idle = now, idle
+        elif not idle:
+            self._told_idle = False
+        if news.tokens or news.failures or news.vectors or news.cancelled or news.numbers:
+            self._news = News()
+            self._channel.send(news)
+
+    def _collect(self, number: int, tokens: list[Tokens]) -> None:
+        """The tokens of a request that have not been sent."""
+        live = self._live[number]
+        prompt = None
+        if not live.begun:
+            live.begun = True
+            self._prompt_tokens += len(live.output.prompt_token_ids)
+            if (found := live.output.prompt_logprobs) is not None:
+                prompt = [None if entry is None else wire_logprobs(entry) for entry in found]
+        for index, completion in enumerate(live.output.outputs):
+            sent = live.sent[index]
+            if len(completion.token_ids) > sent:
+                entry = _tokens(number, completion, sent)
+                entry.prompt_logprobs, prompt = prompt, None
+                live.sent[index] += len(entry.token_ids)
+                self._generated_tokens += len(entry.token_ids)
+                tokens.append(entry)
+        if live.output.finished:
+            del self._live[number]
+
+    def _numbers(self) -> Numbers:
+        scheduler, totals = self._engine.scheduler, self._engine.totals
+        records = list(self._new_steps)
+        self._new_steps.clear()
+        return Numbers(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=scheduler.pool.num_free,
+            steps=totals.steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=totals.preemptions,
+            prefix_hits=totals.prefix_hits,
+            prefix_queries=totals.prefix_queries,
+            new_steps=records,
+        )
+
+
+def _tokens(number: int, completion: CompletionOutput, sent: int) -> Tokens:
+    entry = Tokens(number, completion.index, completion.token_ids[sent:], completion.finish_reason)
+    if isinstance(completion.stop_reason, int):
+        entry.stop_reason = completion.stop_reason
+    if completion.logprobs is not None:
+        entry.logprobs = [wire_logprobs(found) for found in completion.logprobs[sent:]]
+    return entry
+
+
+def load(start: Start) -> tuple[LLMEngine, PagedParts, dict[str, float]]:
+    """The engine that was asked for, and what its start took by part. It sees token ids alone: no tokenizer."""
+    begin = time.perf_counter()
+    parts = load_paged(start.model, LLMConfig.of(start.options))
+    engine = LLMEngine(parts)
+    return engine, parts, parts.seconds | engine.startup_seconds | {"all": time.perf_counter() - begin}
+
+
+def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Ready:
+    """What the other side is told of it."""
+    card = ModelCard(
+        name=parts.name,
+        max_model_len=engine.max_model_len,
+        vocab_size=parts.vocab_size or 0,
+        eos_token_ids=parts.eos_token_ids,
+        dtype=str(parts.dtype).removeprefix("torch."),
+        device=str(parts.device),
+        created=int(time.time()),
+    )
+    scheduler = engine.scheduler
+    return Ready(card, seconds, scheduler.max_num_seqs, scheduler.pool.num_blocks)
+
+
+def serve(channel: Channel) -> int:
+    """Load what the first message asks for, then work; the exit code."""
+    messages: list[ToWorker] = []
+    while not messages and not channel.closed:
+        messages = channel.receive(wait=True)
+    if channel.closed:
+        return 0
+    (start,) = messages  # others wait for `Ready`
+    assert isinstance(start, Start), "the first message says what to load"
+    logging.basicConfig(level=start.log_level, format="%(asctime)s engine %(levelname)s %(message)s")
+    try:
+        engine, parts, seconds = load(start)
+    except Exception as error:
+        known = isinstance(error, OutpaceError)
+        if not known:
+            logger.exception("the model cannot be loaded")
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        channel.send(NotStarted(kind_of(error) if isinstance(error, OutpaceError) else "other", message))
+        channel.drain(LAST_WORDS)
+        return 1
+    channel.send(ready(engine, parts, seconds))
+    return Worker(engine, parts, channel).run()
+
+
+def die_with_parent() -> None:
+    """No engine without its server, however the server ends. Elsewhere than on Linux the socket's end has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(fd: int) -> int:
+    """Run as a process whose parent holds the other end of the socket `fd`."""
+    die_with_parent()
+    faulthandler.enable()  # a crash, or the parent's SIGABRT to a worker that hangs, shows where
+    for number in (signal.SIGINT, signal.SIGTERM):  # they come to the whole group; the parent decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    gc.freeze()  # what was imported stays: no collection needs to look at it
+    with socket.socket(fileno=fd) as sock:
+        return serve(Channel(sock))
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    logging.shutdown()
+    os._exit(code)  # at once: nothing here has to be taken apart

@@ -1,0 +1,129 @@
+"""`outpace run-batch`: bad lines fail alone, answers are written as they come, and a run goes on where it ended."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace import InputError, OutpaceError
+from outpace.cli import run_batch
+from tests.cli.fake_openai import FakeOpenAI, served
+from tests.cli.test_cli import run
+from tests.models import CYCLE
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOpenAI]:
+    monkeypatch.setattr(run_batch, "FIRST_DELAY", 0.01)
+    with served(FakeOpenAI()) as server:
+        yield server
+
+
+def line(name: str, prompt: str = "hi", **more: Any) -> str:
+    body = {"prompt": prompt, "max_tokens": 4}
+    return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body, **more})
+
+
+def records(path: Path) -> dict[str, Any]:
+    """By custom id, or by the number of the line."""
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    return {record["custom_id"] or record["id"]: record for record in found}
+
+
+def test_every_line_gets_its_answer_and_a_bad_one_fails_alone(fake: FakeOpenAI, tmp_path: Path) -> None:
+    lines = [line("a"), line("b", "bad"), "{not json", line("c", method="GET"), "", line("d", url="/v1/files")]
+    lines += [line("e", body={"stream": True}), line("a"), '{"custom_id": 3}', line("f", body=[]), line("g")]
+    (tmp_path / "in").write_text("\n".join(lines))
+    result = run("run-batch", tmp_path / "in", tmp_path / "out", "--url", fake.url, "--max-concurrency", "2")
+    assert result.exit_code == 1
+    assert "2 answered, 8 failed, 0 were there" in result.stderr
+    found = records(tmp_path / "out")
+    good = found["a"]
+    assert good["error"] is None
+    assert good["response"]["status_code"] == 200
+    assert good["response"]["body"] == {"route": "completions", "choices": [{"text": "Hello wörld"}]}
+    assert found["b"]["response"]["status_code"] == 400
+    wrong = {name: record["error"]["message"] for name, record in found.items() if record["error"]}
+    assert wrong.keys() == {"b", "c", "d", "e", "f", "line-3", "line-8", "line-9"}
+    for name, said in (
+        ("b", "prompt: bad"),
+        ("c", "line 4: method: expected POST"),
+        ("d", "line 6: url: expected one of"),
+        ("e", "line 7: stream: a batch has no streams"),
+        ("f", "line 10: body: expected an object"),
+        ("line-3", "line 3 is not JSON"),
+        ("line-8", "line 8: custom_id: 'a' is in another line too"),
+        ("line-9", "line 9: expected an object with custom_id"),
+    ):
+        assert wrong[name].startswith(said)
+
+
+def test_a_second_run_asks_only_for_what_is_missing(fake: FakeOpenAI, tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([line("a"), "{", line("b"), line("c")]))
+    assert run("run-batch", source, target, "--url", fake.url).exit_code == 1
+    whole = target.read_text().splitlines(keepends=True)
+    kept = [text for text in whole if '"b"' not in text]
+    target.write_text("".join(kept) + next(text for text in whole if '"b"' in text)[:20])  # as if killed within b
+    fake.bodies.clear()
+    result = run("run-batch", source, target, "--url", fake.url)
+    assert result.exit_code == 0, result.output
+    assert "1 answered, 0 failed, 3 were there" in result.stderr
+    assert len(fake.bodies) == 1
+    assert records(target).keys() == {"a", "b", "c", "line-2"}
+    assert run("run-batch", source, target, "--url", fake.url).exit_code == 0
+    assert len(fake.bodies) == 1
+
+
+def test_a_busy_server_is_asked_again(fake: FakeOpenAI, tmp_path: Path) -> None:
+    fake.busy = 2
+    (tmp_path / "in").write_text(line("a"))
+    assert run("run-batch", tmp_path / "in", tmp_path / "out", "--url", fake.url).exit_code == 0
+    assert len(fake.bodies) == 3
+    fake.busy = 100
+    (tmp_path / "in").write_text(line("b"))
+    assert run("run-batch", tmp_path / "in", tmp_path / "out", "--url", fake.url).exit_code == 1
+    assert records(tmp_path / "out")["b"]["error"] == {"code": "503", "message": "not now"}
+
+
+def test_a_server_that_is_not_there_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_batch, "FIRST_DELAY", 0.0)
+    (tmp_path / "in").write_text(line("a"))
+    result = run("run-batch", tmp_path / "in", tmp_path / "out", "--url", "http://127.0.0.1:9")
+    assert isinstance(result.exception, OutpaceError)
+    assert "run the same command again to go on" in str(result.exception)
+    assert (tmp_path / "out").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "said"),
+    [
+        (("none", "out"), (), "in: cannot read"),
+        (("in", "in"), (), "out: the same file as in"),
+        (("in", "no/out"), (), "out: there is no folder"),
+        (("in", "other"), (), "out: line 1 of .* is no answer of a batch"),
+        (("in", "out"), ("model",), "model, dtype, device: the server at url has its own"),
+    ],
+)
+def test_files_that_cannot_be_used(names: tuple[str, str], options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("a"))
+    (tmp_path / "other").write_text("my notes\n")
+    result = run("run-batch", *(tmp_path / name for name in names), *options, "--url", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match=said):
+        raise result.exception or AssertionError
+
+
+def test_a_model_of_its_own(chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_API_KEYS", "some-key")
+    chat = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+    lines = [line("a", "E", body={"prompt": "E", "temperature": 0}), line("b", body={"prompt": ""})]
+    lines.append(line("c", url="/v1/chat/completions", body=chat))
+    (tmp_path / "in").write_text("\n".join(lines))
+    result = run("run-batch", tmp_path / "in", tmp_path / "out", chain_folder, "--device", "cpu")
+    assert result.exit_code == 1, result.output
+    found = records(tmp_path / "out")
+    assert found["a"]["response"]["body"]["choices"][0]["text"] == "NDx"
+    assert found["b"]["response"]["status_code"] == 400
+    assert found["c"]["response"]["body"]["choices"][0]["message"]["content"] == CYCLE

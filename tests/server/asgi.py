@@ -1,0 +1,72 @@
+"""A client that speaks ASGI itself: it can leave at any moment, send a body in pieces, or never end it."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import Message
+
+
+@dataclass
+class Call:
+    """One request in progress."""
+
+    app: FastAPI
+    path: str
+    body: Any = None
+    pieces: list[bytes] | None = None
+    """Pieces of the body instead; an empty list: it never comes."""
+    headers: dict[str, str] = field(default_factory=dict)
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: list[Message] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Make the request."""
+        messages = self._messages()
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop(0)
+            await self.leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            self.sent.append(message)
+            self.changed.set()
+
+        headers = {"content-type": "application/json", **self.headers}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("server", 80),
+        }
+        await self.app(scope, receive, send)
+
+    def _messages(self) -> list[Message]:
+        pieces = [json.dumps(self.body).encode()] if self.pieces is None else self.pieces
+        return [
+            {"type": "http.request", "body": piece, "more_body": number < len(pieces) - 1}
+            for number, piece in enumerate(pieces)
+        ]
+
+    @property
+    def status(self) -> int:
+        """The status, or 0 before there is one."""
+        return next((message["status"] for message in self.sent if message["type"] == "http.response.start"), 0)
+
+    @property
+    def text(self) -> str:
+        """The body so far."""
+        return b"".join(message.get("body", b"") for message in self.sent).decode()

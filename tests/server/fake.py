@@ -1,0 +1,108 @@
+"""An engine in memory: it says what it is told to, and remembers what was asked and what was given up."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerFast
+
+from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
+from outpace.types import FinishReason, Logprob, TokenLogprobs
+
+Speech = Callable[[EngineRequest, int], str]
+
+
+def says(text: str) -> Speech:
+    """The same answer to everything."""
+    return lambda request, index: text
+
+
+@dataclass
+class FakeEngine:
+    """Answers are texts of one token for each byte, ended by the end token."""
+
+    tokenizer: PreTrainedTokenizerFast
+    speech: Speech = lambda request, index: "Hello, wörld! 😀"
+    tokens_per_delta: int = 1
+    error: Exception | None = None
+    """Raised before the delta of this number."""
+    error_at: int = 0
+    hold: asyncio.Event | None = None
+    """Waited for before the delta of this number."""
+    hold_at: int = 0
+    max_model_len: int = 512
+    ready: bool = True
+    requests: list[EngineRequest] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    closed_early: list[str] = field(default_factory=list)
+    waits: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a request waits for `hold`."""
+
+    @property
+    def card(self) -> ModelCard:
+        """A model of bytes."""
+        end = self.tokenizer.eos_token_id
+        return ModelCard("fake", self.max_model_len, len(self.tokenizer), (end,), "float32", "cpu", 1_700_000_000)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+        """One answer after the other, a few tokens at a time."""
+        self.requests.append(request)
+        self.open.add(request.request_id)
+        finished, left = False, set(range(request.params.n))
+        try:
+            for number, delta in enumerate(self._deltas(request)):
+                if self.hold is not None and number == self.hold_at:
+                    self.waits.set()
+                    await self.hold.wait()
+                if self.error is not None and number == self.error_at:
+                    raise self.error
+                left.discard(delta.index if delta.finish_reason else -1)
+                finished = not left
+                yield delta
+        finally:
+            self.open.remove(request.request_id)
+            if not finished:
+                self.closed_early.append(request.request_id)
+
+    def answer(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
+        """The tokens of an answer and why it ends."""
+        ids = [*self.tokenizer(self.speech(request, index))["input_ids"], self.tokenizer.eos_token_id]
+        most = request.params.max_tokens
+        return ids[:most], FinishReason.STOP if len(ids) <= most else FinishReason.LENGTH
+
+    def _deltas(self, request: EngineRequest) -> Iterator[Delta]:
+        answers = [self.answer(request, index) for index in range(request.params.n)]
+        first = True
+        for begin in range(0, max(len(ids) for ids, _ in answers), self.tokens_per_delta):
+            for index, (ids, reason) in enumerate(answers):
+                part = ids[begin : begin + self.tokens_per_delta]
+                if not part:
+                    continue
+                delta = Delta(index, part, finish_reason=reason if begin + len(part) == len(ids) else None)
+                if request.params.logprobs is not None:
+                    delta.logprobs = [likely(token, request.params.logprobs) for token in part]
+                if first and request.params.prompt_logprobs is not None:
+                    rest = request.prompt_token_ids[1:]
+                    delta.prompt_logprobs = [None, *(likely(token, request.params.prompt_logprobs) for token in rest)]
+                first = False
+                yield delta
+
+    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+        """Vectors (length, 1 for mean, 0)."""
+        if self.error is not None:
+            raise self.error
+        return [[float(len(ids)), float(pooling == "mean"), 0.0] for ids in prompt_token_ids]
+
+    def status(self) -> EngineStatus:
+        """Some numbers."""
+        steps = [StepRecord(1, 5, 2, 0.5)]
+        return EngineStatus(ready=self.ready, running=len(self.open), num_blocks=8, free_blocks=7, last_steps=steps)
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def likely(token: int, top: int) -> TokenLogprobs:
+    """The token as the likeliest, and the ones behind it."""
+    others = {(token + number) % 256: Logprob(-1.0 - number, number + 1) for number in range(1, top)}
+    return {token: Logprob(-0.5, 1), **others}

@@ -1,0 +1,293 @@
+"""Every queue and buffer has a limit; who is over one hears it early, and harms nobody else."""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import pytest
+from openai import APIError, APIStatusError, RateLimitError
+from transformers import PreTrainedTokenizerFast
+
+from outpace.errors import ConfigError, EngineDead, Overloaded
+from outpace.server.options import ServerConfig
+from tests.server.asgi import Call
+from tests.server.conftest import Serve
+from tests.server.fake import FakeEngine, says
+from tests.server.test_completions import events
+
+pytestmark = pytest.mark.anyio
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("option", "limit", "fields"),
+    [
+        ("max_n", 2, {"n": 3}),
+        ("max_stop", 2, {"stop": ["a", "b", "c"]}),
+        ("max_stop", 2, {"stop_token_ids": [1, 2, 3]}),
+        ("max_stop_chars", 3, {"stop": ["abcd"]}),
+        ("max_logprobs", 2, {"logprobs": 3}),
+        ("max_logprobs", 2, {"prompt_logprobs": 3}),
+        ("max_logit_bias", 1, {"logit_bias": {"1": 1, "2": 2}}),
+        ("max_allowed_tokens", 1, {"allowed_token_ids": [1, 2]}),
+        ("max_bad_words", 1, {"bad_words": ["a", "b"]}),
+        ("max_prompts", 1, {"prompt": ["a", "b"]}),
+        ("max_prompt_tokens", 2, {"prompt": "abc"}),
+        ("max_json_depth", 4, {"logit_bias": {"1": [[[[1]]]]}}),
+    ],
+)
+async def test_b2_each_limit_is_an_option(serve: Serve, option: str, limit: int, fields: dict[str, Any]) -> None:
+    strict, loose = serve(**{option: limit}), serve()
+    refused = await strict.post("/v1/completions", {"prompt": "a", **fields})
+    assert refused.status_code == 400
+    assert strict.engine.requests == []
+    if option != "max_json_depth":
+        assert (await loose.post("/v1/completions", {"prompt": "a", **fields})).status_code == 200
+
+
+async def test_limits_of_chats(serve: Serve) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    server = serve(max_messages=1, max_tools=1)
+    assert (await server.post("/v1/chat/completions", {"messages": CHAT["messages"] * 2})).status_code == 400
+    assert (await server.post("/v1/chat/completions", {**CHAT, "tools": [tool, tool]})).status_code == 400
+    assert (await server.post("/v1/chat/completions", {**CHAT, "tools": [tool]})).status_code == 200
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_b5_ten_megabytes_are_refused_by_size(serve: Serve, announced: bool) -> None:
+    pieces = [b'{"prompt": "', *[b"a" * 2**20] * 10, b'"}']
+    headers = {"content-length": str(sum(map(len, pieces)))} if announced else {}
+    call = Call(serve().app, "/v1/completions", pieces=pieces, headers=headers)
+    begin = time.process_time()
+    await call.run()
+    assert call.status == 413
+    assert "request_too_large" in call.text
+    assert time.process_time() - begin < 0.2
+
+
+async def test_b5_a_long_prompt_delays_nobody(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    server = serve(FakeEngine(tokenizer, says("x")), max_body_bytes=16 * 2**20, access_log=False)
+    delays = []
+    async with server.http() as client:
+        await client.post("/v1/completions", json={"prompt": "a"})
+        start = time.perf_counter()
+        long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "ab " * 700_000}))
+        while not long.done():
+            begin = time.perf_counter()
+            assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+            delays.append(time.perf_counter() - begin)
+            await asyncio.sleep(0.005)
+        took = time.perf_counter() - start
+    assert (await long).json()["error"]["code"] == "context_length_exceeded"
+    assert len(delays) > 5
+    assert max(delays) < max(0.1, took / 4), "who waits for the long prompt waits for all of it"
+
+
+async def test_b2_headers(serve: Serve) -> None:
+    server = serve()
+    many = {f"x-{number}": "1" for number in range(70)}
+    for headers in (many, {"x-long": "a" * 20_000}):
+        answer = await server.get("/version", headers=headers)
+        assert answer.status_code == 431
+
+
+async def test_a_body_that_never_comes(serve: Serve) -> None:
+    call = Call(serve(body_timeout=0.05).app, "/v1/completions", pieces=[])
+    await call.run()
+    assert call.status == 408
+
+
+async def test_l2_overload_says_when_to_come_back(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    server = serve(FakeEngine(tokenizer, error=Overloaded("5 requests are waiting; try later")), retry_after=7)
+    async with server.openai() as client:
+        for stream in (False, True):
+            with pytest.raises(RateLimitError) as caught:
+                await client.completions.create(model="fake", prompt="a", stream=stream)
+            assert caught.value.response.headers["retry-after"] == "7"
+            assert caught.value.code == "overloaded"
+    metrics = (await server.get("/metrics")).text
+    assert 'outpace:admission_rejections_total{model_name="fake",reason="overloaded"} 2.0' in metrics
+
+
+async def test_l3_requests_beyond_the_limit_get_429(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = FakeEngine(tokenizer, hold=asyncio.Event())
+    server = serve(engine, max_concurrent_requests=3)
+    async with server.http() as client:
+        held = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})) for _ in range(3)]
+        while len(engine.open) < 3:
+            await asyncio.sleep(0)
+        begin = time.process_time()
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+        assert time.process_time() - begin < 0.1
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert (await client.get("/status")).status_code == 200
+        assert engine.hold is not None
+        engine.hold.set()
+        assert [(await each).status_code for each in held] == [200] * 3
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_each_key_has_its_share(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = FakeEngine(tokenizer, hold=asyncio.Event())
+    server = serve(engine, api_keys=["one", "two"], max_requests_per_key=1)
+    async with server.http() as client:
+
+        async def ask(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)).status_code
+
+        first = asyncio.create_task(ask("one"))
+        await engine.waits.wait()
+        assert await ask("one") == 429
+        second = asyncio.create_task(ask("two"))
+        while len(engine.open) < 2:
+            await asyncio.sleep(0)
+        assert engine.hold is not None
+        engine.hold.set()
+        assert (await first, await second) == (200, 200)
+        assert await ask("one") == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/mii/fake"])
+async def test_f1_a_dead_engine_is_a_clean_503(serve: Serve, tokenizer: PreTrainedTokenizerFast, path: str) -> None:
+    server = serve(FakeEngine(tokenizer, error=EngineDead("the engine is being restarted; try again later")))
+    body = {"/v1/completions": {"prompt": "a"}, "/mii/fake": {"prompts": "a"}}.get(path, CHAT)
+    answer = await server.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_f1_a_stream_that_breaks_ends_with_an_error(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    server = serve(FakeEngine(tokenizer, error=EngineDead("the engine died"), error_at=3))
+    answer = await server.post("/v1/completions", {"prompt": "a", "stream": True})
+    chunks = events(answer.text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "Hel"
+    assert chunks[-1]["error"]["code"] == "engine_unavailable"
+    async with server.openai() as client:
+        stream = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "a"}], stream=True
+        )
+        with pytest.raises(APIError, match="the engine died"):
+            async for _ in stream:
+                pass
+
+
+async def test_an_engine_that_ends_early_is_an_error(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    class Silent(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            return
+            yield
+
+    assert (await serve(Silent(tokenizer)).post("/v1/completions", {"prompt": "a"})).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at", [0, 2])
+async def test_errors_carry_no_paths(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, stream: bool, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(FakeEngine(tokenizer, error=RuntimeError("/secret/path"), error_at=at))
+    with caplog.at_level(logging.ERROR, "outpace"):
+        answer = await server.post(
+            "/v1/completions", {"prompt": "a", "stream": stream}, headers={"x-request-id": "my-id"}
+        )
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+    assert "my-id" in answer.text
+    assert answer.status_code == (200 if stream and at else 500)
+    assert answer.headers["x-request-id"] == "my-id"
+    assert "/secret/path" in caplog.text
+    assert "my-id" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/mii/fake"])
+async def test_errors_of_other_routes_carry_no_paths(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, path: str
+) -> None:
+    server = serve(FakeEngine(tokenizer, error=RuntimeError("/secret/path")))
+    answer = await server.post(path, {"input": "a"} if "emb" in path else {"prompts": "a"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at", [0, 2])
+async def test_a_request_has_a_deadline(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, stream: bool, at: int
+) -> None:
+    engine = FakeEngine(tokenizer, hold=asyncio.Event(), hold_at=at)
+    answer = await serve(engine, request_timeout=0.1).post("/v1/completions", {"prompt": "a", "stream": stream})
+    assert engine.open == set()
+    if stream and at:
+        assert events(answer.text)[-1]["error"]["code"] == "timeout"
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 5, 15])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/mii/fake"])
+async def test_f8_a_client_that_leaves_frees_the_engine(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, stage: int, stream: bool, path: str
+) -> None:
+    engine = FakeEngine(tokenizer, hold=asyncio.Event(), hold_at=stage)
+    bodies: dict[str, Any] = {"/v1/completions": {"prompt": ["a", "b"]}, "/mii/fake": {"prompts": "a"}}
+    body = bodies.get(path, CHAT)
+    if "mii" not in path:
+        body = {**body, "stream": stream}
+    call = Call(serve(engine).app, path, body)
+    running = asyncio.create_task(call.run())
+    await engine.waits.wait()
+    assert engine.open
+    call.leave.set()
+    await asyncio.wait_for(running, 5)
+    assert engine.open == set()
+    assert len(engine.closed_early) == len(engine.requests)
+    assert call.status == (200 if stream and stage and "mii" not in path else 0)
+
+
+async def test_f8_a_cancelled_server_task_frees_the_engine(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = FakeEngine(tokenizer, hold=asyncio.Event(), hold_at=1)
+    running = asyncio.create_task(Call(serve(engine).app, "/v1/completions", {"prompt": ["a", "b"]}).run())
+    await engine.waits.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert engine.open == set()
+
+
+async def test_the_log_has_a_line_for_each_request(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(api_keys=["k"])
+    server.headers = {"authorization": "Bearer k", "x-request-id": "r-1"}
+    with caplog.at_level(logging.INFO, "outpace.access"):
+        await server.post("/v1/completions", {"prompt": "a", "user": "eve\nfake line"})
+        await server.get("/no%0Asuch")
+    first, second = caplog.messages
+    assert "POST /v1/completions 200" in first
+    assert "r-1 key=0" in first
+    assert "eve%0Afake" in first
+    assert "/no%0Asuch 404" in second
+    assert caplog.records[0].__dict__["request_id"] == "r-1"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 200, "é"])
+async def test_odd_request_ids_are_replaced(serve: Serve, given: str) -> None:
+    answer = await serve().get("/version", headers=[(b"x-request-id", given.encode())])
+    assert answer.headers["x-request-id"] not in ("", given)
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_status_codes_through_the_openai_client(serve: Serve) -> None:
+    async with serve(max_body_bytes=1024).openai() as client:
+        with pytest.raises(APIStatusError) as caught:
+            await client.completions.create(model="fake", prompt="a" * 2000)
+    assert caught.value.status_code == 413
+
+
+def test_options_are_checked() -> None:
+    for wrong in ({"port": -1}, {"max_n": 0}, {"ssl_certfile": "x"}, {"tool_call_parser": "mine"}, {"cors": True}):
+        with pytest.raises(ConfigError):
+            ServerConfig(**wrong)
+    assert "secret" not in repr(ServerConfig(api_keys=["secret"]))

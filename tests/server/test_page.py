@@ -1,0 +1,521 @@
+"""The page in a real browser, against a stand-in for the server."""
+
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.page_server import MODELS, WEB, PageServer, Refusal, Script, engine_status
+
+sync_api = pytest.importorskip("playwright.sync_api")
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+expect.set_options(timeout=10_000)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PageServer]:
+    with PageServer().running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def script(server: PageServer) -> Script:
+    """What the stand-in does in this test."""
+    server.script = Script(status=engine_status())
+    return server.script
+
+
+@pytest.fixture
+def open_page(server: PageServer, browser: Browser, script: Script) -> Iterator[Callable[..., Page]]:
+    """Opens the page; in the end no script may have failed and no request may have left for another place."""
+    faults: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def opened(clock: bool = False, **options: Any) -> Page:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        if clock:  # stands still until a test moves it
+            page.clock.install(time=0)
+            page.clock.pause_at(1000)
+        page.goto(server.url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    # The browser itself writes one line for each answer that is an error; the tests of errors cause those.
+    assert [fault for fault in faults if not fault.startswith("Failed to load resource")] == []
+    assert [url for url in asked if not url.startswith(server.url)] == []
+    assert set(script.paths) <= {"/", "/v1/models", "/v1/chat/completions", "/status"} | _assets()
+
+
+@pytest.fixture
+def page(open_page: Callable[..., Page]) -> Page:
+    return open_page()
+
+
+def _assets() -> set[str]:
+    return {f"/web/{path.name}" for path in WEB.iterdir()}
+
+
+def _say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_label("Message", exact=True).press("Enter")
+
+
+def _answer(page: Page, name: str = "Answer") -> Locator:
+    return page.get_by_role("article", name=name, exact=True).last
+
+
+def _press(page: Page, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def _roles(body: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in body["messages"]]
+
+
+def test_streams_an_answer_with_its_numbers(page: Page, script: Script) -> None:
+    script.hold = threading.Event()
+    _say(page, "one two three")
+    text = _answer(page).locator(".text")
+    expect(text).to_have_text("You said:")
+    expect(text).to_have_attribute("aria-busy", "true")
+    expect(text).to_have_attribute("aria-live", "polite")
+    expect(page.locator("#send")).to_have_text("Stop")
+    script.hold.set()
+    expect(text).to_have_text("You said: one two three")
+    expect(text).to_have_attribute("aria-busy", "false")
+    expect(_answer(page).locator("footer p")).to_have_text(
+        re.compile(r"^5 tokens · [\d.\u2009]+ tokens/s · first token [\d.\u2009]+ m?s · prompt 13$")
+    )
+    expect(page.locator("#announce")).to_have_text("Answer complete")
+    assert script.chats[0]["stream_options"] == {"include_usage": True}
+
+
+def test_stop_keeps_the_text_and_cancels_the_request(page: Page, script: Script) -> None:
+    script.hold = threading.Event()
+    _say(page, "a b c")
+    expect(_answer(page).locator(".text")).to_have_text("You said:")
+    _press(page, "Stop")
+    expect(_answer(page).locator("footer p")).to_have_text(re.compile(r"^about 2 tokens .*stopped$"))
+    expect(page.locator("#send")).to_have_text("Send")
+    assert script.cancelled.wait(10)
+    script.hold.set()
+    _say(page, "next")
+    expect(_answer(page).locator(".text")).to_have_text("You said: next")
+    assert ("assistant", "You said:") in _roles(script.chats[1])
+
+
+def test_edit_goes_on_from_the_edited_message(page: Page, script: Script) -> None:
+    for text in ("first", "second", "third"):
+        _say(page, text)
+        expect(_answer(page).locator(".text")).to_have_text(f"You said: {text}")
+    _press(page, "Edit message 2")
+    page.get_by_role("textbox", name="Edit message 2").fill("other")
+    _press(page, "Send again")
+    expect(_answer(page).locator(".text")).to_have_text("You said: other")
+    expect(page.locator("#turns > li")).to_have_count(2)
+    assert _roles(script.chats[-1]) == [("user", "first"), ("assistant", "You said: first"), ("user", "other")]
+
+
+def test_cancelled_edit_changes_nothing(page: Page, script: Script) -> None:
+    _say(page, "hello")
+    _press(page, "Edit message 1")
+    page.get_by_role("textbox", name="Edit message 1").fill("changed")
+    page.keyboard.press("Escape")
+    expect(page.locator(".bubble")).to_have_text("hello")
+    expect(page.get_by_role("button", name="Edit message 1")).to_be_focused()
+    assert len(script.chats) == 1
+
+
+def test_regenerate_asks_again_with_the_settings_of_now(page: Page, script: Script) -> None:
+    script.answer = lambda body: f"seed {body.get('seed')}"
+    _say(page, "hello")
+    expect(_answer(page).locator(".text")).to_have_text("seed None")
+    page.get_by_label("Seed").first.fill("7")
+    _press(page, "Regenerate")
+    expect(_answer(page).locator(".text")).to_have_text("seed 7")
+    expect(page.locator("#turns > li")).to_have_count(1)
+    assert _roles(script.chats[1]) == [("user", "hello")]
+
+
+def test_settings_reach_the_request(page: Page, script: Script) -> None:
+    numbers = {
+        "temperature": 0.3,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "max_tokens": 17,
+        "seed": 1234,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+    }
+    for name, value in numbers.items():
+        page.locator(f"#{name}-A").fill(str(value))
+    page.locator("#stop-A").fill("END\n\\n\\n")
+    page.locator("#system-A").fill("Be brief.")
+    page.locator("#model-A").select_option(MODELS[1])
+    _say(page, "hello")
+    expect(_answer(page).locator(".text")).to_have_text("You said: hello")
+    sent = {name: value for name, value in script.chats[0].items() if name not in ("messages", "stream_options")}
+    assert sent == {**numbers, "stop": ["END", "\n\n"], "model": MODELS[1], "stream": True}
+    assert _roles(script.chats[0]) == [("system", "Be brief."), ("user", "hello")]
+    _press(page, "Reset")
+    _say(page, "again")
+    expect(_answer(page).locator(".text")).to_have_text("You said: again")
+    assert set(script.chats[1]) == {"messages", "model", "stream", "stream_options"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"), [("top_p", "2", "between 0 and 1"), ("seed", "1.5", "whole number")]
+)
+def test_a_wrong_setting_is_said_and_not_sent(page: Page, script: Script, name: str, value: str, said: str) -> None:
+    page.locator(f"#{name}-A").fill(value)
+    _say(page, "hello")
+    expect(page.get_by_role("status")).to_contain_text(said)
+    expect(page.locator(f"#{name}-A")).to_have_attribute("aria-invalid", "true")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("hello")
+    assert script.chats == []
+
+
+def test_side_by_side_asks_both_at_once_and_keeps_two_histories(page: Page, script: Script) -> None:
+    script.answer = lambda body: f"from {body['model']} at {body.get('temperature')}"
+    script.hold = threading.Event()
+    expect(page.get_by_label("Temperature, B")).to_be_hidden()
+    _press(page, "Compare")
+    page.get_by_label("Temperature, A").fill("0.1")
+    page.get_by_label("Temperature, B").fill("1.5")
+    page.get_by_label("Model, B").select_option(MODELS[1])
+    _say(page, "hello")
+    expect(_answer(page, "Answer A").locator(".text")).to_have_text(f"from {MODELS[0]}")
+    expect(_answer(page, "Answer B").locator(".text")).to_have_text(f"from {MODELS[1]}")  # both wait: they run together
+    script.hold.set()
+    expect(_answer(page, "Answer A").locator(".text")).to_have_text(f"from {MODELS[0]} at 0.1")
+    expect(_answer(page, "Answer B").locator(".text")).to_have_text(f"from {MODELS[1]} at 1.5")
+    _say(page, "more")
+    expect(page.locator("#send")).to_have_text("Send")
+    histories = {body["model"]: _roles(body)[1] for body in script.chats[2:]}
+    assert histories == {
+        MODELS[0]: ("assistant", f"from {MODELS[0]} at 0.1"),
+        MODELS[1]: ("assistant", f"from {MODELS[1]} at 1.5"),
+    }
+    boxes = [_answer(page, f"Answer {letter}").bounding_box() for letter in "AB"]
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+
+
+def test_markdown_becomes_elements_and_html_stays_text(page: Page, script: Script) -> None:
+    script.answer = lambda body: (
+        "# Title\n\nSome **bold *and slanted***, `a < b`.\n\n1. one\n   - inner\n2. two\n\n> quoted\n\n"
+        "```python\nif a < b:\n    pass\n```\n\n"
+        "<img src=x onerror=alert(1)> <script>alert(1)</script> [text](http://example.com)"
+    )
+    _say(page, "hello")
+    text = _answer(page).locator(".text")
+    expect(text.locator("h3")).to_have_text("Title")
+    expect(text.locator("strong em")).to_have_text("and slanted")
+    expect(text.locator("p > code")).to_have_text("a < b")
+    expect(text.locator("ol > li > ul > li")).to_have_text("inner")
+    expect(text.locator("ol > li")).to_have_count(2)
+    expect(text.locator("blockquote")).to_have_text("quoted")
+    expect(text.locator("pre code")).to_have_text("if a < b:\n    pass")
+    expect(text.locator("img, script, a")).to_have_count(0)
+    expect(text).to_contain_text("<img src=x onerror=alert(1)> <script>alert(1)</script> [text](http://example.com)")
+
+
+def test_copy(open_page: Callable[..., Page], script: Script) -> None:
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    script.answer = lambda body: "see **this**"
+    _say(page, "hello")
+    _press(page, "Copy answer")
+    expect(page.get_by_role("button", name="Copy answer")).to_have_text("Copied")
+    assert page.evaluate("() => navigator.clipboard.readText()") == "see **this**"
+
+
+@pytest.mark.parametrize(
+    ("status", "title"), [(429, "The server is busy (429)"), (503, "The engine is not ready (503)")]
+)
+def test_refusals_say_when_to_try_again(page: Page, script: Script, status: int, title: str) -> None:
+    script.refusals = [Refusal(status, "The queue is full.", {"Retry-After": "7"})]
+    _say(page, "hello")
+    alert = page.get_by_role("alert").filter(has_text=title)
+    expect(alert).to_contain_text("The queue is full.")
+    expect(alert).to_contain_text("wait 7 s")
+    _press(page, "Try again")
+    expect(_answer(page).locator(".text")).to_have_text("You said: hello")
+    expect(alert).to_have_count(0)
+
+
+def test_an_error_in_the_stream_keeps_the_text(page: Page, script: Script) -> None:
+    script.fail_after = 2
+    _say(page, "hello")
+    expect(page.get_by_role("alert").last).to_contain_text("The answer broke off")
+    expect(page.get_by_role("alert").last).to_contain_text("The engine died; try again.")
+    expect(_answer(page).locator(".text")).to_have_text("You said:")
+
+
+def test_a_server_that_went_away_is_said(page: Page) -> None:
+    expect(page.locator("#card")).to_have_text(", ".join(MODELS))
+    page.context.set_offline(True)
+    _say(page, "hello")
+    expect(page.get_by_role("alert").last).to_contain_text("The server cannot be reached")
+
+
+def test_asks_for_a_key_and_goes_on(open_page: Callable[..., Page], script: Script) -> None:
+    script.key = "secret"
+    page = open_page()
+    for attempt, note in (("wrong", "asks for a key"), ("secret", "did not accept")):
+        expect(page.locator("#key-note")).to_contain_text(note)
+        expect(page.get_by_label("Key", exact=True)).to_be_focused()
+        page.keyboard.type(attempt)
+        page.keyboard.press("Enter")
+    expect(page.locator("#card")).to_have_text(", ".join(MODELS))
+    _say(page, "hello")
+    expect(_answer(page).locator(".text")).to_have_text("You said: hello")
+    assert page.evaluate("() => JSON.stringify(localStorage)") == "{}"
+    page.reload()
+    expect(page.locator("#card")).to_have_text(", ".join(MODELS))  # the tab still has it
+
+
+def test_a_chat_is_kept_only_when_asked(page: Page) -> None:
+    _say(page, "hello")
+    expect(_answer(page).locator(".text")).to_have_text("You said: hello")
+    page.reload()
+    expect(page.locator("#turns > li")).to_have_count(0)
+    page.get_by_label("Keep the chat in this browser").check()
+    page.locator("#temperature-A").fill("0.5")
+    page.locator("#model-A").select_option(MODELS[1])
+    _say(page, "again")
+    expect(_answer(page).locator(".text")).to_have_text("You said: again")
+    expect(page.locator("#send")).to_have_text("Send")
+    page.reload()
+    expect(_answer(page).locator(".text")).to_have_text("You said: again")
+    expect(page.locator("#temperature-A")).to_have_value("0.5")
+    expect(page.locator("#model-A")).to_have_value(MODELS[1])
+    _press(page, "New chat")
+    expect(page.locator("#turns > li")).to_have_count(0)
+    page.get_by_label("Keep the chat in this browser").uncheck()
+    assert page.evaluate("() => localStorage.length") == 0
+
+
+def test_light_and_dark(open_page: Callable[..., Page]) -> None:
+    ground = "() => getComputedStyle(document.body).backgroundColor"
+    light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
+    colours = light.evaluate(ground), dark.evaluate(ground)
+    assert colours[0] != colours[1]
+    light.get_by_label("Theme").select_option("dark")
+    assert light.evaluate(ground) == colours[1]
+    light.reload()
+    assert light.evaluate(ground) == colours[1]
+    light.get_by_label("Theme").select_option("auto")
+    assert light.evaluate(ground) == colours[0]
+
+
+def test_works_by_keyboard_alone(page: Page, script: Script) -> None:
+    script.hold = threading.Event()
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    expect(_answer(page).locator(".text")).to_have_text("You said:")
+    assert _roles(script.chats[0]) == [("user", "one\ntwo")]
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="Stop")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Send")).to_be_focused()
+    script.hold.set()
+    for _ in range(3):  # back over the message box, "Regenerate" and "Copy"
+        page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Shift+Tab")
+    expect(page.get_by_role("button", name="Edit message 1")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("textbox", name="Edit message 1")).to_be_focused()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("three")
+    page.keyboard.press("Enter")
+    expect(_answer(page).locator(".text")).to_have_text("You said: three")
+    expect(page.get_by_role("button", name="Send")).to_be_focused()  # not lost with the editor
+
+
+def test_live_view_draws_the_steps(open_page: Callable[..., Page], script: Script) -> None:
+    steps = [(step, 200 if step % 4 == 0 else 0, 16, 10.0 + step % 2) for step in range(100, 164)]
+    script.status = engine_status(
+        steps, running=5, waiting=2, num_blocks=1000, free_blocks=750, generated_tokens=500, step_limit_ms=8.0
+    )
+    page = open_page(clock=True)
+    numbers = page.locator("#numbers")
+    expect(numbers).to_contain_text("250 of 1\u2009000")
+    expect(numbers).to_contain_text("10.5 ms limit 8")
+    expect(page.locator("#state")).to_have_text("Working")
+    expect(page.locator("#tokens-plot rect.decode")).to_have_count(64)
+    expect(page.locator("#tokens-plot rect.prefill")).to_have_count(16)
+    expect(page.locator("#time-plot rect")).to_have_count(64)
+    expect(page.get_by_role("img", name="16 steps with both, at most 216 in a step")).to_be_visible()
+    page.get_by_text("Steps as a table").click()
+    script.status = {**script.status, "generated_tokens": 1500}
+    page.clock.run_for(1000)
+    expect(numbers).to_contain_text("Generated1\u2009000 tokens/s")
+    expect(page.locator("#step-rows tr")).to_have_count(64)
+    expect(page.locator("#step-rows tr").first).to_have_text("16301611")
+
+
+def test_live_view_says_that_the_engine_is_down_and_heals(open_page: Callable[..., Page], script: Script) -> None:
+    script.status = engine_status(ready=False)
+    page = open_page(clock=True)
+    expect(page.locator("#state")).to_have_text("Not ready")
+    script.key = "k"
+    page.clock.run_for(1000)
+    expect(page.locator("#state")).to_have_text("The server needs an API key")
+    script.key, script.status = None, engine_status()
+    page.clock.run_for(1000)
+    expect(page.locator("#state")).to_have_text("Ready")
+
+
+def test_live_view_asks_only_while_it_is_seen(open_page: Callable[..., Page], script: Script) -> None:
+    page = open_page(clock=True)
+    expect(page.locator("#state")).to_have_text("Ready")
+    _press(page, "Engine")
+    assert _status_requests(page, script) == 1
+    script.status = engine_status(running=1)
+    _press(page, "Engine")
+    expect(page.locator("#state")).to_have_text("Working")
+    page.evaluate("() => Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })")
+    assert _status_requests(page, script) == 2
+    page.evaluate("() => delete document.visibilityState")
+    page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
+    assert _status_requests(page, script) > 2
+
+
+def _status_requests(page: Page, script: Script) -> int:
+    """How many there were after five more seconds on the page's clock."""
+    page.clock.run_for(5000)
+    page.evaluate("async () => (await fetch('/v1/models')).text()")  # what was asked before has arrived with this
+    return script.paths.count("/status")
+
+
+def test_everything_has_a_name(page: Page, script: Script) -> None:
+    script.answer = lambda body: "```python\nx\n```"
+    _press(page, "Compare")
+    _say(page, "hello")
+    expect(page.locator("#send")).to_have_text("Send")
+    _press(page, "Edit message 1")
+    page.get_by_text("Steps as a table").click()
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, textarea, meter, [role=img], [tabindex]")]
+            .filter((one) => !(one.labels?.length && one.labels[0].textContent.trim()))
+            .filter((one) => !(one.getAttribute("aria-label") || one.ariaLabelledByElements?.length))
+            .filter((one) => !(one.tagName === "BUTTON" && one.textContent.trim()))
+            .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    ids = page.evaluate("() => [...document.querySelectorAll('[id]')].map((one) => one.id)")
+    assert len(ids) == len(set(ids))
+    levels = page.evaluate("() => [...document.querySelectorAll('h1, h2, h3')].map((one) => one.tagName)")
+    assert levels[0] == "H1"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(open_page: Callable[..., Page], script: Script, scheme: str) -> None:
+    """Text has a contrast of 4.5 to what is behind it (AA)."""
+    page = open_page(color_scheme=scheme)
+    script.answer = lambda body: "Text and `code`.\n\n> quoted\n\n```python\nx\n```"
+    _press(page, "Compare")
+    script.refusals = [Refusal(429, "Full.", {"Retry-After": "3"})]
+    _say(page, "hello")
+    expect(page.get_by_role("button", name="Try again")).to_be_visible()
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+    low = page.evaluate(_CONTRAST)
+    assert low == []
+
+
+_CONTRAST = """() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => {
+    const [r, g, b] = rgba(colour).slice(0, 3).map((part) => part / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (one) => {
+    for (; one; one = one.parentElement) {
+      const colour = getComputedStyle(one).backgroundColor;
+      if (rgba(colour)[3] === 255) return colour;
+    }
+  };
+  const texts = [...document.body.querySelectorAll("*")].filter((one) => one.checkVisibility())
+    .filter((one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
+  return texts.flatMap((one) => {
+    const [a, b] = [light(getComputedStyle(one).color), light(behind(one))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    return ratio < 4.5 ? [`${one.outerHTML.slice(0, 80)} ${ratio.toFixed(2)}`] : [];
+  });
+}"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1360])
+def test_nothing_sticks_out(open_page: Callable[..., Page], script: Script, width: int) -> None:
+    page = open_page(viewport={"width": width, "height": 700})
+    script.answer = lambda body: "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```"
+    _press(page, "Compare")
+    _say(page, "z" * 300)
+    expect(page.locator("#send")).to_have_text("Send")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert page.evaluate("() => document.querySelector('#scroll').scrollWidth") <= width
+    expect(page.get_by_label("Message", exact=True)).to_be_in_viewport()
+
+
+def test_a_narrow_page_shows_one_panel_at_a_time(open_page: Callable[..., Page], script: Script) -> None:
+    page = open_page(viewport={"width": 390, "height": 700})
+    expect(page.locator("#engine")).to_be_hidden()
+    assert "/status" not in script.paths
+    _press(page, "Settings")
+    expect(page.locator("#temperature-A")).to_be_visible()
+    _press(page, "Engine")
+    expect(page.locator("#settings")).to_be_hidden()
+    expect(page.locator("#state")).to_have_text("Ready")
+    _press(page, "Engine")
+    expect(page.get_by_label("Message", exact=True)).to_be_visible()
+
+
+def test_page_is_small_and_has_nothing_inline() -> None:
+    files = [Path(path) for path in WEB.iterdir()]
+    assert sum(path.stat().st_size for path in files) < 60 * 1024
+    for path in files:
+        text = path.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            path
+        )
+        links = set(re.findall(r"https?://[^\s\"']+", text))
+        assert links <= {"http://www.w3.org/2000/svg"}, path
+    index = (WEB / "index.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]* src=)", index)

@@ -1,0 +1,124 @@
+"""`serve.run` as a process: it greets, answers, drains on a signal, and says with its exit code how it ended."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from outpace.server.options import ServerConfig
+from outpace.server.serve import CUT_OFF, FINISHED, NOT_STARTED, run
+from tests.models import tiny
+
+SERVE = """
+import json, sys
+from outpace.server.options import ServerConfig
+from outpace.server.serve import run
+sys.exit(run(sys.argv[1], {"device": "cpu"}, ServerConfig(port=0, **json.loads(sys.argv[2]))))
+"""
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=20_000).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@contextmanager
+def served(folder: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server's process and its port."""
+    command = [sys.executable, "-c", SERVE, folder, json.dumps(options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # more gain nothing, and spin on a busy machine
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            lines: list[str] = []
+            while not (lines and lines[-1].startswith("curl ")):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "".join(lines)
+            assert "is ready (load" in lines[-3]
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield process, int(lines[-2].rpartition(":")[2])
+        finally:
+            process.kill()
+
+
+def begin(port: int, max_tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """A stream whose first event has come."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.readline().startswith(b"data: ")
+    return connection, response
+
+
+def status_of(port: int, path: str, body: object = None) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request("GET" if data is None else "POST", path, data, {"content-type": "application/json"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.slow
+def test_f7_a_signal_drains_new_requests_get_503_and_running_ones_finish(folder: str) -> None:
+    with served(folder, shutdown_timeout=60) as (process, port):
+        assert status_of(port, "/health/ready") == 200
+        connection, response = begin(port, 1000)
+        process.send_signal(signal.SIGTERM)
+        while status_of(port, "/health/ready") != 503:
+            pass
+        assert status_of(port, "/v1/completions", {"model": "tiny", "prompt": "x"}) == 503
+        events = response.read()
+        assert b'"finish_reason":"length"' in events.replace(b": ", b":")
+        assert events.rstrip().endswith(b"data: [DONE]")
+        connection.close()
+        assert process.wait(30) == FINISHED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_f7b_what_runs_too_long_or_past_a_second_signal_is_cut_off_with_an_error(folder: str, timeout: float) -> None:
+    with served(folder, shutdown_timeout=timeout) as (process, port):
+        connection, response = begin(port, 15_000)
+        process.send_signal(signal.SIGTERM)
+        if timeout:
+            while status_of(port, "/health/ready") != 503:
+                pass
+            process.send_signal(signal.SIGTERM)
+        assert b'"error"' in response.read()
+        connection.close()
+        assert process.wait(30) == CUT_OFF
+
+
+def test_f11_what_cannot_be_served_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(None, {}, ServerConfig(port=port)) == NOT_STARTED
+    assert run(None, {"no_such_option": 1}, ServerConfig(port=0)) == NOT_STARTED
+    assert run(None, {}, ServerConfig(port=0, api_key_file=str(tmp_path / "none"))) == NOT_STARTED
+    (tmp_path / "cert.pem").write_text("no certificate")
+    cert = str(tmp_path / "cert.pem")
+    assert run(None, {}, ServerConfig(port=0, ssl_certfile=cert, ssl_keyfile=cert)) == NOT_STARTED
+    first, second, third, fourth = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith(f"error: port: cannot listen on 127.0.0.1 port {port}")
+    assert "no_such_option" in second
+    assert "api_key_file" in third
+    assert "ssl_certfile" in fourth

@@ -1,0 +1,227 @@
+"""What is wrong with a request is said with the name of the field, before the engine hears of it."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+
+from tests.server.asgi import Call
+from tests.server.conftest import Serve
+
+pytestmark = pytest.mark.anyio
+ROUTES = ("/v1/completions", "/v1/chat/completions")
+
+
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
+    """A right body, and these fields."""
+    start: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    return {**start, **fields}
+
+
+WRONG: dict[str, list[Any]] = {
+    "temperature": [-1, 101, "1", True, [], 10**400],
+    "top_p": [0, -0.0, 1.5, "x"],
+    "top_k": [-2, 2**31, 1.5],
+    "min_p": [-0.1, 2],
+    "n": [0, -1, 10**18, 1.5, True, "2"],
+    "max_tokens": [0, -5, 2**31, 2**63, 1.5],
+    "min_tokens": [-1, 17, 2**63],
+    "seed": [2**64, -(2**63) - 1, 0.5],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [-3, 3],
+    "repetition_penalty": [0, -1, 1e300],
+    "logit_bias": [{"x": 1}, {"-1": 1}, {"5": 101}, {"5": "1"}, {"257": 1}, {"9" * 11: 1}, []],
+    "stop": ["", [""], [1], 5, {"a": 1}],
+    "stop_token_ids": [[-1], [257], [2**31], [2**63], ["a"], 5],
+    "allowed_token_ids": [[], [257], [-1]],
+    "bad_words": [[""], "word", [1]],
+    "stream": [1, "yes"],
+    "prompt_logprobs": [-1, 21],
+    "truncate_prompt_tokens": [0, -1],
+    "cache_salt": ["", 5, "s" * 257],
+    "priority": [2**31, "high"],
+    "user": [5, "u" * 257],
+    "stream_options": [{"include_usage": True}, {"x": 1}, 5],
+    "spaces_between_special_tokens": [False],
+    "best_of": [2],
+    "prompt_embeds": ["AAAA"],
+    "use_beam_search": [True],
+    "structured_outputs": [{"regex": "(a+)+$"}],
+    "guided_json": [{}],
+    "a_field_of_tomorrow": [None, 1],
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_b4_every_wrong_value_is_named(serve: Serve, path: str) -> None:
+    server = serve(access_log=False)
+    async with server.http() as client:
+        for name, value in ((name, value) for name, values in WRONG.items() for value in values):
+            fields = {"max_tokens": 16, name: value} if name == "min_tokens" else {name: value}
+            answer = await client.post(path, json=body_of(path, **fields))
+            error = answer.json()["error"]
+            assert answer.status_code == 400, (name, value, answer.text)
+            assert str(error["param"]).startswith(name), (name, value, error)
+            assert name in error["message"]
+            assert error["type"] == "invalid_request_error"
+    assert server.engine.requests == []
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "repetition_penalty", "max_tokens"])
+async def test_b4_numbers_that_are_none(serve: Serve, literal: str, field: str) -> None:
+    call = Call(serve().app, "/v1/completions", pieces=[f'{{"prompt": "a", "{field}": {literal}}}'.encode()])
+    await call.run()
+    assert call.status == 400, call.text
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema", "regex", "grammar"])
+@pytest.mark.parametrize("path", ROUTES)
+async def test_b7_structured_answers_are_refused_clearly(serve: Serve, kind: str, path: str) -> None:
+    body = body_of(path, response_format={"type": kind})
+    error = (await serve().post(path, body)).json()["error"]
+    assert error["param"] == "response_format.type"
+    assert "not supported" in error["message"]
+    fine = body_of(path, response_format={"type": "text"})
+    assert (await serve().post(path, fine)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"functions": []}, "functions"),
+        ({"store": True}, "store"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "browser"}]}, "tools[0].type"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+async def test_fields_of_chats_alone(serve: Serve, fields: dict[str, Any], param: str) -> None:
+    answer = await serve().post("/v1/chat/completions", body_of("chat", **fields))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], [""], None, 5, {"a": 1}, [1, "a"], [[1], "a"], [-1], [257], [2**63], [1.5], [True]]
+)
+async def test_b2_b5_wrong_prompts(serve: Serve, prompt: Any) -> None:
+    server = serve()
+    answer = await server.post("/v1/completions", {"prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert server.engine.requests == []
+
+
+async def test_missing_prompt_and_suffix(serve: Serve) -> None:
+    missing = (await serve().post("/v1/completions", {})).json()["error"]
+    assert (missing["param"], missing["code"]) == ("prompt", "missing_required_parameter")
+    suffix = (await serve().post("/v1/completions", {"prompt": "a", "suffix": "b"})).json()["error"]
+    assert suffix["param"] == "suffix"
+
+
+@pytest.mark.parametrize(("length", "new", "fits"), [(1, 1, True), (511, 1, True), (512, 1, False), (500, 13, False)])
+async def test_b5_context_length(serve: Serve, length: int, new: int, fits: bool) -> None:
+    answer = await serve().post("/v1/completions", {"prompt": "a" * length, "max_tokens": new})
+    assert (answer.status_code == 200) == fits
+    if not fits:
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_context_length_of_a_chat(openai: AsyncOpenAI) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await openai.chat.completions.create(model="fake", messages=[{"role": "user", "content": "a" * 512}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_an_unknown_model_is_not_found(openai: AsyncOpenAI) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        await openai.completions.create(model="gpt-9", prompt="a")
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("text", ["\0", "a\0b", "‮rtl", "👨‍👩‍👧‍👦", "\ufeff", "<|end|>", " ", "\r\n\t"])
+async def test_b5_odd_texts_are_answered(serve: Serve, text: str) -> None:
+    server = serve()
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        assert (await server.post(path, body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "a"',
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "stream_options": {"x": 1, "x": 2}}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "logit_bias": {"\\udc00": 1}}',
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 100 + b"1" + b"]" * 100 + b"}",
+        b'{"a":' * 50_000,
+        b"{" + b",".join(b'"k%d":1' % number for number in range(5000)) + b"}",
+        b'{"prompt": "a", "n": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=range(14),
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/tokenize", "/mii/fake"])
+async def test_b6_bodies_that_are_not_json_objects(serve: Serve, data: bytes, path: str) -> None:
+    call = Call(serve().app, path, pieces=[data])
+    begin = time.process_time()
+    await call.run()
+    assert call.status == 400, call.text
+    assert time.process_time() - begin < 1
+
+
+async def test_b6_a_million_numbers(serve: Serve) -> None:
+    data = b'{"prompt": [' + b",".join([b"1"] * 1_000_000) + b"]}"
+    call = Call(serve().app, "/v1/completions", pieces=[data])
+    begin = time.process_time()
+    await call.run()
+    assert call.status == 400
+    assert "context_length_exceeded" in call.text
+    assert time.process_time() - begin < 2
+
+
+async def test_b6_many_wrong_things_cost_one_error(serve: Serve) -> None:
+    messages = b",".join([b'{"a":1,"b":2,"c":3}'] * 50_000)
+    call = Call(serve().app, "/v1/chat/completions", pieces=[b'{"messages": [' + messages + b"]}"])
+    begin = time.process_time()
+    await call.run()
+    assert call.status == 400
+    assert "messages[0].a" in call.text
+    assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+async def test_other_sites_cannot_post_through_a_browser(serve: Serve, kind: str) -> None:
+    call = Call(serve().app, "/v1/completions", {"prompt": "a"}, headers={"content-type": kind})
+    await call.run()
+    assert call.status == 415
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+async def test_what_json_cannot_say_never_reaches_an_answer(serve: Serve, value: float) -> None:
+    server = serve()
+    vectors = [[value, 1.0]]
+
+    async def embed(prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+        return vectors
+
+    server.engine.embed = embed  # type: ignore[method-assign]
+    answer = await server.post("/v1/embeddings", {"input": "a"})
+    assert answer.status_code == 500
