@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from outpace._version import __version__
-from outpace.cli import bench, generate, info, models, verify
+from outpace.cli import bench, chat, complete, generate, info, models, run_batch, serve, verify
 from outpace.errors import OutpaceError
 
 app = typer.Typer(
@@ -20,9 +20,13 @@ app = typer.Typer(
     help="Run and serve PyTorch models near the speed of the hardware.",
 )
 app.add_typer(bench.app, name="bench")
+app.command("chat")(chat.command)
+app.command("complete")(complete.command)
 app.command("generate")(generate.command)
 app.command("info")(info.command)
 app.command("models")(models.command)
+app.command("run-batch")(run_batch.command)
+app.command("serve", add_help_option=False, context_settings=dict(serve.CONTEXT))(serve.command)
 app.command("verify")(verify.command)
 
 

@@ -1,10 +1,6 @@
-"""`outpace bench throughput|latency`: figures of a model on this machine, beside what the machine could do at most."""
+"""`outpace bench throughput|latency|serve`: figures of a model on this machine, beside its limit, or of a server."""
 
-import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +8,18 @@ import typer
 from rich.console import Console
 
 from outpace.bench.workload import COUNT, SEED, Source, Workload
+from outpace.cli import bench_serve
+from outpace.cli.bench_serve import Lengths
+from outpace.cli.results import Files, progress, write_json
 from outpace.errors import InputError
 
 if TYPE_CHECKING:
     from outpace.bench.splitfuse import Experiment
     from outpace.bench.subject import Subject
 
-app = typer.Typer(no_args_is_help=True, help="Measure a model on this machine, beside the machine's own limit.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure a model on this machine, beside the machine's own limit, or a server."
+)
 
 Model = Annotated[
     str | None,
@@ -40,30 +41,7 @@ Prefixes = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", 
 Json = Annotated[Path | None, typer.Option("--output-json", help="Write every figure into this file.")]
 SPLITFUSE = "With --splitfuse"
 
-
-class Lengths(StrEnum):
-    """How lengths are drawn."""
-
-    UNIFORM = "uniform"
-    SHAREGPT = "sharegpt"
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where results go. What cannot be written is said before minutes have gone into it."""
-
-    json: Path | None = None
-    plot: Path | None = None
-    profile: Path | None = None
-
-    def __post_init__(self) -> None:
-        for path in (self.json, self.plot, self.profile):
-            if path is not None and not path.parent.is_dir():
-                raise InputError(f"{path}: there is no folder {path.parent}; make it first")
-        if self.plot is not None:
-            from outpace.verify.plot import check_plot
-
-            check_plot(self.plot)
+app.command("serve")(bench_serve.command)
 
 
 @app.command("throughput")
@@ -134,14 +112,14 @@ def latency(
     from outpace.bench.subject import started
     from outpace.bench.tables import latency_table
 
-    with _progress() as say:
+    with progress() as say:
         say("starting the model")
         with started(model, **options, max_num_seqs=batch_size) as subject:
             say(f"two warm-ups and {iters} turns, of {output_len} tokens and of one")
             found = measure(subject, batch_size=batch_size, input_len=input_len, output_len=output_len, iters=iters)
     Console().print(latency_table(found))
     found["outpace"]["options"] = _given(options)
-    _write(files.json, found)
+    write_json(files.json, found)
 
 
 def _throughput(
@@ -159,7 +137,7 @@ def _throughput(
     from outpace.bench.tables import profile_table, sweep_table, throughput_table
 
     profiled = None
-    with _progress() as say:
+    with progress() as say:
         say("starting the model")
         with started(model, **options) as subject:
             source = workload.source(subject.vocab_size, subject.tokenize, subject.llm.engine.max_model_len)
@@ -173,12 +151,12 @@ def _throughput(
     console.print(throughput_table(points[0], what) if levels is None else sweep_table(points, what))
     for point in points:
         point["outpace"]["options"] = {**_given(options), "seed": seed, "workload": what}
-    _write(files.json, points[0] if levels is None else {"points": points})
+    write_json(files.json, points[0] if levels is None else {"points": points})
     if files.plot is not None:
         plot_throughput(points, cost, speed, files.plot)
     if profiled is not None:
         console.print(profile_table(profiled))
-        _write(files.profile, profiled)
+        write_json(files.profile, profiled)
 
 
 def _points(
@@ -208,27 +186,16 @@ def _splitfuse(model: str | None, experiment: "Experiment", options: dict[str, A
     from outpace.bench.subject import started
     from outpace.bench.tables import splitfuse_table
 
-    with _progress() as say:
+    with progress() as say:
         say("starting the model")
         with started(model, **{**options, **experiment.options()}) as subject:
             say("decodes beside long prompts, chopped and whole")
             found = splitfuse(subject, experiment)
     Console().print(splitfuse_table(found))
     found["outpace"]["options"] = _given(options)
-    _write(files.json, found)
+    write_json(files.json, found)
     if files.plot is not None:
         plot_splitfuse(found, files.plot)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is going on: in one line that moves on a terminal, in a line each elsewhere."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield status.update
-    else:
-        yield lambda step: console.print(step, highlight=False, markup=False)
 
 
 def _llm_options(
@@ -270,8 +237,3 @@ def _not_with_splitfuse(**others: object) -> None:
     for name, value in others.items():
         if value is not None:
             raise InputError(f"{name.replace('_', '-')}: not with splitfuse; leave one of them out")
-
-
-def _write(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n")

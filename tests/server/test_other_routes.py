@@ -156,7 +156,7 @@ async def test_the_page(serve: Serve) -> None:
     page = await server.get("/")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'" in page.headers["content-security-policy"]
     assert (await server.get("/web/app.js")).headers["content-type"].startswith("text/javascript")
     for path in ("/web/absent.js", "/web/../options.py", "/web/%2e%2e%2foptions.py", "/web/..%5coptions.py"):
         assert (await server.get(path)).status_code == 404

@@ -1,0 +1,190 @@
+"""A small HTTP/1.1 client for load: it parses what comes in the callback of the socket, at a few microseconds an event.
+
+General clients take ten times as long for each piece of a stream, and a client that is busy measures itself.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from outpace.errors import InputError
+
+Receive = Callable[[bytes], None]
+"""Told each piece of a body as it comes."""
+
+
+class Response:
+    """One response, parsed as its bytes come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.status = 0
+        self.done = False
+        self.keeps_alive = True
+        self._receive = receive
+        self._buffer = bytearray()
+        self._left: int | None = None
+        """Bytes of the body or chunk that are to come; None: until the connection ends."""
+        self._chunked = False
+
+    def feed(self, data: bytes) -> None:
+        """Take what came."""
+        self._buffer += data
+        if not self.status and not self._head():
+            return
+        if self._chunked:
+            self._chunks()
+        else:
+            self._plain()
+
+    def end(self) -> bool:
+        """The connection has ended; whether the response is whole."""
+        if self.status and not self._chunked and self._left is None:
+            self.done = True
+        return self.done
+
+    def _head(self) -> bool:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        first, *lines = bytes(self._buffer[:end]).split(b"\r\n")
+        del self._buffer[: end + 4]
+        status = int(first.split(b" ", 2)[1])
+        if 100 <= status < 200:
+            return self._head()
+        pairs = (line.partition(b":") for line in lines)
+        headers = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+        self.status = status
+        self._chunked = headers.get(b"transfer-encoding") == b"chunked"
+        length = headers.get(b"content-length")
+        self._left = None if length is None or self._chunked else int(length)
+        self.keeps_alive = headers.get(b"connection") != b"close" and (self._chunked or self._left is not None)
+        return True
+
+    def _plain(self) -> None:
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        if data:
+            self._receive(data)
+        if self._left is not None:
+            self._left -= len(data)
+            self.done = self._left <= 0
+
+    def _chunks(self) -> None:
+        """Whole chunks: size in hex, CRLF, data, CRLF; one of size 0 is the last."""
+        buffer, begin = self._buffer, 0
+        while True:
+            line = buffer.find(b"\r\n", begin)
+            if line < 0:
+                break
+            size = int(bytes(buffer[begin:line]).partition(b";")[0], 16)
+            end = line + 2 + size
+            if len(buffer) < end + 2:
+                break
+            if not size:
+                self.done = True
+                break
+            self._receive(bytes(buffer[line + 2 : end]))
+            begin = end + 2
+        del buffer[:begin]
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time over one socket."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._response: Response | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._transport is not None:
+            self._transport.close()
+
+    async def ask(self, request: bytes, receive: Receive) -> int:
+        """Send a request; the status, once its body has come whole."""
+        assert self._transport is not None, "it is connected"
+        response = self._response = Response(receive)
+        ended = self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            await ended
+        except BaseException:
+            self._transport.abort()
+            raise
+        if not response.keeps_alive:
+            self._transport.close()
+        return response.status
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is there."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        response, ended = self._response, self._ended
+        if response is None or ended is None or ended.done():
+            return
+        try:
+            response.feed(data)
+        except (ValueError, IndexError) as error:
+            ended.set_exception(ConnectionError(f"the server does not speak HTTP/1.1 ({error})"))
+            return
+        if response.done:
+            ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other side is gone."""
+        response, ended = self._response, self._ended
+        if response is None or ended is None or ended.done():
+            return
+        if response.end():
+            ended.set_result(None)
+        else:
+            ended.set_exception(ConnectionError(str(exc or "the server closed the connection")))
+
+
+class Pool:
+    """Connections to one server, kept open."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise InputError(f"url: expected http://host:port or https://..., got {url!r}")
+        self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/")
+        lines = [f"{name}: {value}" for name, value in {"host": parts.netloc.rpartition("@")[2], **headers}.items()]
+        self._headers = "\r\n".join(lines)
+        self._idle: list[Connection] = []
+
+    async def post(self, path: str, body: bytes, receive: Receive) -> int:
+        """POST JSON; the status, once the answer has come whole."""
+        head = f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}\r\ncontent-type: application/json\r\n"
+        request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        connection = await self._connection()
+        status = await connection.ask(request, receive)
+        if connection.is_open:
+            self._idle.append(connection)
+        return status
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        _, made = await asyncio.get_running_loop().create_connection(Connection, self._host, self._port, ssl=self._tls)
+        return made

@@ -1,0 +1,38 @@
+"""`outpace complete`: go on with a text."""
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from outpace.cli.generate import _standard_input
+from outpace.cli.talk import ApiKey, Device, DType, Seed, Temperature, TopP, Url, given, talker
+
+
+def command(
+    prompt: Annotated[str, typer.Argument(help="The beginning; '-' reads it from standard input.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A folder, a .gguf file or a Hugging Face id; with --url the name of one of the server's models.",
+            show_default="SmolLM2-135M-Instruct, or the server's first",
+        ),
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    dtype: DType = None,
+    device: Device = None,
+) -> None:
+    """Go on with a text as it is, without a chat template, on standard output as it comes."""
+    text = _standard_input() if prompt == "-" else prompt
+    options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with closing(talker(model, url, api_key, dtype=dtype, device=device)) as partner:
+        for piece in partner.complete(text, options):
+            typer.echo(piece, nl=False)
+    typer.echo()

@@ -1,0 +1,161 @@
+"""Flags made of config fields: names, types, defaults and help come from the fields, so that none can be forgotten."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from outpace.config.base import ConfigModel
+from outpace.config.describe import section_of
+from outpace.config.inference import InferenceConfig
+from outpace.config.llm import LLMConfig
+
+SHARED = ("dtype", "device", "seed")
+"""Options of `init_inference` that are flags too; the others are for config files."""
+SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel.tp_size": ("--tp", "-tp")}
+"""More names of flags, by the path of the field."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field as a flag."""
+
+    path: str
+    """The field, with its section: cache.block_size."""
+    names: tuple[str, ...]
+    """Names that its config takes; the first is how the value is passed on."""
+    field: FieldInfo
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.names[0]
+
+    @property
+    def kind(self) -> Any:
+        """What the command line reads: bool, int, float, str or list[str]."""
+        return _kind(self.field.annotation)
+
+    def option(self) -> Any:
+        """The annotation of its parameter."""
+        dashed = [name.replace("_", "-") for name in self.names]
+        if self.kind is bool:
+            declared = [f"--{name}/--no-{name}" for name in dashed]
+        else:
+            declared = [*(f"--{name}" for name in dashed), *SHORT.get(self.path, ())]
+        shown: dict[str, Any] = {"show_default": _shown(self.field.default), "metavar": _choices(self.field.annotation)}
+        return Annotated[self.kind | None, typer.Option(*declared, help=self._help(), **shown)]
+
+    def value(self, given: Any) -> Any:
+        """What the config is given: one of the literals of the field, where it has some."""
+        return {str(each): each for each in _literals(self.field.annotation)}.get(str(given), given)
+
+    def _help(self) -> str:
+        text = " ".join((self.field.description or "").split())
+        later = next((what for start, what in LLMConfig.later.items() if f"{self.path}.".startswith(f"{start}.")), None)
+        return text + (f" Later: {later}." if later else "") + _several(self.kind)
+
+
+def llm_flags() -> list[Flag]:
+    """The options of the runtime by their flat names, and those that `LLMConfig` has of its own."""
+    names: dict[str, list[str]] = {name: [name] for name in SHARED}
+    for name, path in LLMConfig.flat.items():
+        names.setdefault(path, []).append(name)
+    for name, field in LLMConfig.model_fields.items():
+        if name not in InferenceConfig.model_fields and section_of(field) is None:
+            names.setdefault(name, []).append(name)
+    return [Flag(path, tuple(given), _field(LLMConfig, path)) for path, given in names.items()]
+
+
+def config_flags(config: type[ConfigModel]) -> list[Flag]:
+    """Every field of a config without sections, with its other names."""
+    return [
+        Flag(name, (name, *(other for other, path in config.aliases.items() if path == name)), field)
+        for name, field in config.model_fields.items()
+    ]
+
+
+def with_flags(function: Callable[..., None], flags: list[Flag]) -> Callable[..., None]:
+    """A command with the parameters of a function and one for each flag; the function takes those as `flags`.
+
+    They come by field names, and only those that were given.
+    """
+    known = {flag.name: flag for flag in flags}
+
+    def command(**values: Any) -> None:
+        given = {name: values.pop(name) for name in known}
+        chosen = {name: known[name].value(value) for name, value in given.items() if value is not None and value != []}
+        function(**values, flags=chosen)
+
+    own = [each for name, each in inspect.signature(function).parameters.items() if name != "flags"]
+    more = [
+        inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.option())
+        for flag in flags
+    ]
+    signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + more)
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
+    command.__doc__ = function.__doc__
+    return command
+
+
+def without(given: Mapping[str, Any], path: str, owner: type[ConfigModel]) -> dict[str, Any]:
+    """Options without what sets the field at `path`, by whatever name it was given."""
+    section, _, name = path.rpartition(".")
+    others = {**owner.aliases, **owner.deprecated}
+    left = {key: value for key, value in given.items() if others.get(key, key) != path}
+    for key, value in left.items():
+        model = section_of(owner.model_fields[section]) if section and others.get(key, key) == section else None
+        if model is not None and isinstance(value, Mapping):
+            left[key] = {inner: each for inner, each in value.items() if model.aliases.get(inner, inner) != name}
+    return left
+
+
+def _field(owner: type[ConfigModel], path: str) -> FieldInfo:
+    first, _, rest = path.partition(".")
+    field = owner.model_fields[first]
+    if not rest:
+        return field
+    section = section_of(field)
+    assert section is not None, f"{first} must be a section"
+    return _field(section, rest)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types of a union but None, without what Annotated adds."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _parts(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _parts(part)
+    elif annotation is not type(None):
+        yield annotation
+
+
+def _kind(annotation: Any) -> Any:
+    parts = list(_parts(annotation))
+    if any(get_origin(part) is tuple for part in parts):
+        return list[str]
+    return next((kind for kind in (bool, int, float) if kind in parts), str)
+
+
+def _literals(annotation: Any) -> list[Any]:
+    return [value for part in _parts(annotation) if get_origin(part) is Literal for value in get_args(part)]
+
+
+def _choices(annotation: Any) -> str | None:
+    return "|".join(map(str, _literals(annotation))) or None
+
+
+def _several(kind: Any) -> str:
+    return " May be given several times." if kind == list[str] else ""
+
+
+def _shown(default: Any) -> str | bool:
+    """A default for people; False: there is nothing to show."""
+    return False if default is None or default == () or default == "" else str(default)

@@ -1,0 +1,203 @@
+"""Whom `chat` and `complete` talk to: any OpenAI-compatible server, or a model in this process."""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import msgspec
+import typer
+
+from outpace.errors import InputError, OutpaceError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from outpace.llm import Prompt
+
+Message = dict[str, str]
+CONNECT_SECONDS = 10.0
+KEY_VARIABLE = "OUTPACE_API_KEY"
+
+Url = Annotated[str | None, typer.Option(help="An OpenAI-compatible server, instead of a model in this process.")]
+ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="The server's key.", show_default=False)]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most new tokens.", show_default="as many as there is room")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's own; a model: 0")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens with this much probability.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+DType = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.", show_default="the checkpoint's own")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
+
+
+class Talker(Protocol):
+    """Answers in pieces of text. Closing the iterator stops the answer."""
+
+    name: str
+
+    def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
+        """Answer a conversation."""
+
+    def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
+        """Go on with a text."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+def talker(
+    model: str | None, url: str | None, key: str | None, *, dtype: str | None = None, device: str | None = None
+) -> Talker:
+    """A server if there is a URL, else a model."""
+    if url is not None:
+        if dtype is not None or device is not None:
+            raise InputError("dtype, device: the server at url has its own; leave them out")
+        return Remote(url, key, model)
+    if key is not None:
+        raise InputError("api-key: only for a server; give its url too")
+    return Local(model, dtype=dtype, device=device)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def base_of(url: str) -> str:
+    """The root of the API: .../v1."""
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"url: expected http://host:port or https://..., got {url!r}")
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+def message_of(body: bytes) -> str:
+    """What an error body says."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace").strip() or "no reason was given"
+
+
+class Remote:
+    """A server."""
+
+    def __init__(self, url: str, key: str | None, model: str | None) -> None:
+        import httpx
+
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._client = httpx.Client(base_url=base_of(url), headers=headers, timeout=timeout)
+        try:
+            self.name = model or self._first_model()
+        except OutpaceError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
+        """Answer a conversation."""
+        for choice in self._stream("/chat/completions", {"messages": list(messages), **options}):
+            yield choice.get("delta", {}).get("content") or ""
+
+    def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
+        """Go on with a text."""
+        for choice in self._stream("/completions", {"prompt": prompt, **options}):
+            yield choice.get("text") or ""
+
+    def _first_model(self) -> str:
+        with self._reached():
+            reply = self._client.get("/models")
+        _check(reply)
+        try:
+            return str(reply.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise InputError("url: the server does not say what it serves; name the model") from None
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+        """The choices of a stream, each of which adds something."""
+        body = {"model": self.name, "stream": True, **body}
+        with self._reached(), self._client.stream("POST", path, json=body) as reply:
+            if reply.status_code != 200:
+                reply.read()
+            _check(reply)
+            for line in reply.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    chunk = msgspec.json.decode(data)
+                    if "error" in chunk:
+                        raise OutpaceError(f"the server gave up: {message_of(data.encode())}")
+                    yield from chunk["choices"]
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise OutpaceError(f"url: {self._client.base_url}: {error or type(error).__name__}") from None
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(self, model: str | None, *, dtype: str | None = None, device: str | None = None) -> None:
+        from outpace.llm import LLM
+
+        self._llm = LLM(model, max_num_seqs=1, **given(dtype=dtype, device=device))
+        self.name = self._llm.name
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._llm.shutdown()
+
+    def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
+        """Answer a conversation."""
+        yield from self._stream(self._llm.apply_chat_template(list(messages)), options)
+
+    def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
+        """Go on with a text."""
+        yield from self._stream(prompt, options)
+
+    def _stream(self, prompt: "Prompt", options: Mapping[str, Any]) -> Iterator[str]:
+        from outpace.types import SamplingParams
+
+        ids = self._llm.tokenize(prompt)
+        room = self._llm.max_model_len - len(ids)
+        if room < 1:
+            raise InputError(f"prompt: its {len(ids)} tokens leave no room in {self._llm.max_model_len}; say less")
+        params = SamplingParams(**{"max_tokens": room, "temperature": 0.0, **options})
+        shown = 0
+        with _interrupts_wait() as interrupted:
+            for output in self._llm.stream(ids, params):
+                text = output.outputs[0].text
+                yield text[shown:]
+                shown = len(text)
+                if interrupted():
+                    raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is asked for between steps: within one it would leave the engine in pieces. A second one does not wait."""
+    came = False
+
+    def on_interrupt(*_: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check(reply: "httpx.Response") -> None:
+    if reply.status_code != 200:
+        raise OutpaceError(f"the server answered {reply.status_code}: {message_of(reply.content)}")
