@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from outpace.mii import Response as Response
     from outpace.ragged import RaggedEngine as RaggedEngine
     from outpace.ragged import SchedulingResult as SchedulingResult
+    from outpace.server.python_api import client as client
+    from outpace.server.python_api import serve as serve
     from outpace.types import CompletionOutput as CompletionOutput
     from outpace.types import FinishReason as FinishReason
     from outpace.types import Logprob as Logprob
@@ -51,6 +53,7 @@ _WHERE = {
     "outpace.llm": ("LLM",),
     "outpace.mii": ("Pipeline", "Response"),
     "outpace.ragged": ("RaggedEngine", "SchedulingResult"),
+    "outpace.server.python_api": ("client", "serve"),
     "outpace.types": ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"),
 }
 

@@ -66,6 +66,12 @@ class Group:
     held: list[Answer] = field(default_factory=list)
     """Answers that begin once the first has computed what they share."""
 
+    def lose(self) -> None:
+        """A step failed: no answer will grow any more."""
+        for answer in self.answers:
+            if answer.completion.finish_reason is None:
+                answer.end(FinishReason.ABORT)
+
     def add_prompt_logprobs(self, found: Mapping[int, TokenLogprobs]) -> None:
         """Take in log-probabilities of tokens of the prompt, by position."""
         assert self.output.prompt_logprobs is not None, "nobody asked for them"
@@ -85,10 +91,7 @@ def make_group(
     cache_salt: str = "",
 ) -> Group:
     """A prompt with n answers, none of them begun."""
-    if not isinstance(request_id, str) or "\0" in request_id:
-        raise InputError(f"request_id: expected a string without NUL, got {request_id!r:.80}")
-    if not isinstance(prompt_token_ids, list | tuple):
-        raise InputError(f"prompt_token_ids: expected a list of token ids, got {prompt_token_ids!r:.80}")
+    _check_types(request_id, prompt_token_ids, params, priority, cache_salt)
     metrics = RequestMetrics(arrival_time=time.perf_counter())
     group = Group(RequestOutput(request_id, prompt, list(prompt_token_ids), [], False, metrics), params, tokenizer)
     if params.prompt_logprobs is not None:
@@ -109,6 +112,19 @@ def make_group(
         group.answers.append(Answer(request, completion, group, text))
     group.output.outputs = [answer.completion for answer in group.answers]
     return group
+
+
+def _check_types(request_id: object, prompt: object, params: object, priority: object, salt: object) -> None:
+    if not isinstance(request_id, str) or "\0" in request_id:
+        raise InputError(f"request_id: expected a string without NUL, got {request_id!r:.80}")
+    if not isinstance(prompt, list | tuple):
+        raise InputError(f"prompt_token_ids: expected a list of token ids, got {prompt!r:.80}")
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"sampling_params: expected SamplingParams, got {params!r:.80}")
+    if type(priority) is not int:
+        raise InputError(f"priority: expected an integer, got {priority!r:.80}")
+    if not isinstance(salt, str):
+        raise InputError(f"cache_salt: expected a string, got {salt!r:.80}")
 
 
 def with_texts(logprobs: TokenLogprobs, tokenizer: PreTrainedTokenizerBase | None) -> TokenLogprobs:
@@ -153,7 +169,10 @@ def _bad_words(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None
     forms: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         for text in (word, f" {word.lstrip()}"):
-            ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            try:
+                ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            except (TypeError, ValueError) as error:  # a lone surrogate, say
+                raise InputError(f"bad_words: the tokenizer cannot read {word!r:.80}") from error
             if not ids:
                 raise InputError(f"bad_words: {word!r} has no tokens")
             forms[ids] = None

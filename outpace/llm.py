@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,12 @@ from outpace.llm_engine import LLMEngine
 from outpace.log import logger
 from outpace.prepare import load_paged
 from outpace.turns import Turns
-from outpace.types import RequestOutput, SamplingParams
+from outpace.types import FinishReason, RequestOutput, SamplingParams
 
 Prompt = str | list[int]
 Message = dict[str, Any]
+
+LOST = "the request was lost when a step that another thread took failed; ask again"
 
 
 class LLM:
@@ -55,6 +58,7 @@ class LLM:
         """What the start took, by part."""
         self._numbers = itertools.count()
         self._lock = Turns()  # one thread takes a step; every request is in it
+        self._tokenizing = threading.Lock()  # steps need not wait for somebody's long prompt
         logger.info("ready: %s", ", ".join(f"{part} {took:.2f} s" for part, took in self.startup_seconds.items()))
 
     @property
@@ -78,8 +82,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt (text or token ids), with the same parameters or one for each."""
         work = _pair(_as_prompts(prompts), sampling_params)
-        with self._lock:
-            groups = [self._make(prompt, params) for prompt, params in work]  # all are checked before any runs
+        groups = [self._make(prompt, params) for prompt, params in work]  # all are checked before any runs
         return self._run(groups, use_tqdm=use_tqdm)
 
     def chat(
@@ -106,6 +109,8 @@ class LLM:
         for position, message in enumerate(messages):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise InputError(f"messages[{position}]: expected a dict with role and content, got {message!r}")
+        if refused := {"tokenize", "return_dict", "return_tensors"} & template.keys():
+            raise InputError(f"{min(refused)}: token ids are returned as a list; leave it out")
         options = {"add_generation_prompt": True, **template, "tokenize": True, "return_dict": True}
         try:
             encoded: Any = tokenizer.apply_chat_template(messages, **options)
@@ -114,10 +119,11 @@ class LLM:
         return [int(token) for token in encoded["input_ids"]]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer one prompt, yielding the answer so far whenever it grows. Stop early by leaving the loop."""
-        with self._lock:
-            group = self._make(prompt, SamplingParams() if sampling_params is None else sampling_params)
-        return self._follow(group)
+        """Answer one prompt, yielding its output, always the same object, whenever it has grown.
+
+        Stop early by leaving the loop.
+        """
+        return self._follow(self._make(prompt, SamplingParams() if sampling_params is None else sampling_params))
 
     def shutdown(self) -> None:
         """Let go of the model, the pages and the graphs. Requests that run are lost."""
@@ -138,7 +144,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params: expected SamplingParams, got {params!r:.80}")
         ids, text = self.tokenize(prompt), prompt if isinstance(prompt, str) else None
-        return self.engine.make(str(next(self._numbers)), ids, params, prompt=text)
+        return self.engine.make(f"llm-{next(self._numbers)}", ids, params, prompt=text)
 
     def _run(self, groups: list[Group], *, use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their ends; they enter as the queue has room."""
@@ -153,6 +159,7 @@ class LLM:
                     advance(groups)
         finally:
             self._leave(groups)
+        self._check_kept(groups)
         return [group.output for group in groups]
 
     def _follow(self, group: Group) -> Iterator[RequestOutput]:
@@ -168,13 +175,20 @@ class LLM:
                 if output.num_tokens > seen:
                     seen = output.num_tokens
                     yield output
+            self._check_kept([group])
         finally:
             self._leave([group])
 
     def _step(self, epoch: int) -> None:
         if self.engine.epoch != epoch:
-            raise StateError("the request was lost when a step that another thread took failed; ask again")
+            raise StateError(LOST)
         self.engine.step()
+
+    @staticmethod
+    def _check_kept(groups: list[Group]) -> None:
+        """Nobody here aborts a request that is waited for: one that was aborted was lost."""
+        if any(each.finish_reason is FinishReason.ABORT for group in groups for each in group.output.outputs):
+            raise StateError(LOST)
 
     def _leave(self, groups: list[Group]) -> None:
         """Abort what has not finished."""
@@ -186,7 +200,12 @@ class LLM:
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; those of a list are checked."""
         if isinstance(prompt, str):
-            prompt = list(self._need_tokenizer("generate")(prompt)["input_ids"])
+            tokenizer = self._need_tokenizer("generate")
+            try:
+                with self._tokenizing:
+                    prompt = list(tokenizer(prompt)["input_ids"])
+            except (TypeError, ValueError) as error:  # a lone surrogate, say
+                raise InputError(f"prompt: the tokenizer cannot read it ({error})") from error
         if not isinstance(prompt, list | tuple) or not prompt or not all(type(token) is int for token in prompt):
             raise InputError(f"prompt: expected text or token ids that are not empty, got {prompt!r:.80}")
         return list(prompt)
@@ -214,9 +233,9 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[list[Group]], No
         def advance(groups: list[Group]) -> None:
             nonlocal last
             now = time.perf_counter()
-            done = sum(group.output.finished for group in groups) if now - last > 0.1 else 0
-            if now - last > 0.1 or done == total:
+            if now - last > 0.1:
                 last = now
+                done = sum(group.output.finished for group in groups)
                 tokens = sum(group.output.num_tokens for group in groups)
                 bar.update(task, completed=done, speed=tokens / (now - begin))
 

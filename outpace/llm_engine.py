@@ -27,6 +27,8 @@ class LLMEngine:
         self._config = parts.config
         self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self._runner = self._started.runner
+        asked = parts.config.scheduler.async_scheduling
+        self._overlap = parts.device.type == "cuda" if asked is None else asked
         self.totals = Totals()
         """What has been scheduled; it goes on after an error."""
         self.epoch = 0
@@ -60,7 +62,7 @@ class LLMEngine:
 
     def make(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> Group:
         """Check a request and put it together. Nothing is queued; options are those of `make_group`."""
-        if params.seed is None and self._config.seed is not None:
+        if isinstance(params, SamplingParams) and params.seed is None and self._config.seed is not None:
             params = replace(params, seed=self._config.seed)
         group = make_group(
             request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=self._parts.eos_token_ids, **options
@@ -84,7 +86,8 @@ class LLMEngine:
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
         """Queue a request, or say why it cannot be; its output is brought up to date in place."""
-        return self.submit(self.make(request_id, prompt_token_ids, params or SamplingParams(), **options))
+        given = SamplingParams() if params is None else params
+        return self.submit(self.make(request_id, prompt_token_ids, given, **options))
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False if there is none of that name."""
@@ -108,14 +111,17 @@ class LLMEngine:
         try:
             step = self._scheduler.schedule()
             self._in_flight.append(self._runner.launch(step))
-            ahead = 1 if self._config.scheduler.async_scheduling and step.sequences else 0
+            ahead = 1 if self._overlap and step.sequences else 0
             changed: dict[str, RequestOutput] = {}
             while len(self._in_flight) > ahead:
                 self._take(self._in_flight.popleft()(), changed)
             return list(changed.values())
         except BaseException:
             self.epoch += 1
+            lost = list(self._groups.values())
             self._begin()
+            for group in lost:
+                group.lose()
             raise
 
     def _begin(self) -> None:

@@ -48,26 +48,45 @@ class Pipeline:
         """Answer each prompt. `max_length` counts the prompt; without a limit an answer may fill the model's length."""
         if unknown:
             raise InputError(f"{next(iter(unknown))}: the pipeline has no such argument")
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [self.llm.tokenize(prompt) for prompt in given]
-        longest = min(max_length or self.llm.max_model_len, self.llm.max_model_len)
+        given = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(given, list | tuple) or not all(isinstance(prompt, str) for prompt in given):
+            raise InputError(f"prompts: expected text or a list of texts, got {prompts!r:.80}")
+        if not isinstance(do_sample, bool):
+            raise InputError(f"do_sample: expected True or False, got {do_sample!r:.80}")
+        longest = self._longest(max_length)
+        _check_count("max_new_tokens", max_new_tokens, 1)
+        _check_count("min_new_tokens", min_new_tokens, 0)
+        warmth = (1.0 if temperature is None else temperature) if do_sample else 0.0
         shared: dict[str, Any] = {
-            "min_tokens": min_new_tokens, "temperature": (temperature or 1.0) if do_sample else 0.0, "top_p": top_p,
+            "min_tokens": min_new_tokens, "temperature": warmth, "top_p": top_p,
             "top_k": top_k or 0, "stop": stop, "ignore_eos": ignore_eos, "seed": seed,
         }  # fmt: skip
+        tokens = [self.llm.tokenize(prompt) for prompt in given]
         params = []
         for ids in tokens:
             room = longest - len(ids)
-            if room < 1:
-                raise InputError(f"max_length: a prompt of {len(ids)} tokens leaves no room in {longest}")
-            params.append(SamplingParams(max_tokens=min(max_new_tokens or room, room), **shared))
+            if room < (max_new_tokens or 1):
+                wanted = f" for {max_new_tokens} new ones" if max_new_tokens else ""
+                raise InputError(f"max_length: a prompt of {len(ids)} tokens leaves no room{wanted} in {longest}")
+            params.append(SamplingParams(max_tokens=max_new_tokens or room, **shared))
         outputs = self.llm.generate(tokens, params, use_tqdm=False)
         heads = given if return_full_text else [""] * len(given)
         return [_response(output, head) for output, head in zip(outputs, heads, strict=True)]
 
+    def _longest(self, max_length: int | None) -> int:
+        _check_count("max_length", max_length, 1)
+        if max_length is not None and max_length > self.llm.max_model_len:
+            raise InputError(f"max_length: {max_length} is more than max_model_len={self.llm.max_model_len}")
+        return max_length or self.llm.max_model_len
+
     def destroy(self) -> None:
         """Let go of the model."""
         self.llm.shutdown()
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if value is not None and (type(value) is not int or value < least):
+        raise InputError(f"{name}: expected an integer from {least}, got {value!r:.80}")
 
 
 def _response(output: RequestOutput, head: str) -> Response:

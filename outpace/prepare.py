@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,19 @@ class Prepared:
     device: torch.device
 
 
-def prepare(model: nn.Module, config: InferenceConfig, *, deterministic: bool = False) -> Prepared:
-    """Make a module ready as its config says; it is changed in place."""
+Check = Callable[[ModelInfo, Injection | None], None]
+"""Raises if what was found out about a model does not do."""
+
+
+def prepare(
+    model: nn.Module, config: InferenceConfig, *, deterministic: bool = False, check: Check | None = None
+) -> Prepared:
+    """Make a module ready as its config says; it is changed in place, once nothing speaks against it."""
     module = check_model(model)
     info = _look_at(module, config)
     injection = _plan(module, config, deterministic)
+    if check is not None:
+        check(info, injection)
     dtype = _convert(module, config)
     if injection is not None:
         injection.apply()
@@ -72,14 +81,17 @@ def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfi
         raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
     config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype})
     at_load = time.perf_counter()
-    prepared = prepare(loaded.model, config, deterministic=config.deterministic)
-    injection = prepared.injection
-    assert injection is not None, "an LLM's config asks for it"
-    if config.deterministic and (reason := injection.varies()):
-        raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
-    paged = injection.paged()
-    if paged is None:
-        raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
+
+    def check(info: ModelInfo, injection: Injection | None) -> None:
+        _max_model_len(info, config)
+        if injection is None or not injection.has_pages():
+            raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
+        if config.deterministic and (reason := injection.varies()):
+            raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
+
+    prepared = prepare(loaded.model, config, deterministic=config.deterministic, check=check)
+    paged = None if prepared.injection is None else prepared.injection.paged()
+    assert paged is not None, "checked before"
     length, end = _max_model_len(prepared.info, config), generation_config(prepared.module).eos_token_id
     return PagedParts(
         model=paged(length),

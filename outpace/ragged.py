@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outpace.cache.block_pool import BlockPool
 from outpace.config import ConfigLike, LLMConfig
-from outpace.errors import InputError
+from outpace.errors import ConfigError, InputError
 from outpace.prepare import load_paged
 from outpace.runner.start import start_runner
 from outpace.types import Request, ScheduledSequence, Step
@@ -45,12 +45,17 @@ class _Tracked:
 
 
 class RaggedEngine:
-    """Runs batches of pieces of sequences and returns logits. Options are those of `LLM`."""
+    """Runs batches of pieces of sequences and returns logits. Options are those of `LLM`, but for its scheduler's.
+
+    After an error in `put` the sequences of its batch are flushed.
+    """
 
     def __init__(
         self, model: str | os.PathLike[str] | nn.Module | None = None, *, config: ConfigLike = None, **options: Any
     ) -> None:
-        parts = load_paged(model, LLMConfig.of(config, **options))
+        asked = LLMConfig.of(config, **options)
+        _refuse_scheduling(asked)
+        parts = load_paged(model, asked)
         started = start_runner(parts.model, parts.config, parts.max_model_len)
         self._runner, self._limits = started.runner, started.limits
         self._vocab_size = parts.vocab_size
@@ -64,19 +69,30 @@ class RaggedEngine:
         """Pages that no sequence has."""
         return self._pool.num_free
 
-    def put(self, batch_uids: Sequence[int], batch_tokens: Sequence[Sequence[int] | Tensor]) -> Tensor:
+    def put(self, batch_uids: Sequence[int] | Tensor, batch_tokens: Sequence[Sequence[int] | Tensor]) -> Tensor:
         """Run the next tokens of each sequence; a new uid begins one. Logits [n, V] after the last token of each."""
-        batch = [(uid, _token_list(tokens)) for uid, tokens in zip(batch_uids, batch_tokens, strict=True)]
+        uids = _uids(batch_uids)
+        if len(uids) != len(batch_tokens):
+            raise InputError(f"batch_tokens: {len(batch_tokens)} pieces for {len(uids)} uids; give one for each")
+        batch = [(uid, _token_list(tokens)) for uid, tokens in zip(uids, batch_tokens, strict=True)]
         self._check(batch)
         self._num_steps += 1
         step = Step(self._num_steps, ended=self._flushed)
         self._flushed = []
-        for uid, tokens in batch:
-            step.sequences.append(self._entry(uid, tokens))
-        return self._runner.logits(step)
+        try:
+            for uid, tokens in batch:
+                step.sequences.append(self._entry(uid, tokens))
+            return self._runner.logits(step)
+        except BaseException:  # nobody knows how far the batch came: its sequences have to begin again
+            for uid in uids:
+                if uid in self._sequences:
+                    self.flush(uid)
+            raise
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
         """How many of so many tokens a sequence could be given with so many new pages: (tokens, pages)."""
+        _counts("max_request_tokens", [max_request_tokens])
+        _counts("max_request_blocks", [max_request_blocks])
         tracked = self._sequences.get(uid, _Tracked())
         size, held = self._pool.block_size, len(tracked.blocks)
         fitting = (held + max_request_blocks) * size - tracked.num_tokens
@@ -85,6 +101,9 @@ class RaggedEngine:
 
     def can_schedule(self, uids: Sequence[int], lengths: Sequence[int]) -> SchedulingResult:
         """Whether `put` could run so many tokens of these sequences."""
+        uids, lengths = _uids(uids), _counts("lengths", lengths)
+        if len(uids) != len(lengths):
+            raise InputError(f"lengths: {len(lengths)} for {len(uids)} uids; give one for each")
         new = [uid for uid in uids if uid not in self._sequences]
         if len(uids) > self._limits.max_num_seqs:
             return SchedulingResult.BatchSequenceLimitExceeded
@@ -138,8 +157,38 @@ class RaggedEngine:
         )
 
 
+def _refuse_scheduling(config: LLMConfig) -> None:
+    """Every accepted option acts: those that concern a scheduler cannot."""
+    default = LLMConfig()
+    for section, names in _SCHEDULES.items():
+        for name in names:
+            part, usual = (getattr(each, section) if section else each for each in (config, default))
+            if getattr(part, name) != getattr(usual, name):
+                raise ConfigError(f"{name}: it concerns the scheduler of LLM, which this engine has not; leave it out")
+
+
+_SCHEDULES = {
+    "scheduler": ("max_waiting", "max_chunk_beside_decodes", "async_scheduling"),
+    "cache": ("swap_space", "enable_prefix_caching"),
+    "": ("seed",),
+}
+
+
+def _uids(given: object) -> list[int]:
+    found = given.tolist() if isinstance(given, Tensor) else given
+    if not isinstance(found, list | tuple) or not all(type(uid) is int for uid in found):
+        raise InputError(f"batch_uids: expected a list of integers, got {given!r:.80}")
+    return list(found)
+
+
+def _counts(name: str, given: object) -> list[int]:
+    if not isinstance(given, list | tuple) or not all(type(count) is int and count >= 0 for count in given):
+        raise InputError(f"{name}: expected integers from 0, got {given!r:.80}")
+    return list(given)
+
+
 def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
-    found = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)
-    if not all(type(token) is int for token in found):
+    found = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    if not isinstance(found, list | tuple) or not all(type(token) is int for token in found):
         raise InputError(f"batch_tokens: expected token ids, got {found!r:.80}")
-    return found
+    return list(found)

@@ -238,7 +238,7 @@ def _key(request: Request, salt: int) -> int:
     """64 bits from the seed, or from the request's name if it has none."""
     seed = request.params.seed
     text = f"seed {seed}" if seed is not None else f"request {salt} {request.request_id}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), signed=True)
 
 
 def _upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:

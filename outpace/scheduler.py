@@ -182,7 +182,7 @@ class Scheduler:
         self.check(request)
         params, limit = request.params, len(request.prompt_token_ids) + request.params.max_tokens
         if request.request_id in self._sequences:
-            raise InputError(f"request_id: {request.request_id!r} is in use")
+            raise InputError(f"request_id: {request.request_id!r} is in use, or its last step has not been read yet")
         if limited and len(self._waiting) >= self.max_waiting:
             raise Overloaded(f"{len(self._waiting)} requests are waiting (max_waiting={self.max_waiting}); try later")
         sequence = _Sequence(
@@ -194,9 +194,9 @@ class Scheduler:
             tokens=list(request.prompt_token_ids),
         )
         self._hash(sequence)
+        insort(self._waiting, sequence, key=_order)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_order)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False if it has ended before."""

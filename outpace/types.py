@@ -26,7 +26,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Most new tokens."""
     min_tokens: int = 0
-    """No end-of-sequence token before this many new tokens."""
+    """No end-of-sequence token before this many new tokens; stop strings end an answer all the same."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -65,6 +65,9 @@ class SamplingParams:
     """The same for the tokens of the prompt."""
 
     def __post_init__(self) -> None:
+        for name, other, meant in _SAME:  # vLLM's other ways to say so
+            if getattr(self, name) is other or (other == -1 and getattr(self, name) == -1):
+                object.__setattr__(self, name, meant)
         for name, low, high in _RANGES:
             _check_number(name, getattr(self, name), low, high)
         for name in _COUNTS_OR_NONE:
@@ -104,9 +107,9 @@ class SamplingParams:
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name}: expected a number, got {value!r}")
+        raise InputError(f"{name}: expected a number, got {value!r:.80}")
     if not low <= value <= high:
-        raise InputError(f"{name}: must be from {low:g} to {high:g}, got {value!r}")
+        raise InputError(f"{name}: must be from {low:.10g} to {high:.10g}, got {value!r:.80}")
 
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
@@ -139,6 +142,7 @@ def _pairs(name: str, values: object) -> tuple[tuple[int, float], ...]:
 
 
 MAX_LOGPROBS = 20  # most that OpenAI and vLLM give
+_SAME: tuple[tuple[str, object, object], ...] = (("top_k", -1, 0), ("stop", None, ()), ("stop_token_ids", None, ()))
 _COLDEST = 1e-5  # logits divided by less overflow
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")

@@ -19,7 +19,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("loading",),
     ("runner", "scheduler", "prepare"),
     ("generation", "engine", "answers", "llm_engine", "llm", "ragged"),
-    ("api", "bench", "mii", "server", "cli", "metrics", "verify"),
+    ("api", "bench", "mii", "server", "cli", "metrics", "verify", "__main__"),
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {"scheduler": ("errors", "log", "types", "cache.block_pool", "scheduler")}

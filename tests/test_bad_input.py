@@ -365,7 +365,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "no temperature at all": ({"temperature": float("nan")}, "temperature: must be from 0"),
     "more than all": ({"top_p": 1.1}, "top_p: must be from"),
     "nothing of all": ({"top_p": 0}, "top_p: must be from"),
-    "fewer than none": ({"top_k": -1}, "top_k: must be from 0"),
+    "fewer than none": ({"top_k": -2}, "top_k: must be from 0"),
     "a fraction of a token": ({"top_k": 1.5}, "top_k: expected an integer"),
     "likelier than the likeliest": ({"min_p": 2}, "min_p: must be from 0 to 1"),
     "no penalty": ({"repetition_penalty": 0}, "repetition_penalty: must be from"),

@@ -46,7 +46,7 @@ def test_bits_do_not_depend_on_the_batch(family: str) -> None:
         {**ROOMY, "max_num_seqs": 14, "max_num_batched_tokens": 64},
         {**ROOMY, "max_num_seqs": 5, "max_num_batched_tokens": 7, "async_scheduling": False},
         {**TIGHT, "max_num_batched_tokens": 40},
-        {**TIGHT, "max_num_batched_tokens": 40, "swap_space": 0.001},
+        {**TIGHT, "max_num_batched_tokens": 40, "swap_space": 0.01},
     ):
         crowd = LLM(tiny(family), **options)
         for _ in range(2):  # the second time prefixes are in the cache

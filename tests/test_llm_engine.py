@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace import LLM, FinishReason, InputError, RequestOutput, SamplingParams, StateError
+from outpace import LLM, ConfigError, FinishReason, InputError, RequestOutput, SamplingParams, StateError
 from outpace.errors import Overloaded
 from outpace.inject.paged import PagedModel
 from outpace.llm_engine import LLMEngine
@@ -533,7 +533,8 @@ def test_a_prompt_of_one_token_has_no_log_probability(llm: LLM) -> None:
     assert llm.generate([5], greedy(2, prompt_logprobs=2))[0].prompt_logprobs == [None]
 
 
-def test_log_probabilities_that_arrive_after_an_abort_are_left_out(llm: LLM) -> None:
+def test_log_probabilities_that_arrive_after_an_abort_are_left_out() -> None:
+    llm = make(async_scheduling=True)
     output = llm.engine.add_request("a", prompt(20), greedy(prompt_logprobs=1))
     llm.engine.step()  # it is in flight
     assert llm.engine.abort("a")
@@ -646,3 +647,71 @@ def test_penalties_count_tokens_that_a_step_in_flight_has_chosen() -> None:
         found.append(llm.generate(prompt(5), greedy(30, frequency_penalty=2.0, presence_penalty=2.0))[0])
     assert tokens_of(found[0]) == tokens_of(found[1])
     assert tokens_of(found[0]) != tokens_of(make().generate(prompt(5), greedy(30))[0])
+
+
+# what one request must not do to others
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_id": 5}, "request_id: expected a string"),
+        ({"request_id": "a\0b"}, "request_id: expected a string without NUL"),
+        ({"priority": "high"}, "priority: expected an integer, got 'high'"),
+        ({"priority": float("nan")}, "priority: expected an integer"),
+        ({"cache_salt": 7}, "cache_salt: expected a string"),
+        ({"params": {"n": 2}}, "sampling_params: expected SamplingParams"),
+        ({"params": 0}, "sampling_params: expected SamplingParams"),
+        ({"prompt_token_ids": None}, "prompt_token_ids: expected a list"),
+    ],
+)
+def test_requests_of_wrong_types_leave_nothing_behind(llm: LLM, options: dict[str, Any], message: str) -> None:
+    given = {"request_id": "x", "prompt_token_ids": [3, 4], "params": None, **options}
+    with pytest.raises(InputError, match=message):
+        llm.engine.add_request(**given)
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_any_text_is_a_name(llm: LLM) -> None:
+    first = llm.engine.add_request("good", prompt(5), sampled(4))
+    second = llm.engine.add_request("\ud800", prompt(5), sampled(4))
+    finish(llm.engine)
+    assert first.finished
+    assert second.finished
+
+
+def test_requests_that_a_failed_step_lost_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    output = llm.engine.add_request("a", prompt(5), greedy())
+    Broken(lambda batch: True).into(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        finish(llm.engine)
+    assert output.finished
+    assert output.outputs[0].finish_reason is FinishReason.ABORT
+
+
+def test_names_of_generate_do_not_clash_with_those_given_by_hand(llm: LLM) -> None:
+    output = llm.engine.add_request("0", prompt(5), greedy(4))
+    llm.generate(prompt(6), greedy(4))
+    finish(llm.engine)
+    assert output.finished
+
+
+def test_a_refused_module_is_as_it_was() -> None:
+    module = tiny("llama")
+    with pytest.raises(ConfigError, match="max_model_len: 65 is more than the 64 positions"):
+        LLM(module, device="cpu", max_model_len=65)
+    assert LLM(module, device="cpu").generate([3, 4], greedy(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 10**12}, "num_blocks=1000000000000: .* GiB, and there are"),
+        ({"swap_space": 1e7}, "swap_space=1e.07: .* give less"),
+        ({"swap_space": 1e-9}, "swap_space: less than one page"),
+    ],
+)
+def test_memory_that_is_not_there(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**options)

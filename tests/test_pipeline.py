@@ -38,3 +38,20 @@ def test_destroy() -> None:
     pipe.destroy()
     with pytest.raises(outpace.StateError, match="shut down"):
         pipe("?")
+
+
+def test_greedy_by_temperature_and_refusals(pipe: outpace.Pipeline) -> None:
+    assert pipe("?", temperature=0, max_new_tokens=4) == pipe("?", do_sample=False, max_new_tokens=4)
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1, got 0"),
+        ({"max_length": 0}, "max_length: expected an integer from 1"),
+        ({"max_length": 10**6}, "max_length: 1000000 is more than max_model_len"),
+        ({"max_new_tokens": 10**4}, "max_length: a prompt of 1 tokens leaves no room for 10000 new ones"),
+        ({"do_sample": "no"}, "do_sample: expected True or False"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(InputError, match=message):
+            pipe("?", **options)  # type: ignore[arg-type]
+    for prompts in (5, None, [[3, 4]], {"a": 1}):
+        with pytest.raises(InputError, match="prompts: expected text"):
+            pipe(prompts)  # type: ignore[arg-type]

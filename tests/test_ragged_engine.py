@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import InputError, RaggedEngine, SchedulingResult
+from outpace import ConfigError, InputError, RaggedEngine, SchedulingResult
 from tests.models import tiny
 
 OPTIONS: dict[str, Any] = {
@@ -81,3 +81,43 @@ def test_bad_batches_are_refused_and_change_nothing(
     with pytest.raises(InputError, match=message):
         engine.put(uids, tokens)
     assert engine.free_blocks == 8
+
+
+def test_uids_are_integers_and_counts_are_counted(engine: RaggedEngine) -> None:
+    engine.put(torch.tensor([1]), [[3, 4, 5]])
+    engine.put(torch.tensor([1]), [[6]])
+    assert torch.allclose(engine.put([1], [[7]])[0], own_logits([3, 4, 5, 6, 7]), atol=1e-5)
+    for uids in (["1"], [1.0], [True], 5):
+        with pytest.raises(InputError, match="batch_uids: expected a list of integers"):
+            engine.put(uids, [[3]])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="batch_tokens: 1 pieces for 2 uids"):
+        engine.put([1, 2], [[3]])
+    with pytest.raises(InputError, match="lengths: expected integers from 0"):
+        engine.can_schedule([1], [-5])
+    with pytest.raises(InputError, match="max_request_tokens: expected integers from 0"):
+        engine.query(1, -3, 2)
+
+
+def test_after_an_error_the_sequences_of_the_batch_begin_again(
+    engine: RaggedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.put([1, 2], [[3, 4], [5]])
+    with monkeypatch.context() as patch:
+
+        def broken(step: object) -> None:
+            raise ZeroDivisionError
+
+        patch.setattr(engine._runner, "logits", broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.put([1], [[6]])
+    assert engine.free_blocks == 7
+    assert torch.allclose(engine.put([1], [[6, 7]])[0], own_logits([6, 7]), atol=1e-5)
+    assert torch.allclose(engine.put([2], [[8]])[0], own_logits([5, 8]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option", [{"swap_space": 1}, {"max_waiting": 3}, {"seed": 1}, {"enable_prefix_caching": False}]
+)
+def test_options_of_the_scheduler_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="it concerns the scheduler of LLM"):
+        RaggedEngine(tiny("llama"), **OPTIONS, **option)

@@ -174,3 +174,8 @@ def test_public_names_can_be_imported() -> None:
         assert getattr(outpace, name) is not None
     with pytest.raises(AttributeError, match="module 'outpace' has no attribute 'nonsense'"):
         _ = outpace.nonsense
+
+
+def test_vllms_other_ways_to_say_nothing_are_taken() -> None:
+    params = SamplingParams(top_k=-1, stop=None, stop_token_ids=None)  # type: ignore[arg-type]
+    assert (params.top_k, params.stop, params.stop_token_ids) == (0, (), ())

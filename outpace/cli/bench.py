@@ -40,12 +40,18 @@ Deterministic = Annotated[bool, typer.Option("--deterministic", help="No token d
 Prefixes = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share equal prefixes.")]
 Json = Annotated[Path | None, typer.Option("--output-json", help="Write every figure into this file.")]
 SPLITFUSE = "With --splitfuse"
+OF_SPLITFUSE = ("decoders", "decoder_prompt", "long_prompt", "num_long")
+OF_WORKLOADS = (
+    *("concurrency", "profile", "dataset", "input_len", "output_len", "workload", "num_prompts", "seed"),
+    *("max_num_seqs", "max_model_len"),
+)
 
 app.command("serve")(bench_serve.command)
 
 
 @app.command("throughput")
 def throughput(
+    context: typer.Context,
     model: Model = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default=str(COUNT))] = None,
     workload: Annotated[Lengths, typer.Option(help="How lengths are drawn.")] = Lengths.UNIFORM,
@@ -76,6 +82,7 @@ def throughput(
     files = Files(output_json, plot, profile)
     options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
     options |= {"max_num_seqs": max_num_seqs, "prefix_caching": prefix_caching}
+    _refuse_others(context, splitfuse=splitfuse)
     if not splitfuse:
         chat = workload is Lengths.SHAREGPT
         work = Workload(input_len=input_len, output_len=output_len, chat=chat, dataset=dataset)
@@ -83,7 +90,6 @@ def throughput(
         return
     from outpace.bench.splitfuse import Experiment
 
-    _not_with_splitfuse(concurrency=concurrency, profile=profile, dataset=dataset, input_len=input_len)
     budget = options.pop("max_num_batched_tokens")
     sizes = {"decoders": decoders, "decoder_prompt": decoder_prompt, "prompt": long_prompt, "num_prompts": num_long}
     _splitfuse(model, Experiment(**sizes, budget=budget), options, files)
@@ -233,7 +239,10 @@ def _levels(text: str | None) -> list[int] | None:
     return [int(part) for part in parts]
 
 
-def _not_with_splitfuse(**others: object) -> None:
-    for name, value in others.items():
-        if value is not None:
-            raise InputError(f"{name.replace('_', '-')}: not with splitfuse; leave one of them out")
+def _refuse_others(context: typer.Context, *, splitfuse: bool) -> None:
+    """Options of the other experiment would do nothing."""
+    for name in OF_WORKLOADS if splitfuse else OF_SPLITFUSE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            remedy = "not with --splitfuse" if splitfuse else "only with --splitfuse"
+            raise InputError(f"{name.replace('_', '-')}: {remedy}; leave it out")

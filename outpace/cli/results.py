@@ -24,6 +24,8 @@ class Files:
         for path in (self.json, self.plot, self.profile):
             if path is not None and not path.parent.is_dir():
                 raise InputError(f"{path}: there is no folder {path.parent}; make it first")
+            if path is not None and path.exists() and not path.is_file():
+                raise InputError(f"{path}: it is not a file; give the name of one")
         if self.plot is not None:
             from outpace.verify.plot import check_plot
 

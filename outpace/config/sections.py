@@ -171,8 +171,8 @@ class SchedulerConfig(ConfigModel):
     """Most tokens of one prompt beside decodes; None: a quarter of max_num_batched_tokens, at most 384."""
     max_waiting: int = Field(default=4096, ge=1)
     """Most requests that wait; more are refused with `Overloaded`."""
-    async_scheduling: bool = True
-    """The next step is scheduled and launched while one runs."""
+    async_scheduling: bool | None = None
+    """Schedule and launch the next step while one runs; None: on a GPU, since a CPU has nobody to leave it to."""
 
 
 class OffloadConfig(ConfigModel):

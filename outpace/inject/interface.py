@@ -39,6 +39,10 @@ class Interface:
     def apply(self) -> None:
         """Nothing is changed on this level."""
 
+    def has_pages(self) -> bool:
+        """That is what this level is for."""
+        return True
+
     def varies(self) -> str | None:
         """All its layers are its own."""
         return "it runs with its own layers, since no policy knows them"

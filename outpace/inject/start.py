@@ -32,6 +32,9 @@ class Injection(Protocol):
     def paged(self) -> Paged | None:
         """How the model runs over pages, asked once it is where it runs; None: it has no such form."""
 
+    def has_pages(self) -> bool:
+        """Whether it has such a form, asked before it is changed."""
+
     def varies(self) -> str | None:
         """Why its results over pages may depend on what shares a batch, though every kernel of ours does not."""
 
@@ -56,12 +59,16 @@ class Fused:
             return None
         return functools.partial(PagedModel, self._model, self._injected)
 
+    def has_pages(self) -> bool:
+        """Whether the family has such a form."""
+        return self._plan.layers[0].policy.model is not None
+
     def varies(self) -> str | None:
         """Parts that stay the model's own."""
-        assert self._injected is not None, "apply comes first"
-        if any(layer.mlp is not None for layer in self._injected.layers):
+        policies = [item.policy for item in self._plan.layers]
+        if any(policy.mlp is not None for policy in policies):
             return "its layers keep their own MLP"
-        roles, part = self._injected.policy.model, Parts(self._model)
+        roles, part = policies[0].model, Parts(self._model)
         own = () if roles is None else (roles.project_in, roles.project_out)
         return "it keeps projections of its own" if any(part.optional(path) is not None for path in own) else None
 

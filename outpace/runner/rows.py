@@ -87,7 +87,8 @@ class Rows:
 
     def clear(self) -> None:
         """Forget every request."""
-        self.forget(list(self._rows))
+        self._rows.clear()
+        self._free = list(range(self._nobody - 1, -1, -1))
 
     def forget(self, requests: Iterable[str]) -> None:
         """Give back the rows of these requests, if they have any."""

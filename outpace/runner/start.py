@@ -1,6 +1,7 @@
 """A runner made ready: limits chosen, memory measured, pages made of what is left, graphs captured."""
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     with _timed(seconds, "memory"):
         num_blocks, reason = _num_blocks(model, config, limits, per_block, wanted)
     chosen("num_blocks", num_blocks, reason)
+    _check_memory(model, config, limits, num_blocks, per_block)
     with _timed(seconds, "pages"):
         pages = allocate(model.kv_heads, num_blocks, model.dtype, model.device, cache.block_size)
         num_host = int(cache.swap_space * GIB) // per_block
@@ -92,6 +94,24 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     if wanted and captured:
         chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
     return Started(runner, limits, num_blocks, num_host, seconds)
+
+
+def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_blocks: int, per_block: int) -> None:
+    """Refuse what cannot be allocated, in words."""
+    cache, seqs = config.cache, limits.max_num_seqs
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else host
+    rows = 4 * (seqs + 1) * (limits.max_model_len + limits.max_model_len // cache.block_size)
+    asked = (
+        (f"num_blocks={num_blocks}", num_blocks * per_block, there),
+        (f"max_num_seqs={seqs} of max_model_len={limits.max_model_len}", rows, there),
+        (f"swap_space={cache.swap_space:g}", int(cache.swap_space * GIB), host),
+    )
+    for what, wanted, room in asked:
+        if wanted > room:
+            raise ConfigError(f"{what}: {wanted / GIB:.1f} GiB, and there are {room / GIB:.1f}; give less")
+    if 0 < cache.swap_space * GIB < per_block:
+        raise ConfigError(f"swap_space: less than one page of {per_block / GIB:.3g} GiB; give more, or leave it out")
 
 
 def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[Shape, ...]:

@@ -117,7 +117,7 @@ def test_a_dataset_is_tokenized(chain_folder: Path, tmp_path: Path) -> None:
         (("--concurrency", "0"), "concurrency: expected numbers like 1,4,16, got '0'"),
         (("--input-len", "5"), "input-len: fixed lengths need both input-len and output-len"),
         (("--workload", "sharegpt", "--dataset", "x"), "workload: sharegpt draws its own lengths"),
-        (("--splitfuse", "--concurrency", "1"), "concurrency: not with splitfuse"),
+        (("--splitfuse", "--concurrency", "1"), "concurrency: not with --splitfuse"),
         (("--splitfuse", "--max-num-batched-tokens", "9"), "max-num-batched-tokens: must be more than the 32 decoders"),
         (("--output-json", "no/such/a.json"), "no/such/a.json: there is no folder no/such; make it first"),
         (("--plot", "a.doc"), "plot: a.doc must end in one of .png"),
