@@ -100,7 +100,10 @@ def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_bloc
     """Refuse what cannot be allocated, in words."""
     cache, seqs = config.cache, limits.max_num_seqs
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    there = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else host
+    there = host
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what trial steps have left behind is free as well
+        there = torch.cuda.mem_get_info(model.device)[0]
     rows = 4 * (seqs + 1) * (limits.max_model_len + limits.max_model_len // cache.block_size)
     asked = (
         (f"num_blocks={num_blocks}", num_blocks * per_block, there),
