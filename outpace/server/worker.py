@@ -42,7 +42,7 @@ from outpace.server.messages import (
     kind_of,
     wire_logprobs,
 )
-from outpace.types import CompletionOutput, RequestOutput, SamplingParams
+from outpace.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 
 NUMBERS_EVERY = 0.1  # seconds
 MAX_FAILURES = 2  # steps that fail one after the other
@@ -167,7 +167,7 @@ class Worker:
         """A step failed: its requests are gone, and the engine has begun afresh. A broken device stays broken."""
         self._failures = MAX_FAILURES if isinstance(error, torch.AcceleratorError) else self._failures + 1
         for number, live in list(self._live.items()):
-            if not live.output.finished:
+            if any(answer.finish_reason is FinishReason.ABORT for answer in live.output.outputs):
                 self._fail(number, "dead", "the step that computed the request failed; ask again")
 
     def _fail(self, number: int, kind: str, message: str) -> None:

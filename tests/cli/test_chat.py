@@ -128,6 +128,15 @@ def test_a_model_in_this_process(chain_folder: Path) -> None:
     assert run("complete", "?", "-m", chain_folder, *options, "--max-tokens", "5").stdout == "world\n"
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C as a person at a terminal has it: a shell lets its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_waits_for_the_step_of_a_model(chain_folder: Path) -> None:
     local = Local(str(chain_folder), device="cpu")
     answer = local.complete("?", {})
