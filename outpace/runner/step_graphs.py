@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outpace.kernels.library import gemm_library
 from outpace.log import logger
 from outpace.runner.capture import Uncapturable, captured
 from outpace.runner.graphs import mend
@@ -69,7 +70,8 @@ class StepGraphs:
     def capture(self, shape: Shape) -> bool:
         """Capture this shape. If it cannot be, every step runs without graphs, and the log says why."""
         try:
-            self._graphs[shape] = captured(lambda: self._run(shape), pool=self._pool, warm_ups=1)
+            with gemm_library(shape.num_tokens):
+                self._graphs[shape] = captured(lambda: self._run(shape), pool=self._pool, warm_ups=1)
         except Uncapturable as error:
             mend(self._device)
             self._graphs.clear()
