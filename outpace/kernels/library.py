@@ -17,7 +17,7 @@ def gemm_library(rows: int) -> Iterator[None]:
     torch knows one choice for the whole process, so this is for the time of a capture: a graph keeps the kernels that
     were chosen.
     """
-    if rows not in LT_ROWS:
+    if rows not in LT_ROWS or torch.version.cuda is None:
         yield
         return
     before = torch.backends.cuda.preferred_blas_library()
