@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from outpace.ragged import SchedulingResult as SchedulingResult
     from outpace.server.python_api import client as client
     from outpace.server.python_api import serve as serve
+    from outpace.structure import StructuredOutputs as StructuredOutputs
     from outpace.types import CompletionOutput as CompletionOutput
     from outpace.types import FinishReason as FinishReason
     from outpace.types import Logprob as Logprob
@@ -54,6 +55,7 @@ _WHERE = {
     "outpace.mii": ("Pipeline", "Response"),
     "outpace.ragged": ("RaggedEngine", "SchedulingResult"),
     "outpace.server.python_api": ("client", "serve"),
+    "outpace.structure": ("StructuredOutputs",),
     "outpace.types": ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"),
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import InputError, ModelError
+from outpace.structure import Grammar
 from outpace.tokenizer import Detokenizer, token_texts
 from outpace.types import (
     CompletionOutput,
@@ -89,9 +90,12 @@ def make_group(
     prompt: str | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    grammar: Grammar | None = None,
 ) -> Group:
     """A prompt with n answers, none of them begun."""
     _check_types(request_id, prompt_token_ids, params, priority, cache_salt)
+    if grammar is not None and not (eos_token_ids or params.stop_token_ids):
+        raise InputError("structured_outputs: the model has no end-of-sequence token; give stop_token_ids")
     metrics = RequestMetrics(arrival_time=time.perf_counter())
     group = Group(RequestOutput(request_id, prompt, list(prompt_token_ids), [], False, metrics), params, tokenizer)
     if params.prompt_logprobs is not None:
@@ -106,6 +110,7 @@ def make_group(
             priority=priority,
             cache_salt=cache_salt,
             bad_words=bad_words,
+            grammar=grammar,
         )
         text = _detokenizer(params, tokenizer, prompt_token_ids)
         completion = CompletionOutput(index, source=text, logprobs=None if params.logprobs is None else [])

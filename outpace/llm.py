@@ -80,7 +80,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer each prompt (text or token ids), with the same parameters or one for each."""
+        """Answer each prompt (text or token ids), with the same parameters or one for each.
+
+        An answer that could not be held to its structure has the `finish_reason` "error"; the others are not touched.
+        """
         work = _pair(_as_prompts(prompts), sampling_params)
         groups = [self._make(prompt, params) for prompt, params in work]  # all are checked before any runs
         return self._run(groups, use_tqdm=use_tqdm)
@@ -176,6 +179,8 @@ class LLM:
                     seen = output.num_tokens
                     yield output
             self._check_kept([group])
+            if output.error is not None:
+                raise InputError(output.error)
         finally:
             self._leave([group])
 

@@ -1,6 +1,7 @@
 """LLMEngine: requests in, answers out, a step at a time. The only file that knows both the scheduler and the runner."""
 
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,10 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
-from outpace.errors import InputError
+from outpace.errors import InputError, ModelError
+from outpace.log import logger
 from outpace.prepare import PagedParts
 from outpace.runner.start import start_runner
 from outpace.scheduler import Scheduler, Totals
+from outpace.structure import Grammar, StructuredOutputs
+from outpace.structured.compile import Compiler, Vocabulary
 from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput
 
 
@@ -28,6 +32,8 @@ class LLMEngine:
         self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self._runner = self._started.runner
         asked = parts.config.scheduler.async_scheduling
+        self._compiler: Compiler | None = None
+        self._compiling = threading.Lock()
         self._overlap = parts.device.type == "cuda" if asked is None else asked
         self.totals = Totals()
         """What has been scheduled; it goes on after an error."""
@@ -60,12 +66,25 @@ class LLMEngine:
         """Whether one more request may wait."""
         return self._scheduler.num_waiting < self._scheduler.max_waiting
 
-    def make(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> Group:
-        """Check a request and put it together. Nothing is queued; options are those of `make_group`."""
+    def make(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
+        **options: Any,
+    ) -> Group:
+        """Check a request and put it together. Nothing is queued; options are those of `make_group`.
+
+        grammar: what `params.structured_outputs` was compiled to elsewhere; without one it is compiled here.
+        """
+        if grammar is None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            grammar = self._compile(params.structured_outputs)
         if isinstance(params, SamplingParams) and params.seed is None and self._config.seed is not None:
             params = replace(params, seed=self._config.seed)
+        ends = self._parts.eos_token_ids
         group = make_group(
-            request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=self._parts.eos_token_ids, **options
+            request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=ends, grammar=grammar, **options
         )
         self._check_vocabulary(group.answers[0].request.prompt_token_ids, params)
         self._scheduler.check(group.answers[0].request)
@@ -102,6 +121,18 @@ class LLMEngine:
             if answer.completion.finish_reason is None:
                 self._end(answer, FinishReason.ABORT)
         return True
+
+    def end(self, group: Group, index: int) -> None:
+        """End one answer of a request that is being answered as if it had met a stop string; the others go on."""
+        answer = group.answers[index]
+        if answer.completion.finish_reason is None:
+            self._end(answer, FinishReason.STOP)
+            if index == 0 and group.held:
+                self._add_held(group)
+
+    def is_waiting(self, group: Group) -> bool:
+        """Whether no step has had any of a request's tokens: its first answer waits, and the others wait for it."""
+        return self._scheduler.is_waiting(group.answers[0].request.request_id)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, then take in the result of the one before: the outputs that have changed.
@@ -147,6 +178,11 @@ class LLMEngine:
     def _take(self, output: StepOutput, changed: dict[str, RequestOutput]) -> None:
         """Hand the tokens of a step to their answers."""
         now = time.perf_counter()
+        for name, problem in output.failed.items():
+            if name in self._answers:
+                group = self._answers[name].group
+                self._fail(group, problem)
+                changed[group.output.request_id] = group.output
         for name, found in output.prompt_logprobs.items():
             if name in self._answers:
                 self._answers[name].group.add_prompt_logprobs(found)
@@ -177,6 +213,23 @@ class LLMEngine:
         answer.end(reason)
         if group.output.finished:
             del self._groups[group.output.request_id]
+
+    def _fail(self, group: Group, problem: str) -> None:
+        """End a request that cannot go on; the others do."""
+        logger.warning("request %s failed: %s", group.output.request_id, problem)
+        group.output.error = problem
+        for answer in group.answers:
+            if answer.completion.finish_reason is None:
+                self._end(answer, FinishReason.ERROR)
+
+    def _compile(self, asked: StructuredOutputs) -> Grammar:
+        if self.tokenizer is None:
+            raise ModelError("structured_outputs: they need a tokenizer; pass LLM(tokenizer=...)")
+        with self._compiling:
+            if self._compiler is None:
+                parts = self._parts
+                self._compiler = Compiler(Vocabulary.of(self.tokenizer, parts.vocab_size, parts.eos_token_ids))
+        return self._compiler.compile(asked)
 
     def _check_vocabulary(self, prompt: Sequence[int], params: SamplingParams) -> None:
         named: dict[str, Sequence[int]] = {

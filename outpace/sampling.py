@@ -2,8 +2,8 @@
 
 The parameters of a set of requests are tensors that are made once (`SamplingBatch.of`), and everything that changes
 from step to step is computed on the device from the tokens so far. The order is vLLM's: allowed tokens, bad words,
-min_tokens, bias, penalties, then temperature, min_p, top_k and top_p (`kernels.draw`). A token depends on its own
-request alone: its seed, its parameters, its tokens.
+min_tokens, bias, penalties, grammars, then temperature, min_p, top_k and top_p (`kernels.draw`). A token depends on its
+own request alone: its seed, its parameters, its tokens.
 """
 
 import hashlib
@@ -40,6 +40,14 @@ class Sampled:
 
     token_ids: Tensor  # [S] int64
     logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Tokens that grammars allow in this step."""
+
+    rows: Tensor  # [R] int64, whose they are
+    bits: Tensor  # [R, ceil(V / 32)] int32; token t is bit t % 32 of word t // 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +139,7 @@ class SamplingBatch:
         edits = _edits(requests, bad_words, vocab_size, device)
         return cls(
             vocab_size=vocab_size,
-            greedy=not any(heat) and not wanted and edits is None,
+            greedy=not any(heat) and not wanted and edits is None and all(each.grammar is None for each in requests),
             num_logprobs=min(max(wanted), vocab_size) if wanted else None,
             argmax=not any(heat),
             filtered=any(h > 0 and (k > 0 or each.top_p < 1) for h, k, each in zip(heat, top_k, params, strict=True)),
@@ -153,16 +161,24 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise InputError(f"{name}: {max(tokens)} is not a token; the vocabulary has {vocab_size}")
 
 
-def sample(logits: Tensor, batch: SamplingBatch, history: Tensor, lengths: Tensor) -> Sampled:
+def sample(
+    logits: Tensor, batch: SamplingBatch, history: Tensor, lengths: Tensor, masks: Masks | None = None
+) -> Sampled:
     """The next token of each row. Nothing here waits for the device.
 
     logits: [S, V], not modified; history: [S, L] int32, the tokens of each request so far, prompt then answer;
-    lengths: [S] int64, how many they are.
+    lengths: [S] int64, how many they are; masks: of the rows that have a grammar.
     """
     assert logits.shape == (len(batch.keys), batch.vocab_size), f"{tuple(logits.shape)} for another batch"
     assert len(history) == len(lengths) == len(logits)
     generated = lengths - batch.prompt_lengths
-    scores = logits if batch.edits is None else _scores(logits, batch.edits, history, lengths, generated)
+    scores = logits
+    if batch.edits is not None or masks is not None:
+        scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if batch.edits is not None:
+        _edit(scores, batch.edits, history, lengths, generated)
+    if masks is not None:
+        _mask(scores, masks)
     if batch.argmax:
         tokens = scores.argmax(dim=1)
     else:
@@ -192,9 +208,17 @@ def _logprobs(logits: Tensor, token_ids: Tensor, num: int) -> tuple[Tensor, Tens
     return logprobs.gather(1, own).squeeze(1), ranks, top.indices, top.values
 
 
-def _scores(logits: Tensor, edits: _Edits, history: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
-    """Logits with masks, bias and penalties, in fp32. [S, V]"""
-    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+def _mask(scores: Tensor, masks: Masks) -> None:
+    """Leaves what grammars allow; that stays above the rest, whatever the model and the edits say. scores: [S, V]"""
+    octets = masks.bits.view(torch.uint8)  # [R, 4 W], eight tokens each
+    places = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    allowed = (octets[:, :, None] >> places & 1).view(len(octets), -1)[:, : scores.shape[1]]  # [R, V]
+    held = scores.index_select(0, masks.rows).clamp_(min=BANNED).masked_fill_(allowed == 0, float("-inf"))
+    scores.index_copy_(0, masks.rows, held)
+
+
+def _edit(scores: Tensor, edits: _Edits, history: Tensor, lengths: Tensor, generated: Tensor) -> None:
+    """Applies masks, bias and penalties to logits in fp32. [S, V]"""
     flat = scores.view(-1)
     if edits.disallowed is not None:  # what is allowed stays above what is not, even where the model says -inf
         scores.clamp_(min=BANNED).masked_fill_(edits.disallowed, float("-inf"))
@@ -207,7 +231,6 @@ def _scores(logits: Tensor, edits: _Edits, history: Tensor, lengths: Tensor, gen
         flat.index_add_(0, *edits.biases)
     if edits.penalties is not None:
         _penalize(flat, edits.penalties, history, lengths)
-    return scores
 
 
 def _follows(words: _Words, history: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:

@@ -161,6 +161,11 @@ class Scheduler:
         """Whether a request has not ended or a step has not been updated."""
         return bool(self._sequences or self._in_flight)
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request of that name waits for its first step, or to be taken in again."""
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.status is _Status.WAITING
+
     def check(self, request: Request) -> None:
         """Say why a request could never run, if that is so."""
         num_prompt, params = len(request.prompt_token_ids), request.params

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from outpace.errors import InputError
+from outpace.structure import Grammar, StructuredOutputs
 
 
 class FinishReason(StrEnum):
@@ -15,6 +16,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """It could not go on, and others did; `RequestOutput.error` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class SamplingParams:
     """Tell the log-probability of each new token and of this many likeliest ones in its place."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    structured_outputs: StructuredOutputs | None = None
+    """Hold the answer to a JSON schema, a regular expression, a grammar or a choice."""
 
     def __post_init__(self) -> None:
         for name, other, meant in _SAME:  # vLLM's other ways to say so
@@ -88,6 +93,8 @@ class SamplingParams:
             raise InputError(f"seed: expected an integer of 64 bits, got {self.seed}")
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens: {self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise InputError(f"structured_outputs: expected StructuredOutputs, got {self.structured_outputs!r:.80}")
         self._freeze()
 
     def _freeze(self) -> None:
@@ -230,6 +237,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: "list[TokenLogprobs | None] | None" = None
     """For each token of the prompt but the first, if `SamplingParams.prompt_logprobs` asks for them."""
+    error: str | None = None
+    """Why it ended early, where `finish_reason` is "error"."""
 
     @property
     def num_tokens(self) -> int:
@@ -261,6 +270,13 @@ class Request:
     """Prefixes are shared only between requests with the same salt."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer must not contain."""
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
+    """What `params.structured_outputs` was compiled to."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer held to a grammar: the model's own, or else the caller's."""
+        return self.eos_token_ids or tuple(self.params.stop_token_ids)
 
     def __post_init__(self) -> None:
         tokens = self.prompt_token_ids
@@ -336,6 +352,8 @@ class StepOutput:
     """Of the chosen token and the likeliest ones, for requests that want them."""
     prompt_logprobs: Mapping[str, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
     """Of the tokens of a prompt by position, as far as this step has computed them."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Requests that cannot go on, and why; their tokens mean nothing. The others are not touched."""
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ PACKAGE = Path(outpace.__file__).parent
 
 # A file imports only from its own line or the lines above.
 LINES: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "log", "types", "config", "tree", "turns", "profile"),
+    ("_version", "errors", "log", "structure", "types", "config", "tree", "turns", "profile"),
     ("kernels",),
-    ("parallel", "quant", "cache", "sampling", "tokenizer"),
+    ("parallel", "quant", "cache", "sampling", "structured", "tokenizer"),
     ("inject", "offload"),
     ("loading",),
     ("runner", "scheduler", "prepare"),
@@ -24,7 +24,7 @@ LINES: tuple[tuple[str, ...], ...] = (
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {"scheduler": ("errors", "log", "types", "cache.block_pool", "scheduler")}
 """Parts that may import only these parts of the package, whatever their line."""
-NO_TORCH = ("types", "scheduler", "cache.block_pool", "errors", "log")
+NO_TORCH = ("structure", "types", "scheduler", "cache.block_pool", "errors", "log")
 GUESSES = ("loading", "inject")
 """Folders at the border with other people's models, where hasattr and getattr with a default may be used."""
 

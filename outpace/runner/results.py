@@ -52,21 +52,20 @@ class ArrivingLogprobs:
 def send_back(
     step_id: int,
     requests: Sequence[Request],
-    chosen: Tensor,
+    chosen: Arriving,
     places: Sequence[int],
-    logprobs: Logprobs | None,
+    details: ArrivingLogprobs | None,
     prompts: Callable[[], Mapping[str, Mapping[int, TokenLogprobs]]],
+    failed: Mapping[str, str] | None = None,
 ) -> Callable[[], StepOutput]:
-    """The output of a step, once it is there: the token of each request stands at its place in `chosen` [S]."""
-    arriving = Arriving([chosen])
-    details = None if logprobs is None else ArrivingLogprobs(chosen, logprobs)
+    """The output of a step, once it is there: the token of each request stands at its place in what was chosen."""
 
     def output() -> StepOutput:
-        tokens = arriving.read()[0].tolist()
+        tokens = chosen.read()[0].tolist()
         names = [request.request_id for request in requests]
         token_ids = {name: tokens[place] for name, place in zip(names, places, strict=True)}
         found = [] if details is None else details.read([request.params.logprobs for request in requests])
         wanted = {name: entry for name, entry in zip(names, found, strict=False) if entry is not None}
-        return StepOutput(step_id, token_ids, wanted, prompts())
+        return StepOutput(step_id, token_ids, wanted, prompts(), failed or {})
 
     return output

@@ -10,8 +10,9 @@ from torch import Tensor
 from outpace.cache.kv_cache import HostPages, Pages
 from outpace.inject.paged import Batch, BatchModel
 from outpace.kernels.ragged import ragged_inputs
+from outpace.runner.grammars import Grammars
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
-from outpace.runner.results import send_back
+from outpace.runner.results import Arriving, ArrivingLogprobs, send_back
 from outpace.runner.rows import Header, Layout, Rows
 from outpace.runner.step_graphs import Shape, StepGraphs
 from outpace.sampling import SamplingBatch, sample
@@ -54,6 +55,7 @@ class Runner:
         max_blocks = -(-limits.max_model_len // pages.block_size)
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._grammars = Grammars(model.device)
         self._graphs = StepGraphs(self._forward, model.device)
 
     @torch.no_grad()
@@ -71,6 +73,7 @@ class Runner:
     def reset(self) -> None:
         """Forget every request. Pages keep what is in them."""
         self._rows.clear()
+        self._grammars.clear()
         self._sampling = None
 
     @torch.no_grad()
@@ -85,6 +88,9 @@ class Runner:
         # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.
         sequences = sorted(step.sequences, key=lambda entry: -entry.start)
         layout, prompts = self._rows.take(sequences), PromptLogprobs()
+        for entry in sequences:
+            if entry.request is not None and entry.request.grammar is not None:
+                self._grammars.begin(entry.request, entry.token_ids)
         wanting = prompts.wanted(layout)
         ran = self._run_in_pieces(layout, wanting, prompts) if wanting else self._run(layout)
         return self._choose(step.step_id, layout, ran, prompts)
@@ -96,8 +102,9 @@ class Runner:
         return self._run(self._rows.take(step.sequences)).logits.clone()
 
     def _forget(self, step: Step) -> None:
-        self._rows.forget(step.ended)
-        self._rows.forget(step.preempted)
+        for gone in (step.ended, list(step.preempted)):
+            self._rows.forget(gone)
+            self._grammars.forget(gone)
 
     def _run(self, layout: Layout, *, wait: bool = False) -> _Ran:
         count = len(layout.owners)
@@ -151,15 +158,21 @@ class Runner:
         requests = [layout.owners[index].request for index in picked]
         sampling = self._sampling_batch(requests, ran.logits.shape[1]) if picked else None
         if sampling is None or sampling.greedy:
-            return send_back(step_id, requests, ran.likeliest, picked, None, prompts.read)
+            arriving = Arriving([ran.likeliest])
+            self._grammars.chosen(requests, picked, arriving)
+            return send_back(step_id, requests, arriving, picked, None, prompts.read)
         if len(picked) < len(layout.owners):
             index = torch.tensor(picked, device=ran.logits.device)
             ran = _Ran(*(part.index_select(0, index) for part in ran))
         longest = max(layout.starts[index] + layout.counts[index] for index in picked)
         history = self._rows.tokens[:, :longest].index_select(0, ran.rows)
-        sampled = sample(ran.logits, sampling, history, ran.places.long())
+        masks, failed = self._grammars.masks([layout.owners[index] for index in picked], ran.logits.shape[1])
+        sampled = sample(ran.logits, sampling, history, ran.places.long(), masks)
         self._rows.write(ran.rows, ran.places, sampled.token_ids)
-        return send_back(step_id, requests, sampled.token_ids, range(len(picked)), sampled.logprobs, prompts.read)
+        arriving, places, told = Arriving([sampled.token_ids]), range(len(picked)), sampled.logprobs
+        self._grammars.chosen(requests, places, arriving)
+        details = None if told is None else ArrivingLogprobs(sampled.token_ids, told)
+        return send_back(step_id, requests, arriving, places, details, prompts.read, failed)
 
     def _sampling_batch(self, requests: list[Request], vocab_size: int) -> SamplingBatch:
         """Made again when other requests sample."""

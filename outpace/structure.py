@@ -1,0 +1,88 @@
+"""What an answer has to look like, and what holds it to that. No xgrammar here: `outpace.structured` has it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from outpace.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer has to look like: exactly one of these; names are vLLM's."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema; kept as text. Properties come in the order of the schema."""
+    regex: str | None = None
+    """The whole answer matches it."""
+    choice: tuple[str, ...] | list[str] | None = None
+    """The answer is one of these."""
+    grammar: str | None = None
+    """EBNF with a rule called root."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | None = None
+    """Text with tags that hold one of the above, as xgrammar describes it in JSON."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InputError(f"structured_outputs: expected exactly one of {', '.join(STRUCTURES)}; got {found}")
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", _as_json(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings(self.choice))
+        if self.json_object not in (None, True):
+            raise InputError(f"structured_outputs.json_object: expected True, got {self.json_object!r:.80}")
+        for name in ("json", "regex", "grammar", "structural_tag"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InputError(f"structured_outputs.{name}: expected text, got {getattr(self, name)!r:.80}")
+
+    @property
+    def kind(self) -> str:
+        """Which of them is given."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"structured_outputs.json: not a JSON schema ({error})") from None
+
+
+class Matcher(Protocol):
+    """Follows one answer, and knows which tokens may come next."""
+
+    def accept(self, token_id: int) -> bool:
+        """Take a token in; False: it cannot stand here."""
+
+    def fill(self, masks: "np.ndarray[Any, np.dtype[np.int32]]", row: int) -> None:
+        """Set the bits of the tokens that may come next in this row, and clear the others."""
+
+
+class Grammar(Protocol):
+    """A compiled `StructuredOutputs`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model it was compiled for."""
+
+    def matcher(self, stop_token_ids: Sequence[int]) -> Matcher:
+        """For a new answer, which one of these tokens ends."""
+
+
+def _strings(values: object) -> tuple[str, ...]:
+    valid = isinstance(values, tuple | list) and values and all(isinstance(each, str) and each for each in values)
+    if not valid:
+        raise InputError(f"structured_outputs.choice: expected strings that are not empty, got {values!r:.80}")
+    return tuple(values)  # type: ignore[arg-type]
