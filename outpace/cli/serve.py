@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ from outpace.errors import ConfigError
 if TYPE_CHECKING:
     from outpace.server.options import ServerConfig
 
+NAMES_FLAG = "--served-model-name"
 CONTEXT: Mapping[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 """How the command is registered: it reads its own arguments, once the configs with their torch are imported."""
 
@@ -23,7 +24,22 @@ def command(ctx: typer.Context) -> None:
     # no rich tables: they would cut long names off
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     inner.command()(make_command())
-    inner(args=ctx.args, prog_name=ctx.command_path)
+    inner(args=spread_names(ctx.args), prog_name=ctx.command_path)
+
+
+def spread_names(args: Sequence[str]) -> list[str]:
+    """`MODEL --served-model-name a b` as vLLM takes it, with the flag before each name.
+
+    Behind a model, which comes first and is one, a word can only be a name. Without it the second could be the model.
+    """
+    if not args or args[0].startswith("-"):
+        return list(args)
+    spread: list[str] = []
+    names = 0  # of the flag that the last words belong to; 0: they are not names
+    for arg in args:
+        names = 1 if arg == NAMES_FLAG else 0 if arg.startswith("-") else names and names + 1
+        spread += [NAMES_FLAG, arg] if names > 2 else [arg]
+    return spread
 
 
 def make_command() -> Any:
@@ -50,10 +66,11 @@ def _serve(
     Names are vLLM's where they mean the same. A config file may hold every option, also the sections of
     docs/configuration.md.
     """
-    from outpace.server.logs import set_up
+    name, llm, server = options_of({} if config is None else read_config(config), flags)
+
+    from outpace.server.logs import set_up  # seconds of imports, which a wrong option need not wait for
     from outpace.server.serve import run
 
-    name, llm, server = options_of({} if config is None else read_config(config), flags)
     set_up(as_json=server.log_json)
     raise typer.Exit(run(model or name, llm, server))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,10 +18,23 @@ from outpace.server.options import ServerConfig
 from outpace.server.problems import as_api_error, error_response
 from outpace.server.routes import health, mii, openai, page, text
 from outpace.server.serving import make_serving
+from outpace.server.tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 
-def create_app(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase | None) -> FastAPI:
-    """The server. Nothing is global: several may live in one process. `app.state.serving.close()` without lifespan."""
+def create_app(
+    engine: Engine,
+    options: ServerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    traces: "TracerProvider | None" = None,
+) -> FastAPI:
+    """The server. Nothing is global: several may live in one process. `app.state.serving.close()` without lifespan.
+
+    `traces` gets a span for each request; it is its owner's to shut down.
+    """
     serving = make_serving(engine, options, need_tokenizer(tokenizer))
 
     @asynccontextmanager
@@ -36,8 +49,8 @@ def create_app(engine: Engine, options: ServerConfig, tokenizer: PreTrainedToken
         title="Outpace",
         version=__version__,
         lifespan=lifespan,
-        root_path=options.root_path,
         openapi_url="/openapi.json" if options.docs else None,
+        docs_url=None,  # FastAPI's page is loaded from elsewhere; `routes.page` has one of our own
         redoc_url=None,
         separate_input_output_schemas=False,
     )
@@ -51,7 +64,15 @@ def create_app(engine: Engine, options: ServerConfig, tokenizer: PreTrainedToken
 
     app.add_exception_handler(HTTPException, on_error)
     app.add_exception_handler(RequestValidationError, on_error)
-    app.add_middleware(Guard, options=options, keys=options.all_api_keys(), rejected=serving.metrics.observe_rejection)
+    if traces is not None:
+        app.add_middleware(Tracing, provider=traces, model=serving.validator.names[0])
+    app.add_middleware(
+        Guard,
+        options=options,
+        keys=options.all_api_keys(),
+        rejected=serving.metrics.observe_rejection,
+        ended=serving.metrics.observe_outcome,
+    )
     app.openapi = _schema(app)  # type: ignore[method-assign]
     return app
 

@@ -1,83 +1,27 @@
 """Chats as prompts: the template runs in a process of its own, under limits of time, memory and size."""
 
 import json
-import os
 import queue
 import re
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import ModelError
+from outpace.server.child import Child
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
 from outpace.server.protocol import ChatMessage, ToolSpec
 from outpace.server.tokens import in_threads
 
-_START_TIMEOUT = 30.0  # seconds until a fresh process must answer; the first one waits for the disk
+_SCRIPT = Path(__file__).with_name("render.py")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that a request may not set through chat_template_kwargs."""
-
-
-class _Process:
-    """One process that renders. For one thread at a time."""
-
-    def __init__(self, options: ServerConfig) -> None:
-        self._connection, theirs = Pipe()
-        arguments = (str(theirs.fileno()), str(options.template_memory_mb), str(options.template_timeout))
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("render.py")), *arguments],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={
-                    name: os.environ[name]
-                    for name in ("PATH", "PYTHONPATH", "TZ", "LD_LIBRARY_PATH")
-                    if name in os.environ
-                },
-            )
-        finally:
-            theirs.close()
-
-    @property
-    def alive(self) -> bool:
-        """Whether nobody has ended it."""
-        return self._process.poll() is None
-
-    def ready(self) -> bool:
-        """Wait until it has started."""
-        return self._connection.poll(_START_TIMEOUT) and bool(_received(self._connection, 16))
-
-    def ask(self, job: bytes, seconds: float, most: int) -> dict[str, str] | None:
-        """Its answer, or None if it gave none in time; then it is of no more use."""
-        try:
-            self._connection.send_bytes(job)
-            if not self._connection.poll(seconds):
-                return None
-            return json.loads(_received(self._connection, most))
-        except (OSError, EOFError, ValueError):
-            return None
-
-    def close(self) -> None:
-        """End it, whatever it does."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-
-
-def _received(connection: "Connection[Any, Any]", most: int) -> bytes:
-    try:
-        return connection.recv_bytes(most)
-    except EOFError:
-        return b""
 
 
 class Renderer:
@@ -86,7 +30,7 @@ class Renderer:
     def __init__(self, options: ServerConfig) -> None:
         self._options = options
         self._threads = ThreadPoolExecutor(options.template_processes, thread_name_prefix="chat-template")
-        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         self.closed = False
 
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
@@ -98,29 +42,31 @@ class Renderer:
         job = {"template": template, "variables": dict(variables), "max_chars": options.template_max_chars}
         process = self._take()
         begin = time.monotonic()
-        answer = process.ask(json.dumps(job).encode(), options.template_timeout, 16 * options.template_max_chars + 4096)
-        if answer is None:
+        said = process.ask(json.dumps(job).encode(), options.template_timeout, 16 * options.template_max_chars + 4096)
+        if said is None:
             process.close()
             late = time.monotonic() - begin >= options.template_timeout
             raise bad("messages", f"the chat template needs too much {'time' if late else 'memory'}")
         self._give(process)
+        answer: dict[str, str] = json.loads(said)
         if "error" in answer:
             raise bad("messages", answer["error"])
         return answer["text"]
 
-    def _take(self) -> _Process:
+    def _take(self) -> Child:
         while not self._idle.empty():
             process = self._idle.get_nowait()
             if process.alive:
                 return process
             process.close()
-        process = _Process(self._options)
+        options = self._options
+        process = Child((str(_SCRIPT),), (str(options.template_memory_mb), str(options.template_timeout)))
         if not process.ready():
             process.close()
             raise ApiError(500, "The process for chat templates does not start.", code="internal_error")
         return process
 
-    def _give(self, process: _Process) -> None:
+    def _give(self, process: Child) -> None:
         if self.closed:
             process.close()
         else:

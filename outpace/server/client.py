@@ -17,6 +17,7 @@ import msgspec
 
 from outpace.errors import EngineDead, InputError, OutpaceError, Overloaded
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
+from outpace.server.known_grammars import Taught
 from outpace.server.messages import (
     Cancel,
     Embed,
@@ -25,8 +26,10 @@ from outpace.server.messages import (
     News,
     NotStarted,
     Numbers,
+    Ping,
     Ready,
     Start,
+    Starting,
     Tokens,
     add,
     error_of,
@@ -56,6 +59,7 @@ class _Entry:
     open: int  # answers that have not ended; 0 for a vector that has come
     begun: bool = False
     cancelled: bool = False
+    unwanted: set[int] = field(default_factory=set)  # answers that the engine has been told to end
     deltas: dict[int, Delta] = field(default_factory=dict)
     vector: list[float] | None = None
     error: OutpaceError | None = None
@@ -78,6 +82,10 @@ class _Entry:
         self.open -= tokens.finish_reason is not None
         if self.cancelled:
             return
+        if tokens.index in self.unwanted:
+            if not self.open:
+                self.wake()
+            return
         waiting = self.deltas.get(tokens.index)
         if waiting is None:
             self.deltas[tokens.index] = tokens.delta()
@@ -91,6 +99,7 @@ def _merge(old: Delta, new: Delta) -> None:
     if old.logprobs is not None and new.logprobs is not None:
         old.logprobs += new.logprobs
     old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+    old.times = old.times or new.times
 
 
 class _Link(asyncio.Protocol):
@@ -118,6 +127,7 @@ class EngineClient:
         self._admission = admission or Admission()
         self._numbers = itertools.count()
         self._entries: dict[int, _Entry] = {}
+        self._taught = Taught()
         self._waiting = self._waiting_tokens = self._running = 0
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -127,6 +137,12 @@ class EngineClient:
         """When the engine last did anything, or got work after it had none."""
         self.lost = asyncio.Event()
         """Set once the engine is gone."""
+        self.part = "starting a process"
+        """How far the start is."""
+        self.heard_at = time.monotonic()
+        """When the engine last said anything."""
+        self.pinged_at: float | None = None
+        """When it was asked whether it is there, if it has not answered since."""
 
     async def open(self, sock: socket.socket, start: Start) -> None:
         """Have the engine load the model, and wait until it has; the socket is the client's from here on."""
@@ -160,6 +176,8 @@ class EngineClient:
                     deltas, entry.deltas = entry.deltas, {}
                     for delta in deltas.values():
                         yield delta
+                        if request.unwanted:
+                            self._give_up(entry, request.unwanted)
                 elif entry.error is not None:
                     raise entry.error
                 else:
@@ -197,7 +215,17 @@ class EngineClient:
             prefix_queries=last.prefix_queries,
             last_steps=list(self._last_steps),
             startup_seconds=self.ready.startup_seconds,
+            step_limit_ms=self.ready.step_limit_ms,
+            cache_config=self.ready.cache_config,
+            step_sizes=list(last.step_sizes),
+            step_tokens=last.step_tokens,
         )
+
+    def ping(self) -> None:
+        """Ask an engine that has nothing to do whether it is there, if it is one that answers."""
+        if self.ready.answers_pings and self.pinged_at is None:
+            self.pinged_at = time.monotonic()
+            self._send(Ping())
 
     async def close(self) -> None:
         """Hang up, whereupon the engine process ends."""
@@ -219,8 +247,11 @@ class EngineClient:
 
     def receive(self, message: FromWorker) -> None:
         """Take in what the engine says."""
+        self.heard_at = time.monotonic()
         if isinstance(message, News):
             self._take(message)
+        elif isinstance(message, Starting):
+            self.part = message.part
         elif self._ready.done():
             pass  # given up waiting
         elif isinstance(message, NotStarted):
@@ -231,6 +262,8 @@ class EngineClient:
 
     def _take(self, news: News) -> None:
         steps = self._last.steps
+        if news.pong:
+            self.pinged_at = None
         if news.numbers is not None:
             self._last = news.numbers
             self._last_steps.extend(news.numbers.new_steps)
@@ -258,6 +291,8 @@ class EngineClient:
         params, num_tokens = request.params, len(request.prompt_token_ids)
         self._admit(1, num_tokens)
         number = next(self._numbers)
+        for message in self._taught.before(request.grammar):
+            self._send(message)
         return self._enter(add(number, request), _Entry(number, num_tokens, params.n, params.n))
 
     def _admit(self, count: int, num_tokens: int) -> None:
@@ -313,6 +348,14 @@ class EngineClient:
             entry.cancelled = True
             entry.deltas.clear()
             self._send(Cancel(entry.number))
+
+    def _give_up(self, entry: _Entry, unwanted: set[int]) -> None:
+        """Have the engine end answers that nobody needs, while others go on."""
+        if entry.number not in self._entries or entry.cancelled:
+            return
+        for index in unwanted - entry.unwanted:
+            entry.unwanted.add(index)
+            self._send(Cancel(entry.number, index))
 
     async def _vector(self, entry: _Entry) -> list[float]:
         while entry.vector is None:

@@ -17,7 +17,19 @@ __all__ = [
     "ModelCard",
     "Overloaded",
     "StepRecord",
+    "WireGrammar",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class WireGrammar:
+    """A compiled grammar on its way to the engine process."""
+
+    key: bytes
+    """Of what it was compiled from."""
+    data: bytes = field(repr=False)
+    vocabulary: bytes = field(repr=False)
+    """The tokens it was compiled for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +44,10 @@ class EngineRequest:
     """Token sequences that no answer may contain."""
     priority: int = 0
     cache_salt: str = ""
+    grammar: WireGrammar | None = None
+    """What answers are held to."""
+    unwanted: set[int] = field(default_factory=set, compare=False)
+    """Whoever reads the deltas puts answers here that need no more of them, and the engine ends those alone."""
 
 
 @dataclass(slots=True)
@@ -48,6 +64,8 @@ class Delta:
     """The stop token that ended it, if it was not the model's own."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Once, with the first delta, when asked for."""
+    times: tuple[float, float] | None = None
+    """Once, with the first delta: seconds in the queue, and from its end to the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,10 @@ class ModelCard:
     device: str
     created: int
     """When it was loaded, in seconds since 1970."""
+
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds by which steps are counted: this many tokens, or fewer."""
 
 
 class StepRecord(NamedTuple):
@@ -96,6 +118,16 @@ class EngineStatus:
     """The last 64, oldest first."""
     startup_seconds: dict[str, float] = field(default_factory=dict)
     """What the last start took, by part."""
+    why: str = ""
+    """What keeps it from being ready."""
+    step_limit_ms: float | None = None
+    """What a step should take at most, where the tokens of a step were chosen for a time."""
+    cache_config: dict[str, str] = field(default_factory=dict)
+    """How the cache was made, under vLLM's names."""
+    step_sizes: list[int] = field(default_factory=list)
+    """Steps so far for each of `STEP_SIZES`, and those that were larger."""
+    step_tokens: int = 0
+    """Tokens of all these steps."""
 
 
 class Engine(Protocol):

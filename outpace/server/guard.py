@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outpace.log import logger
 from outpace.server.options import ServerConfig
-from outpace.server.problems import ApiError, as_api_error, error_response
+from outpace.server.problems import AMBIGUOUS, ApiError, as_api_error, error_response
 from outpace.server.stream import DONE, ClientGone
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
@@ -47,6 +47,17 @@ class Keys:
         return bool(self._digests)
 
 
+def _path(scope: Scope) -> str:
+    """The path of a route, without the one that a proxy shows the server under."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.rstrip(".").lower()
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
@@ -67,9 +78,17 @@ class Guard:
     """ASGI middleware around all routes. Every error that a route lets out becomes an answer here."""
 
     def __init__(
-        self, app: ASGIApp, *, options: ServerConfig, keys: Sequence[str], rejected: Callable[[str], None]
+        self,
+        app: ASGIApp,
+        *,
+        options: ServerConfig,
+        keys: Sequence[str],
+        rejected: Callable[[str], None],
+        ended: Callable[[str], None],
     ) -> None:
-        self._app, self._options, self._keys, self._rejected = app, options, Keys(keys), rejected
+        """`rejected` is told why a request was refused, `ended` how each one that may cost something ended."""
+        self._app, self._options, self._keys = app, options, Keys(keys)
+        self._rejected, self._ended = rejected, ended
         self._running: Counter[int | None] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,6 +111,7 @@ class Guard:
         key: int | None = None
         try:
             self._check_headers(scope)
+            self._check_host(scope, headers)
             key = self._check_key(scope, headers)
             async with self._admitted(scope, key), asyncio.timeout(self._options.request_timeout):
                 await self._app(scope, self._limited(receive, headers), sent)
@@ -104,6 +124,8 @@ class Guard:
             status = _GONE
             raise
         finally:
+            if scope["method"] == "POST":
+                self._ended(_outcome(status, sent.status))
             if self._options.access_log:
                 self._log(scope, request_id, status, key, time.perf_counter() - begin)
 
@@ -112,9 +134,22 @@ class Guard:
         size = sum(len(name) + len(value) for name, value in headers)
         if len(headers) > self._options.max_headers or size > self._options.max_header_bytes:
             raise ApiError(431, "The headers of the request are too many or too long.", code="headers_too_large")
+        names = {name for name, _ in headers}
+        if b"content-length" in names and b"transfer-encoding" in names:  # a proxy may see another request than we do
+            raise ApiError(400, "Send either Content-Length or Transfer-Encoding.", code=AMBIGUOUS)
+
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
+        """Refuse names that are not the server's: a page of another site may have its name point here."""
+        allowed = self._options.allowed_hosts
+        if not allowed or "*" in allowed or _path(scope) in OPEN:
+            return
+        if _host_name(headers.get("host", "")) not in {name.lower() for name in allowed}:
+            raise ApiError(
+                421, "The Host header names another server; the option allowed_hosts adds names.", code="wrong_host"
+            )
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
-        if not self._keys or scope["path"] in OPEN:
+        if not self._keys or _path(scope) in OPEN:
             return None
         key = self._keys.find(headers.get("authorization"))
         if key is None:
@@ -174,13 +209,14 @@ class Guard:
     async def _fail(self, error: Exception, request_id: str, scope: Scope, sent: "_Sent") -> int:
         """Tell the client what it may know, and the log everything."""
         problem = as_api_error(error, request_id)
-        if problem.code in ("overloaded", "engine_unavailable") and not isinstance(error, ApiError):
+        unforeseen = not sent.status and not isinstance(error, ApiError)  # others are counted where they are raised
+        if unforeseen and problem.code in ("overloaded", "engine_unavailable"):
             self._rejected(problem.code)
         if problem.status == 500:
             logger.error("request %s failed", request_id, exc_info=error)
         if not sent.status:
             response = error_response(problem, request_id, self._options.retry_after)
-            if problem.status == 401 and (scope["path"] == "/" or scope["path"].startswith("/web/")):
+            if problem.status == 401 and (_path(scope) in ("/", "/docs") or _path(scope).startswith("/web/")):
                 response.headers["www-authenticate"] = 'Basic realm="outpace: the password is an API key"'
             await response(scope, _nothing, sent)
         elif sent.is_stream:
@@ -207,6 +243,19 @@ class Guard:
         )
 
 
+def _outcome(status: int, begun: int) -> str:
+    """How a request ended: every one is in one of these classes. `begun` is the status its answer began with."""
+    if status == _GONE:
+        return "cancelled"
+    if status < 400:
+        return "done"
+    if status != begun:  # a stream that broke
+        return "failed"
+    if status in (429, 503):
+        return "rejected"
+    return "failed" if status >= 500 else "invalid"
+
+
 class _Sent:
     """`send` that adds headers and remembers what has gone out."""
 
@@ -220,10 +269,10 @@ class _Sent:
             self.status = message["status"]
             headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
             self.is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
-            message = {
-                **message,
-                "headers": [*headers, (b"x-request-id", self._id), (b"x-content-type-options", b"nosniff")],
-            }
+            headers += [(b"x-request-id", self._id), (b"x-content-type-options", b"nosniff")]
+            if all(name != b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store"))
+            message = {**message, "headers": headers}
         await self._send(message)
 
 

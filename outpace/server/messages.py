@@ -17,7 +17,8 @@ from outpace.types import FinishReason, Logprob, SamplingParams, TokenLogprobs
 
 MAX_FRAME = 1 << 28  # bytes; a longer one means that the two sides have lost each other
 _LENGTH = struct.Struct("<I")
-_NOT_SENT = ("stop", "include_stop_str_in_output", "bad_words", "skip_special_tokens")  # of the text, not of tokens
+_NOT_SENT = ("stop", "include_stop_str_in_output", "bad_words", "skip_special_tokens", "structured_outputs")
+"""Parameters of the text, not of tokens, and what goes another way."""
 _DEFAULTS = SamplingParams()
 
 WireLogprobs = list[tuple[int, float, int]]  # token, log-probability, rank
@@ -40,6 +41,23 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     bad_words: list[list[int]]
     priority: int
     cache_salt: bytes
+    grammar: bytes = b""
+    """Key of what its answers are held to."""
+
+
+class Learn(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A grammar that requests will name by its key."""
+
+    key: bytes
+    data: bytes
+    vocabulary: bytes
+    """With the first one; empty: as before."""
+
+
+class Unlearn(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """No request will name this grammar again."""
+
+    key: bytes
 
 
 class Embed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -51,9 +69,21 @@ class Embed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody waits for this request any more."""
+    """Nobody waits for this request, or for one of its answers, any more."""
 
     number: int
+    index: int | None = None
+    """The answer; None: all that are left."""
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Is anybody there? `News.pong` answers."""
+
+
+class Starting(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How far the start is."""
+
+    part: str
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -63,6 +93,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     startup_seconds: dict[str, float]
     max_num_seqs: int
     num_blocks: int
+    step_limit_ms: float | None = None
+    """See `EngineStatus`."""
+    cache_config: dict[str, str] = {}
+    """See `EngineStatus`."""
+    answers_pings: bool = False
+    """Whether silence means that it hangs, also when it has no work."""
 
 
 class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -82,13 +118,15 @@ class Tokens(msgspec.Struct, array_like=True):
     stop_reason: int | None = None
     logprobs: list[WireLogprobs] | None = None
     prompt_logprobs: list[WireLogprobs | None] | None = None
+    times: tuple[float, float] | None = None
+    """With the first of a request: see `Delta`."""
 
     def delta(self) -> Delta:
         """The same for the HTTP side."""
         logprobs = None if self.logprobs is None else [_logprobs(entry) for entry in self.logprobs]
         prompt = self.prompt_logprobs
         told = None if prompt is None else [None if entry is None else _logprobs(entry) for entry in prompt]
-        return Delta(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told)
+        return Delta(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told, self.times)
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -113,6 +151,9 @@ class Numbers(msgspec.Struct, array_like=True):
     prefix_queries: int
     new_steps: list[StepRecord]
     """Those since the last time."""
+    step_sizes: list[int] = []
+    """Steps by their tokens, see `EngineStatus`."""
+    step_tokens: int = 0
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
@@ -124,10 +165,12 @@ class News(msgspec.Struct, array_like=True, tag=True):
     """Of `Embed`, by number."""
     cancelled: list[int] = []
     numbers: Numbers | None = None
+    pong: bool = False
+    """It has heard a `Ping`."""
 
 
-ToWorker = Start | Add | Embed | Cancel
-FromWorker = Ready | NotStarted | News
+ToWorker = Start | Add | Learn | Unlearn | Embed | Cancel | Ping
+FromWorker = Starting | Ready | NotStarted | News
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -168,7 +211,8 @@ def add(number: int, request: EngineRequest) -> Add:
             params[field.name] = value
     salt = request.cache_salt.encode("utf-8", "surrogatepass")  # any text of a caller will do
     words = [list(word) for word in request.bad_words]
-    return Add(number, list(request.prompt_token_ids), params, words, request.priority, salt)
+    key = request.grammar.key if request.grammar is not None else b""
+    return Add(number, list(request.prompt_token_ids), params, words, request.priority, salt, key)
 
 
 def wire_logprobs(found: TokenLogprobs) -> WireLogprobs:

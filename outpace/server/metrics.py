@@ -1,18 +1,23 @@
 """Prometheus metrics under vLLM's names, with `outpace:` for a prefix. Each server has a registry of its own."""
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outpace.server.engine import EngineStatus
+from outpace.server.engine import STEP_SIZES, EngineStatus
+from outpace.server.stream import Ended
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_FEW = (1, 2, 5, 10, 20)
 
 
 def _used(status: EngineStatus) -> float:
@@ -56,10 +61,44 @@ class _Engine(Collector):
         for part, seconds in status.startup_seconds.items():
             parts.add_metric([self._model, part], seconds)
         yield parts
+        config = status.cache_config
+        about = GaugeMetricFamily("outpace:cache_config_info", "How the cache was made.", labels=(*_LABELS, *config))
+        about.add_metric([self._model, *config.values()], 1.0)
+        yield about
+        counts = status.step_sizes or [0] * (len(STEP_SIZES) + 1)
+        yield _family(
+            "iteration_tokens_total", "Tokens of a step.", self._model, STEP_SIZES, counts, status.step_tokens
+        )
 
     def describe(self) -> list[Metric]:
         """Nothing beforehand: the names are known, and the engine need not be asked for them."""
         return []
+
+
+def _family(
+    name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> HistogramMetricFamily:
+    """A histogram of numbers that were counted elsewhere: so many up to each bound, and above the last."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    family = HistogramMetricFamily(f"outpace:{name}", text, labels=_LABELS)
+    family.add_metric([model], list(zip(names, accumulate(counts), strict=True)), total)
+    return family
+
+
+class _Gaps(Collector):
+    """Times between tokens, one for each token of each stream: a histogram of the library would cost much more."""
+
+    def __init__(self, model: str) -> None:
+        self._model, self._counts, self._total = model, [0] * (len(_GAPS) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(_GAPS, seconds)] += 1
+        self._total += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Time between two pieces of an answer, most of which are one token."
+        yield _family("inter_token_latency_seconds", text, self._model, _GAPS, self._counts, self._total)
 
 
 class Metrics:
@@ -69,39 +108,59 @@ class Metrics:
         """`status` is the engine's own function of that name."""
         self.registry = CollectorRegistry()
         self.registry.register(_Engine(model, status))
+        self._gaps = _Gaps(model)
+        self.registry.register(self._gaps)
+        self.observe_gap = self._gaps.add
         self._model = model
         self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SHORT)
         self._each = self._histogram(
             "request_time_per_output_token_seconds", "Mean time between tokens of a request.", _SHORT
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG)
+        self._queue = self._histogram("request_queue_time_seconds", "Time in the engine's queue.", _LONG)
+        self._prefill = self._histogram("request_prefill_time_seconds", "End of the queue to first token.", _LONG)
+        self._decode = self._histogram("request_decode_time_seconds", "First token to last token.", _LONG)
+        self._inference = self._histogram("request_inference_time_seconds", "End of the queue to last token.", _LONG)
+        self._n = self._histogram("request_params_n", "Answers that were asked for.", _FEW)
+        self._max_tokens = self._histogram("request_params_max_tokens", "Tokens that an answer could have.", _TOKENS)
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer of a request.", _TOKENS
+        )
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Tokens of the answers of a request.", _TOKENS)
         self._success = self._counter("request_success", "Requests by how they ended.", "finished_reason")
         self._rejected = self._counter("admission_rejections", "Requests that were refused.", "reason")
+        self._outcomes = self._counter("http_requests", "POST requests by outcome; each is in one.", "outcome")
 
-    def observe_request(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        ttft: float | None,
-        tpot: float | None,
-        e2e: float,
-        finish_reason: str,
-    ) -> None:
-        """Count a request that has ended; times are seconds, None where there was no such token."""
-        if ttft is not None:
-            self._first.labels(self._model).observe(ttft)
-        if tpot is not None:
-            self._each.labels(self._model).observe(tpot)
-        self._whole.labels(self._model).observe(e2e)
-        self._prompt.labels(self._model).observe(prompt_tokens)
-        self._answer.labels(self._model).observe(output_tokens)
-        self._success.labels(self._model, finish_reason).inc()
+    def observe_request(self, ended: Ended) -> None:
+        """Count a request that has ended."""
+        times: list[tuple[Histogram, float | None]] = [
+            (self._first, ended.ttft),
+            (self._each, ended.tpot),
+            (self._whole, ended.e2e),
+            (self._queue, ended.queue),
+            (self._prefill, ended.prefill),
+            (self._decode, ended.decode),
+            (self._prompt, ended.prompt_tokens),
+            (self._answer, ended.output_tokens),
+            (self._longest, ended.longest),
+        ]
+        if ended.prefill is not None and ended.decode is not None:
+            times.append((self._inference, ended.prefill + ended.decode))
+        if ended.params is not None:
+            times += [(self._n, ended.params.n), (self._max_tokens, ended.params.max_tokens)]
+        for histogram, value in times:
+            if value is not None:
+                histogram.labels(self._model).observe(value)
+        self._success.labels(self._model, ended.finish_reason).inc()
 
     def observe_rejection(self, reason: str) -> None:
         """Count a request that was refused: "overloaded", "draining", ..."""
         self._rejected.labels(self._model, reason).inc()
+
+    def observe_outcome(self, outcome: str) -> None:
+        """Count an HTTP request that has ended: "done", "rejected", "cancelled", "failed" or "invalid"."""
+        self._outcomes.labels(self._model, outcome).inc()
 
     def render(self) -> bytes:
         """The text that Prometheus reads, as `CONTENT_TYPE`."""

@@ -27,6 +27,9 @@ class ServerConfig(ConfigModel):
     """Certificate for TLS."""
     ssl_keyfile: str | None = None
     """Its private key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests may ask for, * is any. Without any, a server on a loopback address takes the names of
+    this machine alone, so that no page of another site can reach it by a name of its own; others take every name."""
     root_path: str = ""
     """Path under which a proxy shows the server."""
 
@@ -64,6 +67,16 @@ class ServerConfig(ConfigModel):
     """Most messages of a chat."""
     max_tools: int = Field(default=128, ge=0)
     """Most tools of a chat."""
+    max_schema_bytes: int = Field(default=64 * 2**10, ge=1)
+    """Longest JSON schema that answers may be held to, and all those of the tools together."""
+    max_schema_depth: int = Field(default=32, ge=1, le=64)
+    """Deepest nesting of such a schema."""
+    max_regex_chars: int = Field(default=2 * 2**10, ge=1)
+    """Longest regular expression that answers may be held to."""
+    max_grammar_bytes: int = Field(default=16 * 2**10, ge=1)
+    """Longest grammar that answers may be held to."""
+    max_choices: int = Field(default=1024, ge=1)
+    """Most texts of which an answer is to be one."""
     max_n: int = Field(default=16, ge=1, le=128)
     """Most answers to a prompt."""
     max_stop: int = Field(default=8, ge=0)
@@ -92,11 +105,14 @@ class ServerConfig(ConfigModel):
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds a client may take to send its body."""
     keep_alive_timeout: float = Field(default=60.0, gt=0)
-    """Seconds until an idle connection is closed."""
+    """Seconds until an idle connection is closed, or (on Linux) one whose client reads nothing of what waits for it."""
+    sse_ping_seconds: float = Field(default=15.0, ge=0)
+    """Seconds of silence in a stream until a comment is sent, so that no proxy gives it up; 0: none is sent."""
     shutdown_timeout: float = Field(default=30.0, ge=0)
     """Seconds that running requests get after SIGTERM; 0 ends them at once."""
     stall_timeout: float = Field(default=120.0, gt=0)
-    """Seconds without a step of the engine, while it has work, until it counts as dead and is restarted."""
+    """Seconds without a step of the engine while it has work, or without a sign of life while it has none, until it
+    counts as dead and is restarted."""
     template_timeout: float = Field(default=2.0, gt=0)
     """Seconds a chat template may take."""
     template_max_chars: int = Field(default=4 * 2**20, ge=1024)
@@ -105,6 +121,12 @@ class ServerConfig(ConfigModel):
     """Memory a chat template may use, where the system can limit it."""
     template_processes: int = Field(default=2, ge=1)
     """Processes that write chats out with the template."""
+    grammar_timeout: float = Field(default=2.0, gt=0)
+    """Seconds it may take to compile what an answer is to be held to."""
+    grammar_memory_mb: int = Field(default=1024, ge=64)
+    """Memory that this may use, where the system can limit it."""
+    grammar_cache_mb: int = Field(default=64, ge=1)
+    """Memory for compiled grammars that are kept."""
 
     access_log: bool = True
     """One log line for each request."""
@@ -112,10 +134,12 @@ class ServerConfig(ConfigModel):
     """Log lines as JSON."""
     metrics: bool = True
     """Offer /metrics."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span for each request; needs outpace[tracing]."""
     docs: bool = True
     """Offer /docs and /openapi.json."""
 
-    @field_validator("api_keys", "served_model_name", mode="before")
+    @field_validator("api_keys", "served_model_name", "allowed_hosts", mode="before")
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
@@ -142,6 +166,13 @@ class ServerConfig(ConfigModel):
         if not all(map(_is_key, keys)):
             raise ConfigError("api_keys: a key has characters that no header can carry; use printable ASCII")
         return tuple(dict.fromkeys(keys))
+
+    def hosts(self) -> tuple[str, ...]:
+        """The names in `Host` that are taken by a server that listens on `host`; empty: all are."""
+        if self.allowed_hosts:
+            return () if "*" in self.allowed_hosts else self.allowed_hosts
+        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return tuple(dict.fromkeys((self.host, "localhost", "127.0.0.1", "::1"))) if is_loopback else ()
 
     def template_text(self) -> str | None:
         """The chat template of the option, read from its file if it is a path."""

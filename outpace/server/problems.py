@@ -12,6 +12,9 @@ from outpace.errors import EngineDead, InputError, NotSupported, OutpaceError, O
 
 _FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[][\w\].\[]*)?): ")
 _LONGEST_MESSAGE = 1000
+_LAST = frozenset({408, 413, 431})  # the rest of such a request is not waited for
+AMBIGUOUS = "ambiguous_length"
+"""The code of requests whose end can be understood in two ways."""
 
 
 class ApiError(Exception):
@@ -98,6 +101,8 @@ def error_response(error: ApiError, request_id: str, retry_after: int) -> Respon
     headers = {"x-request-id": request_id}
     if error.retry:
         headers["retry-after"] = str(retry_after)
+    if error.status in _LAST or error.code == AMBIGUOUS:
+        headers["connection"] = "close"
     if error.status == 401:
         headers["www-authenticate"] = 'Bearer realm="outpace"'
     return Response(msgspec.json.encode(error.body), error.status, headers, "application/json")

@@ -7,8 +7,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from outpace.server.fields import Biases, Body, FirstError, Prompt, Strings, Text, TokenIds
 
-_NO_GRAMMAR = "answers cannot be held to a grammar in this release; leave it out"
-
 
 class StreamOptions(Body):
     """What a stream tells beside the answer."""
@@ -20,15 +18,27 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    """Only plain text: the others need masks in the sampler."""
+    """What the answer has to look like, as OpenAI says it."""
 
-    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
+    """name, schema, and whether it is strict: it is kept to in any case."""
 
     @model_validator(mode="after")
-    def _text_only(self) -> "ResponseFormat":
-        if self.type != "text":
-            raise ValueError(f"type: {self.type!r} is not supported: {_NO_GRAMMAR}")
+    def _schema_is_there(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: belongs to the type json_schema, and to it alone")
+        given = self.json_schema
+        if given is None:
+            return self
+        kinds = {"name": str, "description": str, "schema": dict, "strict": bool}
+        for name, value in given.items():
+            if name not in kinds:
+                raise ValueError(f"json_schema: {name[:80]!r} is unknown; it takes name, description, schema, strict")
+            if value is not None and not isinstance(value, kinds[name]):
+                raise ValueError(f"json_schema: {name} is not of its type")
+        if not given.get("name") or given.get("schema") is None:
+            raise ValueError("json_schema: name and schema are needed")
         return self
 
 
@@ -41,11 +51,9 @@ class SamplingFields(Body):
         "length_penalty": "beam search is not in this release",
         "early_stopping": "beam search is not in this release",
         "logits_processors": "code from requests is never run",
-        "guided_json": _NO_GRAMMAR,
-        "guided_regex": _NO_GRAMMAR,
-        "guided_choice": _NO_GRAMMAR,
-        "guided_grammar": _NO_GRAMMAR,
-        "structured_outputs": _NO_GRAMMAR,
+        "guided_decoding_backend": "there is one; leave it out",
+        "guided_whitespace_pattern": "leave it out",
+        "structural_tag": "use tools",
         "prompt_embeds": "send text or token ids",
     }
 
@@ -67,6 +75,13 @@ class SamplingFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """What the answer has to look like, as vLLM says it: one of json, regex, choice, grammar, json_object."""
+    guided_json: dict[str, Any] | str | None = None
+    """An older name of structured_outputs.json, and so on."""
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[Text], FirstError(), Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     """Who asks; it stands in the access log."""
 
@@ -188,7 +203,8 @@ class FunctionSpec(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+    """Hold calls to the schema of the arguments also where the model is free to call or not."""
 
 
 class ToolSpec(Body):
@@ -196,6 +212,19 @@ class ToolSpec(Body):
 
     type: Literal["function"]
     function: FunctionSpec
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: Text
+
+
+class NamedTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(SamplingFields):
@@ -222,7 +251,8 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     tools: Annotated[list[ToolSpec], FirstError()] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """required: a call and nothing else; the name of a tool: a call of it."""
     parallel_tool_calls: bool | None = None
     """false: only the first call."""
     add_generation_prompt: bool | None = None
@@ -233,22 +263,18 @@ class ChatRequest(SamplingFields):
     """Variables for the template."""
     documents: Annotated[list[dict[str, str]], FirstError()] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _tool_choice_can_be_kept(cls, data: object) -> object:
-        choice = data.get("tool_choice") if isinstance(data, Mapping) else None
-        if choice == "required" or isinstance(choice, dict):
-            raise ValueError("tool_choice: a call cannot be forced in this release; use auto or none")
-        return data
-
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_completion_tokens: differs from max_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
-        if self.tool_choice == "auto" and not self.tools:
+        if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice: only with tools")
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            if all(tool.function.name != wanted for tool in self.tools or ()):
+                raise ValueError(f"tool_choice: {wanted[:64]!r} is not among the tools")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: not with add_generation_prompt=true")
         if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].content):

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -62,9 +62,21 @@ class Client:
             self._name = str(self._asked("GET", "/v1/models")["data"][0]["id"])
         return self._name
 
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Response]:
-        """Answer each prompt, with the arguments of `outpace.pipeline`; they run together."""
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        streaming_fn: Callable[[list[Response]], object] | None = None,
+        **options: Any,
+    ) -> list[Response]:
+        """Answer each prompt, with the arguments of `outpace.pipeline`; they run together.
+
+        `streaming_fn` is called with each new piece of the answer, a list of one Response as in MII; for one prompt.
+        """
         given = [prompts] if isinstance(prompts, str) else list(prompts)
+        if streaming_fn is not None:
+            if len(given) != 1:
+                raise InputError(f"streaming_fn: expected one prompt, got {len(given)}; call generate for each")
+            return [self._stream(given[0], streaming_fn, options)]
         path = f"/mii/{quote(self.model, safe='/')}"
         if not given:
             raise InputError("prompts: expected text, or a list of texts that is not empty")
@@ -77,6 +89,43 @@ class Client:
             return list(pool.map(one, given))
 
     __call__ = generate
+
+    def _stream(
+        self, prompt: str, streaming_fn: Callable[[list[Response]], object], options: Mapping[str, Any]
+    ) -> Response:
+        """Answer one prompt piece by piece; the whole of it."""
+        asked = self._asked("POST", "/tokenize", {"prompt": prompt})
+        body = completion_body(prompt, asked["count"], asked["max_model_len"], options)
+        text, length, reason = prompt if options.get("return_full_text") else "", 0, "none"
+        piece = text
+        for chunk in self._events("/v1/completions", body):
+            if (choice := next(iter(chunk["choices"]), None)) is None:
+                continue
+            piece += choice["text"]
+            text += choice["text"]
+            length, reason = chunk["usage"]["completion_tokens"], choice["finish_reason"] or "none"
+            streaming_fn([Response(piece, asked["count"], length, reason)])
+            piece = ""
+        return Response(text, asked["count"], length, reason)
+
+    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a stream; one that is an error is raised."""
+        try:
+            with self._http.stream("POST", path, json=body) as reply:
+                if reply.status_code != 200:
+                    reply.read()
+                    raise _error(reply)
+                for line in reply.iter_lines():
+                    if not line.startswith("data:") or line.endswith("[DONE]"):
+                        continue
+                    event = json.loads(line.removeprefix("data:"))
+                    if "error" in event:
+                        raise EngineDead(str(event["error"]["message"]))
+                    yield event
+        except TypeError as error:
+            raise InputError(f"an argument cannot be sent as JSON: {error}") from None
+        except httpx.HTTPError as error:
+            raise StateError(f"url: {self.url} broke off ({error or type(error).__name__})") from None
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -209,6 +258,32 @@ def _child() -> None:
     _, llm, config = options_of(asked["options"])
     set_up(as_json=config.log_json)
     sys.exit(run(asked["model"], llm, config))
+
+
+def completion_body(prompt: str, num_tokens: int, max_model_len: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """MII's arguments as a request for a stream of /v1/completions, with MII's defaults."""
+    left = dict(options)
+    longest = min(left.pop("max_length", None) or max_model_len, max_model_len)
+    if longest <= num_tokens:
+        raise InputError(f"max_length: a prompt of {num_tokens} tokens leaves no room in {longest}")
+    room = longest - num_tokens
+    temperature, do_sample = left.pop("temperature", None), left.pop("do_sample", True)
+    left.pop("return_full_text", None)
+    body = {
+        "prompt": prompt,
+        "max_tokens": min(left.pop("max_new_tokens", None) or room, room),
+        "min_tokens": left.pop("min_new_tokens", 0),
+        "temperature": (1.0 if temperature is None else temperature) if do_sample else 0.0,
+        "top_p": left.pop("top_p", 0.9),
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True},
+    }
+    for name in ("top_k", "stop", "ignore_eos", "seed"):
+        if (value := left.pop(name, None)) is not None:
+            body[name] = value
+    if left:
+        raise InputError(f"{next(iter(left))}: generate has no such argument")
+    return body
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import (
 
 from typing_extensions import TypedDict
 
-FinishText = Literal["stop", "length", "tool_calls", "abort"]
+FinishText = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
 class ErrorText(TypedDict):
@@ -267,6 +267,14 @@ class Status(TypedDict):
     last_steps: list[list[float]]
     """Number, prefill tokens, decode tokens and milliseconds of each, oldest first."""
     startup_seconds: dict[str, float]
+    why: str
+    """What keeps the engine from being ready."""
+    step_limit_ms: float | None
+    """What a step should take at most; None: not known yet."""
+    cache_config: dict[str, str]
+    step_sizes: list[int]
+    """Steps by their tokens: at most 1, 8, 16, 32, ... 16384, and more."""
+    step_tokens: int
 
 
 class Version(TypedDict):

@@ -1,5 +1,7 @@
 """`outpace serve`: the engine process, the HTTP server in front of it, and an orderly end.
 
+The port is open at once; until the model is loaded `starting.Front` answers. Then it hands over to the server's app.
+
 The first SIGTERM or SIGINT drains: new requests get 503, those that run may finish for `shutdown_timeout` seconds. What
 runs after that, or when a second signal comes, is cut off with an error.
 """
@@ -11,21 +13,25 @@ import shlex
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import uvicorn
-from fastapi import FastAPI
 from rich.console import Console
+from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from outpace.config import LLMConfig
 from outpace.errors import ConfigError, OutpaceError
 from outpace.loading.build import load_tokenizer
 from outpace.log import logger
+from outpace.server import tracing
 from outpace.server.client import Admission
+from outpace.server.connection import limited
 from outpace.server.engine import EngineStatus
 from outpace.server.options import ServerConfig
+from outpace.server.starting import Front
 from outpace.server.supervisor import Healing, Supervisor
 
 FINISHED = 0
@@ -37,6 +43,7 @@ CUT_OFF = 3
 INTERRUPTED = 130
 """Exit code: interrupted before it served anything."""
 
+BACKLOG = 2048  # connections that wait to be taken
 FLUSH = 5  # seconds for clients to read the ends of their answers
 
 
@@ -65,19 +72,62 @@ async def _run(
 ) -> int:
     from outpace.server.app import create_app
 
+    signals = _signals()
     admission = Admission(
         max_waiting=asked.scheduler.max_waiting,
         max_waiting_tokens=config.max_waiting_tokens,
     )
     engine = Supervisor(model, options, admission=admission, healing=Healing(stall_timeout=config.stall_timeout))
+    traces = tracing.make_provider(config.otlp_traces_endpoint)
+    front = Front(lambda: engine.starting, config.retry_after)
+    server = _Server(_uvicorn(front, config))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, model), engine.start())
-        app = create_app(engine, config, tokenizer)
-        server = _Server(_uvicorn(app, config))
-        lines = _greeting(engine.card.name, engine.status(), config, sock, tokenizer)
-        return await _serve(server, sock, engine, config.shutdown_timeout, lambda: console.print("\n".join(lines)))
+        tokenizer = await _loaded(model, engine, serving, signals[0])
+        if signals[0].is_set():
+            return INTERRUPTED
+        app = create_app(engine, config.model_copy(update={"allowed_hosts": config.hosts()}), tokenizer, traces=traces)
+        async with app.router.lifespan_context(app):
+            front.app = app
+            console.print("\n".join(_greeting(engine.card.name, engine.status(), config, sock, tokenizer)))
+            return await _serve(server, serving, engine, config.shutdown_timeout, signals)
     finally:
         await engine.close()
+        await _closed(server, serving)
+        if traces is not None:
+            await asyncio.to_thread(traces.shutdown)
+
+
+async def _loaded(
+    model: str | None, engine: Supervisor, serving: asyncio.Task[None], interrupted: asyncio.Event
+) -> PreTrainedTokenizerBase | None:
+    """Start the engine; its tokenizer. Comes back early when a signal is there or the HTTP server has ended."""
+
+    async def load() -> PreTrainedTokenizerBase | None:
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, model), engine.start())
+        return tokenizer
+
+    loading, signal_came = asyncio.create_task(load()), asyncio.create_task(interrupted.wait())
+    try:
+        await _first_of(loading, signal_came, serving)
+        if serving.done():
+            _ended_by_itself(serving)
+        return loading.result() if loading.done() else None
+    finally:
+        for task in (loading, signal_came):
+            task.cancel()
+        await asyncio.gather(loading, signal_came, return_exceptions=True)
+
+
+def _ended_by_itself(serving: asyncio.Task[None]) -> NoReturn:
+    serving.result()
+    raise ConfigError("the HTTP server ended by itself; its log says why")
+
+
+async def _closed(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    """End the HTTP server, if it has not ended."""
+    server.should_exit = server.force_exit = True
+    await asyncio.gather(serving, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):
@@ -89,19 +139,17 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(
-    server: uvicorn.Server, sock: socket.socket, engine: Supervisor, patience: float, greet: Callable[[], None]
+    server: uvicorn.Server,
+    serving: asyncio.Task[None],
+    engine: Supervisor,
+    patience: float,
+    signals: tuple[asyncio.Event, asyncio.Event],
 ) -> int:
     """Serve until a signal, then drain; the exit code."""
-    first, second = _signals()
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if not serving.done():
-        greet()
+    first, second = signals
     await _first_of(serving, asyncio.create_task(first.wait()))
     if serving.done():
-        serving.result()
-        raise ConfigError("the HTTP server ended by itself; its log says why")
+        _ended_by_itself(serving)
     engine.drain()
     logger.warning("draining: %d requests run; a second signal ends them", engine.in_flight)
     abort = asyncio.create_task(second.wait())
@@ -139,6 +187,7 @@ def _check(config: ServerConfig) -> None:
     """Read the files that the options name: better now than when the model is loaded."""
     config.all_api_keys()
     config.template_text()
+    tracing.check(config.otlp_traces_endpoint)
     if config.ssl_certfile is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
@@ -147,11 +196,16 @@ def _check(config: ServerConfig) -> None:
 
 
 def _bound(config: ServerConfig) -> socket.socket:
-    """The socket to listen on. It does not listen yet: before the model is loaded connections are refused."""
-    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    """The socket to listen on. It listens at once, so that of two servers that start the second is told."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # by name, else asyncio does not know that it is TCP and leaves Nagle's delay on: 40 ms for each answer
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # no longer is a connection held for a client that does not read
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * config.keep_alive_timeout))
         sock.bind((config.host, config.port))
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(
@@ -161,17 +215,18 @@ def _bound(config: ServerConfig) -> socket.socket:
     return sock
 
 
-def _uvicorn(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # it limits headers
+        http=limited(config.body_timeout, config.max_header_bytes + 5 * config.max_body_bytes // 4 + 2**16),
         ws="none",
+        lifespan="off",
         log_config=None,
         access_log=False,  # the app writes its own
         server_header=False,
         proxy_headers=False,
         root_path=config.root_path,
-        backlog=2048,
+        backlog=BACKLOG,
         timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
         timeout_graceful_shutdown=FLUSH,
         h11_max_incomplete_event_size=config.max_header_bytes,

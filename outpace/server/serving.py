@@ -6,9 +6,11 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.server.chat import ChatPrompts, Renderer
 from outpace.server.engine import Engine
+from outpace.server.grammars import Grammars
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError
+from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
 from outpace.server.tools import Style, style_of
 from outpace.server.validate import Validator
@@ -26,10 +28,12 @@ class Serving:
     metrics: Metrics
     style: Style
     """How the model writes tool calls."""
+    grammars: Grammars
 
     def close(self) -> None:
         """End threads and processes of the HTTP side; the engine is its owner's to close."""
         self.renderer.close()
+        self.grammars.close()
         self.tokens.close()
 
 
@@ -37,10 +41,11 @@ def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTok
     """The parts, put together."""
     tokens, renderer = Tokens(tokenizer), Renderer(options)
     chats = ChatPrompts(tokenizer, options, renderer)
-    validator = Validator(engine.card, options, tokens, chats)
-    metrics = Metrics(validator.names[0], engine.status)
     try:
         template = chats.template(tools=True)
     except ApiError:
         template = ""
-    return Serving(engine, options, tokens, renderer, validator, metrics, style_of(template, options.tool_call_parser))
+    style, grammars = style_of(template, options.tool_call_parser), Grammars(tokenizer, engine.card, options)
+    validator = Validator(engine.card, options, tokens, chats, Structures(options, style, grammars))
+    metrics = Metrics(validator.names[0], engine.status)
+    return Serving(engine, options, tokens, renderer, validator, metrics, style, grammars)

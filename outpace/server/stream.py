@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -11,15 +12,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outpace.log import logger
 from outpace.server.engine import Delta, Engine, EngineDead
-from outpace.server.problems import as_api_error
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
 from outpace.tokenizer import Detokenizer
-from outpace.types import FinishReason, TokenLogprobs
+from outpace.types import FinishReason, SamplingParams, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
 _AHEAD = 16  # events of one prompt that wait for a slow reader while others are read
 Result = TypeVar("Result")
 
@@ -39,6 +39,10 @@ class Event:
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """In the first event of a prompt, if asked for."""
+    params: SamplingParams | None = None
+    """In the first event of a prompt."""
+    times: tuple[float, float] | None = None
+    """In the first event of a prompt, as in `Delta`."""
 
 
 class _Answer:
@@ -75,21 +79,27 @@ class _Answer:
         return Event(
             *(self._prompt, self._index, self._text.take(), delta.token_ids[:used], logprobs, reason, found),
             prompt_logprobs=delta.prompt_logprobs,
+            times=delta.times,
         )
 
 
 async def events_of(
     engine: Engine, work: Work, tokens: Tokens, request_id: str, prompt: int = 0
 ) -> AsyncGenerator[Event, None]:
-    """The events of one prompt. The engine's generator is closed as soon as no answer needs it any more."""
-    count = work.params.n
+    """The events of one prompt. The engine ends an answer as soon as its text has met a stop string."""
+    count, request, params = work.params.n, work.request(request_id), [work.params]
     answers = [_Answer(work, tokens, prompt, prompt * count + number) for number in range(count)]
-    async with aclosing(engine.generate(work.request(request_id))) as deltas:
+    async with aclosing(engine.generate(request)) as deltas:
         async for delta in deltas:
             answer = answers[delta.index]
             if answer.finished:
-                continue  # it met a stop string while the others go on
-            yield answer.take(delta)
+                continue  # it met a stop string, and the engine did not know yet
+            event = answer.take(delta)
+            if params:
+                event.params = params.pop()
+            if event.finish_reason is not None and delta.finish_reason is None:
+                request.unwanted.add(delta.index)
+            yield event
             if all(answer.finished for answer in answers):
                 return
     raise EngineDead("the engine left a request unanswered")
@@ -152,17 +162,21 @@ class Writer(Protocol):
 class Reply(Response):
     """Answers a request as events or as JSON, and gives it up as soon as the client is gone.
 
-    A stream begins with its first event: what goes wrong before that has a status code of its own.
+    A stream begins with its first event, or with a ping if that takes long: what goes wrong before has a status code of
+    its own. What goes wrong after it is raised, too, and becomes the stream's last event where every error becomes an
+    answer (`guard.Guard`).
     """
 
-    def __init__(self, events: AsyncGenerator[Event, None], writer: Writer, *, stream: bool, request_id: str) -> None:
+    def __init__(self, events: AsyncGenerator[Event, None], writer: Writer, *, stream: bool) -> None:
         super().__init__(media_type="text/event-stream" if stream else "application/json")
-        self._events, self._writer, self._stream, self._request_id = events, writer, stream, request_id
+        self._events, self._writer, self._stream = events, writer, stream
+        self._started, self._sent_at = False, 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the answer."""
+        period = scope["app"].state.options.sse_ping_seconds
         async with aclosing(self._events):
-            await until_gone(receive, self._write_stream(send) if self._stream else self._write_json(send))
+            await until_gone(receive, self._write_stream(send, period) if self._stream else self._write_json(send))
 
     async def _write_json(self, send: Send) -> None:
         chunks = [chunk async for event in self._events for chunk in self._writer.chunks(event)]
@@ -171,30 +185,43 @@ class Reply(Response):
         await self._start(send)
         await send({"type": "http.response.body", "body": body})
 
-    async def _write_stream(self, send: Send) -> None:
-        events = aiter(self._events)
-        first = await anext(events)
+    async def _write_stream(self, send: Send, period: float) -> None:
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        await self._start(send)
+        self._sent_at = asyncio.get_running_loop().time()
+        pings = asyncio.create_task(self._ping(send, period)) if period else None
         try:
-            await self._send(send, self._writer.chunks(first))
-            async for event in events:
+            async for event in self._events:
                 await self._send(send, self._writer.chunks(event))
             await self._send(send, self._writer.last_chunks())
-        except Exception as error:
-            problem = as_api_error(error, self._request_id)
-            if problem.status >= 500:
-                logger.error("request %s failed", self._request_id, exc_info=error)
-            await self._send(send, [problem.body])
+        finally:
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": DONE})
 
+    async def _ping(self, send: Send, period: float) -> None:
+        """Send a comment whenever nothing was sent for a while. It looks at a clock, and costs events nothing."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            if (wait := self._sent_at + period - clock()) > 0:
+                await asyncio.sleep(wait)
+                continue
+            await self._put(send, PING)
+
     async def _start(self, send: Send) -> None:
+        self._started = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _send(self, send: Send, chunks: Sequence[Any]) -> None:
-        if chunks:
-            body = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
+        await self._put(send, b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks))
+
+    async def _put(self, send: Send, body: bytes) -> None:
+        """Send a part of the stream, which begins with it."""
+        if not self._started:
+            await self._start(send)
+        if body:
+            self._sent_at = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -223,41 +250,77 @@ async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
             _ = each.cancelled() or each.exception()  # read, so that nobody warns of an error unread
 
 
+@dataclass(slots=True)
+class Ended:
+    """How a request went. Times are seconds, None where there was no such token."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    longest: int = 0
+    """Tokens of its longest answer."""
+    finish_reason: str = "abort"
+    e2e: float = 0.0
+    ttft: float | None = None
+    tpot: float | None = None
+    queue: float | None = None
+    """In the engine's queue."""
+    prefill: float | None = None
+    """From there to the first token."""
+    decode: float | None = None
+    """From the first token to the last."""
+    params: SamplingParams | None = None
+    """None: it had no token."""
+
+
 class Observer(Protocol):
     """Who counts requests, see `metrics.Metrics`."""
 
-    def observe_request(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        ttft: float | None,
-        tpot: float | None,
-        e2e: float,
-        finish_reason: str,
-    ) -> None:
+    def observe_request(self, ended: Ended) -> None:
         """Count a request that has ended."""
+
+    def observe_gap(self, seconds: float) -> None:
+        """Count the time between two pieces of an answer."""
+
+
+WATCHED: ContextVar[list[Ended] | None] = ContextVar("WATCHED", default=None)
+"""Where someone around the request of this context, who wants to know how it went, is told."""
 
 
 async def observed(
     events: AsyncGenerator[Event, None], prompt_tokens: int, observer: Observer
 ) -> AsyncGenerator[Event, None]:
     """The same events; when they have ended, however that was, the request is counted."""
+    ended, watched = Ended(prompt_tokens), WATCHED.get()
     begin = time.perf_counter()
-    first = last = 0.0
-    count, reason, ended = 0, "abort", None
+    first = now = 0.0
+    last: dict[int, float] = {}  # when each answer last grew
+    counts: dict[int, int] = {}
+    reason = None
     try:
         async with aclosing(events):
             async for event in events:
-                last = time.perf_counter()
-                first = first or last
-                count += len(event.token_ids)
-                ended = event.finish_reason
+                now = time.perf_counter()
+                if event.index in last:
+                    observer.observe_gap(now - last[event.index])
+                last[event.index] = now
+                counts[event.index] = counts.get(event.index, 0) + len(event.token_ids)
+                reason = event.finish_reason
+                if event.params is not None:
+                    first = first or now
+                    ended.params = event.params
+                    ended.queue, ended.prefill = event.times or (ended.queue, ended.prefill)
                 yield event
-        reason = ended.value if ended else "stop"
+        ended.finish_reason = reason.value if reason else "stop"
     except Exception:
-        reason = "error"
+        ended.finish_reason = "error"
         raise
     finally:
-        each = (last - first) / (count - 1) if count > 1 else None
-        whole = time.perf_counter() - begin
-        observer.observe_request(prompt_tokens, count, first - begin if first else None, each, whole, reason)
+        ended.e2e = time.perf_counter() - begin
+        if counts:
+            ended.output_tokens, ended.longest = sum(counts.values()), max(counts.values())
+            ended.ttft, ended.decode = first - begin, now - first
+            if ended.output_tokens > 1:
+                ended.tpot = ended.decode / (ended.output_tokens - 1)
+        observer.observe_request(ended)
+        if watched is not None:
+            watched.append(ended)

@@ -1,7 +1,8 @@
 """Supervisor: an engine that heals. It starts the engine process, watches it, and starts another when it died or hangs.
 
 A worker counts as dead when its process ended, its socket closed, or it has work and has done none of it for
-`stall_timeout` seconds: what proves that it lives is work done. Requests in flight get EngineDead at once.
+`stall_timeout` seconds: what proves that it lives is work done. One without work is asked now and then whether it is
+there, and has as long to answer. Requests in flight get EngineDead at once.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from outpace.errors import EngineDead, OutpaceError, StateError
@@ -25,7 +27,10 @@ from outpace.server.messages import Start
 GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
 DUMP = 1.0  # seconds a worker that hangs gets to write where
 TICK = 0.25  # seconds between looks at a worker
-_TOTALS = ("steps", "prompt_tokens", "generated_tokens", "preemptions", "prefix_hits", "prefix_queries")
+PINGS = 4  # times that an idle worker is asked in `stall_timeout`
+RESTARTING = "the engine is being restarted"
+DRAINING = "the server is shutting down"
+_TOTALS = ("steps", "prompt_tokens", "generated_tokens", "preemptions", "prefix_hits", "prefix_queries", "step_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,7 @@ class Healing:
     """When a worker counts as dead, and how soon it is started again. All in seconds."""
 
     stall_timeout: float = 120.0
-    """Without a step while there is work."""
+    """Without a step while there is work, or without an answer while there is none."""
     start_timeout: float = 1800.0
     """Until the model is loaded."""
     first_delay: float = 0.5
@@ -70,6 +75,7 @@ class Supervisor:
         self._watcher: asyncio.Task[None] | None = None
         self._past = EngineStatus()  # totals of the workers that are gone
         self._draining = False
+        self._newest: EngineClient | None = None  # of the worker that was started last
 
     async def start(self) -> None:
         """Start the first worker; what is wrong with the model or its options is raised."""
@@ -83,6 +89,11 @@ class Supervisor:
         if self._card is None:
             raise StateError("the engine has not been started; await start() first")
         return self._card
+
+    @property
+    def starting(self) -> str:
+        """What the worker that is being started does now."""
+        return "beginning" if self._newest is None else self._newest.part
 
     @property
     def pid(self) -> int | None:
@@ -108,10 +119,14 @@ class Supervisor:
         """The newest numbers; totals go on over restarts."""
         past = self._past
         if self._worker is None:
-            return replace(past, last_steps=list(past.last_steps))
+            return replace(past, last_steps=list(past.last_steps), why=DRAINING if self._draining else RESTARTING)
         now = self._worker.client.status()
-        now.ready = now.ready and not self._draining
+        if self._draining:
+            now.ready, now.why = False, DRAINING
+        elif not now.ready:
+            now.why = RESTARTING
         now.restarts = past.restarts
+        now.step_sizes = [sum(each) for each in zip_longest(now.step_sizes, past.step_sizes, fillvalue=0)]
         for name in _TOTALS:
             setattr(now, name, getattr(now, name) + getattr(past, name))
         return now
@@ -133,16 +148,16 @@ class Supervisor:
             await asyncio.gather(self._watcher, return_exceptions=True)
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.client.lose("the server is shutting down")
+            worker.client.lose(DRAINING)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(worker.process.wait(), GOODBYE)
             await _kill(worker.process)
 
     def _client(self) -> EngineClient:
         if self._draining:
-            raise EngineDead("the server is shutting down; try again later")
+            raise EngineDead(f"{DRAINING}; try again later")
         if self._worker is None:
-            raise EngineDead("the engine is being restarted; try again later")
+            raise EngineDead(f"{RESTARTING}; try again later")
         return self._worker.client
 
     async def _spawn(self) -> _Worker:
@@ -150,7 +165,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await _process(theirs)
-        client = EngineClient(self._admission)
+        client = self._newest = EngineClient(self._admission)
         try:
             async with asyncio.timeout(self._healing.start_timeout):
                 await client.open(ours, self._start)
@@ -196,7 +211,7 @@ class Supervisor:
                 await asyncio.wait_for(client.lost.wait(), min(TICK, stall / 4))
             if process.returncode is not None:
                 return f"ended with code {process.returncode}"
-            if client.in_flight and time.monotonic() - client.progress_at > stall:
+            if _hangs(client, stall):
                 return "hangs"
         with contextlib.suppress(TimeoutError):
             return f"ended with code {await asyncio.wait_for(process.wait(), 1.0)}"
@@ -210,6 +225,18 @@ class Supervisor:
         self._past = replace(
             status, ready=False, running=0, waiting=0, free_blocks=status.num_blocks, restarts=status.restarts + 1
         )
+
+
+def _hangs(client: EngineClient, stall: float) -> bool:
+    """Whether an engine has work and does none, or has none and does not answer. Asks one that was silent for long."""
+    now = time.monotonic()
+    if client.in_flight:
+        return now - client.progress_at > stall
+    if client.pinged_at is not None:
+        return now - client.pinged_at > stall * (1 - 1 / PINGS)
+    if now - client.heard_at > stall / PINGS:
+        client.ping()
+    return False
 
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:

@@ -1,8 +1,11 @@
 """Tool calls in the text of an answer, found as the text comes: Hermes' tags and Llama 3's JSON."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from outpace.structured.compile import MAX_WHITESPACE
 
 Style = Literal["hermes", "llama3_json", "none"]
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -48,6 +51,33 @@ def parser_of(style: Style) -> Parser | None:
     if style == "hermes":
         return Hermes()
     return LlamaJson() if style == "llama3_json" else None
+
+
+def call_format(style: Style, tools: Mapping[str, Any], *, required: bool, several: bool) -> dict[str, Any] | None:
+    """Calls of these tools (name -> schema of the arguments) as a structural tag; None: the style has no such form.
+
+    required: the answer is calls and nothing else, of which there are one or several; otherwise it is text, and what
+    begins like a call is one.
+    """
+    if style == "none" or (style == "llama3_json" and not required):
+        return None
+    key = "arguments" if style == "hermes" else "parameters"
+    before, after = (f"{_BEGIN}\n", f"\n{_END}") if style == "hermes" else ("", "")
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'{before}{{"name": {json.dumps(name)}, "{key}": ',
+            "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE},
+            "end": f"}}{after}",
+        }
+        for name, schema in tools.items()
+    ]
+    if required:
+        separator = "\n" if style == "hermes" else "; "
+        calls = {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True}
+    else:
+        calls = {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
+    return {"type": "structural_tag", "format": {**calls, "stop_after_first": not several}}
 
 
 class Hermes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.server.chat import ChatPrompts
-from outpace.server.engine import EngineRequest, ModelCard
+from outpace.server.engine import EngineRequest, ModelCard, WireGrammar
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
 from outpace.server.protocol import (
@@ -17,6 +17,7 @@ from outpace.server.protocol import (
     SamplingFields,
     ToolSpec,
 )
+from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
 from outpace.types import SamplingParams
 
@@ -40,6 +41,8 @@ class Work:
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    grammar: WireGrammar | None = None
+    """What the answers are held to."""
 
     def request(self, request_id: str) -> EngineRequest:
         """What the engine gets: stop strings stay here."""
@@ -51,14 +54,18 @@ class Work:
             bad_words=self.bad_words,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            grammar=self.grammar,
         )
 
 
 class Validator:
     """Knows the model and the limits."""
 
-    def __init__(self, card: ModelCard, options: ServerConfig, tokens: Tokens, chats: ChatPrompts) -> None:
+    def __init__(
+        self, card: ModelCard, options: ServerConfig, tokens: Tokens, chats: ChatPrompts, structures: Structures
+    ) -> None:
         self._card, self._options, self._tokens, self._chats = card, options, tokens, chats
+        self._structures = structures
         self.names = options.served_model_name or (card.name,)
         """What the model may be called."""
 
@@ -89,7 +96,8 @@ class Validator:
                 cut = request.truncate_prompt_tokens is not None
                 text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
             works.append(self._work(request, ids, request.max_tokens or 16, shared, text))
-        return works
+        grammar = await self._structures.grammar(request)
+        return [replace(work, grammar=grammar) for work in works]
 
     async def chat(self, request: ChatRequest) -> Work:
         """The prompt of /v1/chat/completions."""
@@ -108,7 +116,8 @@ class Validator:
         ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
         asked = request.max_completion_tokens or request.max_tokens
         room = max(1, self._card.max_model_len - len(ids))
-        return self._work(request, ids, asked or room, {"logprobs": top}, None)
+        work = self._work(request, ids, asked or room, {"logprobs": top}, None)
+        return replace(work, grammar=await self._structures.grammar(request))
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
         """A conversation as text in pieces, see `ChatPrompts.write`."""
@@ -134,8 +143,11 @@ class Validator:
             room = longest - len(ids)
             if room < 1:
                 raise bad("max_length", f"a prompt of {len(ids)} tokens leaves no room in {longest}")
+            new = min(request.max_new_tokens or room, room)
+            if request.min_new_tokens > new:
+                raise bad("min_new_tokens", f"{request.min_new_tokens} is more than the {new} there is room for")
             params = SamplingParams(
-                max_tokens=min(request.max_new_tokens or room, room),
+                max_tokens=new,
                 min_tokens=request.min_new_tokens,
                 temperature=(request.temperature or 1.0) if request.do_sample else 0.0,
                 top_p=request.top_p,

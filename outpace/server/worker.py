@@ -14,31 +14,40 @@ import signal
 import socket
 import sys
 import time
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from outpace.answers import Group
 from outpace.config import LLMConfig
 from outpace.errors import InputError, OutpaceError
 from outpace.llm_engine import LLMEngine
 from outpace.log import logger
 from outpace.prepare import PagedParts, load_paged
+from outpace.runner.start import STEP_SECONDS
 from outpace.server.channel import Channel
 from outpace.server.embed import Embedder
-from outpace.server.engine import ModelCard, StepRecord
+from outpace.server.engine import STEP_SIZES, ModelCard, StepRecord
+from outpace.server.known_grammars import Learned
 from outpace.server.messages import (
     Add,
     Cancel,
     Embed,
     Failure,
+    Learn,
     News,
     NotStarted,
     Numbers,
+    Ping,
     Ready,
     Start,
+    Starting,
     Tokens,
     ToWorker,
+    Unlearn,
     kind_of,
     wire_logprobs,
 )
@@ -54,9 +63,22 @@ _PR_SET_PDEATHSIG = 1
 class _Live:
     """A request that is being answered, and how much of it has been sent."""
 
-    output: RequestOutput
+    group: Group
     sent: list[int]  # tokens of each answer
     begun: bool = False
+    scheduled_at: float | None = None  # when the first step with it began
+
+    @property
+    def output(self) -> RequestOutput:
+        """Its answers so far."""
+        return self.group.output
+
+    def times(self) -> tuple[float, float] | None:
+        """Seconds in the queue, and from its end to the first token."""
+        metrics, begin = self.output.metrics, self.scheduled_at
+        if begin is None or metrics.first_token_time is None:
+            return None
+        return max(0.0, begin - metrics.arrival_time), max(0.0, metrics.first_token_time - begin)
 
 
 class Worker:
@@ -67,11 +89,14 @@ class Worker:
         self._vocab_size = parts.vocab_size
         self._embedder = Embedder(parts, engine.max_model_len)
         self._channel = channel
+        self._grammars = Learned()
         self._live: dict[int, _Live] = {}
+        self._queued: dict[int, _Live] = {}  # those that no step has had
         self._changed: dict[int, None] = {}  # requests with tokens that have not been sent
         self._embeds: deque[Embed] = deque()
         self._news = News()
         self._new_steps: deque[StepRecord] = deque(maxlen=64)
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._prompt_tokens = self._generated_tokens = 0
         self._failures = 0  # in a row
         self._told_at = 0.0
@@ -95,6 +120,8 @@ class Worker:
         """Take in what was asked, do one step of it, and tell what came of it. Sleeps while there is nothing to do."""
         for message in self._channel.receive(wait=not self._busy):
             self._handle(message)
+        if self._busy:  # though it may be over in this turn
+            self._told_idle = False
         if self._engine.has_unfinished_requests:
             self._step()
         if self._embeds:  # one between two steps, so that answers go on
@@ -104,9 +131,13 @@ class Worker:
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Cancel):
-            self._cancel(message.number)
+            self._cancel(message.number, message.index)
+        elif isinstance(message, Ping):
+            self._news.pong = True
         elif isinstance(message, Embed):
             self._embeds.append(message)
+        elif isinstance(message, Learn | Unlearn):
+            self._grammars.take(message)
         elif isinstance(message, Add):
             try:
                 self._add(message)
@@ -119,9 +150,9 @@ class Worker:
     def _add(self, message: Add) -> None:
         salt = message.cache_salt.decode("utf-8", "surrogatepass")
         params = SamplingParams(**message.params)
-        group = self._engine.make(
-            str(message.number), message.prompt_token_ids, params, priority=message.priority, cache_salt=salt
-        )
+        grammar = self._grammars.get(message.grammar)
+        options = {"priority": message.priority, "cache_salt": salt}
+        group = self._engine.make(str(message.number), message.prompt_token_ids, params, grammar, **options)
         if message.bad_words:
             words = tuple(map(tuple, message.bad_words))
             size = self._vocab_size
@@ -129,10 +160,14 @@ class Worker:
                 raise InputError("bad_words: expected sequences of token ids of the model")
             for answer in group.answers:
                 answer.request = replace(answer.request, bad_words=words)
-        self._live[message.number] = _Live(self._engine.submit(group), [0] * params.n)
+        self._engine.submit(group)
+        self._live[message.number] = self._queued[message.number] = _Live(group, [0] * params.n)
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int, index: int | None) -> None:
         """End a request wherever it is, and say so; one that has ended meanwhile has been told of or will be."""
+        if index is not None:
+            self._cancel_answer(number, index)
+            return
         embeds = [embed for embed in self._embeds if embed.number != number]
         if len(embeds) < len(self._embeds):
             self._embeds = deque(embeds)
@@ -140,28 +175,49 @@ class Worker:
             return
         else:
             self._engine.abort(str(number))
-            del self._live[number]
-            self._changed.pop(number, None)
+            self._forget(number)
         self._news.cancelled.append(number)
+
+    def _cancel_answer(self, number: int, index: int) -> None:
+        """End one answer; the others of its request go on."""
+        live = self._live.get(number)
+        if live is None or live.output.outputs[index].finish_reason is not None:
+            return
+        self._engine.end(live.group, index)
+        unsent = len(live.output.outputs[index].token_ids) - live.sent[index]
+        live.sent[index] += unsent
+        self._generated_tokens += unsent
+        self._news.tokens.append(Tokens(number, index, [], FinishReason.STOP))
+        self._changed[number] = None  # it may have been the last
+
+    def _forget(self, number: int) -> None:
+        for requests in (self._live, self._queued, self._changed):
+            requests.pop(number, None)
 
     def _step(self) -> None:
         totals = self._engine.totals
         steps, prefill, decode = totals.steps, totals.prefill_tokens, totals.decode_tokens
         begin = time.perf_counter()
+        self._told_idle = False  # a request may come and end in one turn
         try:
             outputs = self._engine.step()
         except Exception as error:
             logger.exception("a step failed")
             self._lose_all(error)
             return
+        for number in [number for number, live in self._queued.items() if not self._engine.is_waiting(live.group)]:
+            self._queued.pop(number).scheduled_at = begin
         if totals.steps > steps:
             self._failures = 0
             took = 1e3 * (time.perf_counter() - begin)
-            self._new_steps.append(
-                StepRecord(totals.steps, totals.prefill_tokens - prefill, totals.decode_tokens - decode, took)
-            )
+            record = StepRecord(totals.steps, totals.prefill_tokens - prefill, totals.decode_tokens - decode, took)
+            self._new_steps.append(record)
+            self._step_sizes[bisect_left(STEP_SIZES, record.prefill_tokens + record.decode_tokens)] += 1
         for output in outputs:
-            self._changed[int(output.request_id)] = None
+            if output.error is not None:
+                self._fail(int(output.request_id), "input", output.error)
+            else:
+                self._changed[int(output.request_id)] = None
 
     def _lose_all(self, error: Exception) -> None:
         """A step failed: its requests are gone, and the engine has begun afresh. A broken device stays broken."""
@@ -171,8 +227,7 @@ class Worker:
                 self._fail(number, "dead", "the step that computed the request failed; ask again")
 
     def _fail(self, number: int, kind: str, message: str) -> None:
-        self._live.pop(number, None)
-        self._changed.pop(number, None)
+        self._forget(number)
         self._news.failures.append(Failure(number, kind, message))
 
     def _embed(self, message: Embed) -> None:
@@ -198,18 +253,16 @@ class Worker:
         if (idle and not self._told_idle) or (not idle and now - self._told_at > NUMBERS_EVERY):
             news.numbers = self._numbers()
             self._told_at, self._told_idle = now, idle
-        elif not idle:
-            self._told_idle = False
-        if news.tokens or news.failures or news.vectors or news.cancelled or news.numbers:
+        if news.tokens or news.failures or news.vectors or news.cancelled or news.numbers or news.pong:
             self._news = News()
             self._channel.send(news)
 
     def _collect(self, number: int, tokens: list[Tokens]) -> None:
         """The tokens of a request that have not been sent."""
         live = self._live[number]
-        prompt = None
+        prompt = times = None
         if not live.begun:
-            live.begun = True
+            live.begun, times = True, live.times()
             self._prompt_tokens += len(live.output.prompt_token_ids)
             if (found := live.output.prompt_logprobs) is not None:
                 prompt = [None if entry is None else wire_logprobs(entry) for entry in found]
@@ -218,11 +271,12 @@ class Worker:
             if len(completion.token_ids) > sent:
                 entry = _tokens(number, completion, sent)
                 entry.prompt_logprobs, prompt = prompt, None
+                entry.times, times = times, None
                 live.sent[index] += len(entry.token_ids)
                 self._generated_tokens += len(entry.token_ids)
                 tokens.append(entry)
         if live.output.finished:
-            del self._live[number]
+            self._live.pop(number)
 
     def _numbers(self) -> Numbers:
         scheduler, totals = self._engine.scheduler, self._engine.totals
@@ -239,6 +293,8 @@ class Worker:
             prefix_hits=totals.prefix_hits,
             prefix_queries=totals.prefix_queries,
             new_steps=records,
+            step_sizes=self._step_sizes,
+            step_tokens=totals.prefill_tokens + totals.decode_tokens,
         )
 
 
@@ -251,10 +307,12 @@ def _tokens(number: int, completion: CompletionOutput, sent: int) -> Tokens:
     return entry
 
 
-def load(start: Start) -> tuple[LLMEngine, PagedParts, dict[str, float]]:
+def load(start: Start, tell: Callable[[str], None]) -> tuple[LLMEngine, PagedParts, dict[str, float]]:
     """The engine that was asked for, and what its start took by part. It sees token ids alone: no tokenizer."""
     begin = time.perf_counter()
+    tell("loading the weights")
     parts = load_paged(start.model, LLMConfig.of(start.options))
+    tell("compiling kernels, measuring memory, capturing graphs")
     engine = LLMEngine(parts)
     return engine, parts, parts.seconds | engine.startup_seconds | {"all": time.perf_counter() - begin}
 
@@ -270,8 +328,16 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         device=str(parts.device),
         created=int(time.time()),
     )
-    scheduler = engine.scheduler
-    return Ready(card, seconds, scheduler.max_num_seqs, scheduler.pool.num_blocks)
+    scheduler, cache = engine.scheduler, parts.config.cache
+    about = {
+        "block_size": str(cache.block_size),
+        "num_gpu_blocks": str(scheduler.pool.num_blocks),
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+    }
+    chosen = parts.config.scheduler.max_num_batched_tokens is None and parts.device.type == "cuda"
+    limit = 1e3 * STEP_SECONDS if chosen else None  # otherwise nobody chose the tokens of a step for a time
+    return Ready(card, seconds, scheduler.max_num_seqs, scheduler.pool.num_blocks, limit, about, answers_pings=True)
 
 
 def serve(channel: Channel) -> int:
@@ -284,8 +350,12 @@ def serve(channel: Channel) -> int:
     (start,) = messages  # others wait for `Ready`
     assert isinstance(start, Start), "the first message says what to load"
     logging.basicConfig(level=start.log_level, format="%(asctime)s engine %(levelname)s %(message)s")
+
+    def tell(part: str) -> None:
+        channel.send(Starting(part))  # so short that it leaves at once
+
     try:
-        engine, parts, seconds = load(start)
+        engine, parts, seconds = load(start, tell)
     except Exception as error:
         known = isinstance(error, OutpaceError)
         if not known:

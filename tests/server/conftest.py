@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from outpace.server.app import create_app
 from outpace.server.options import ServerConfig
 from tests.server.fake import FakeEngine
+from tests.server.live import live as live
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Every queue and buffer has a limit; who is over one hears it early, and harms nobody else."""
 
 import asyncio
+import contextlib
 import logging
+import socket
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ from outpace.server.options import ServerConfig
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine, says
+from tests.server.live import BODY_TIMEOUT, Live
 from tests.server.test_completions import events
 
 pytestmark = pytest.mark.anyio
@@ -291,3 +294,112 @@ def test_options_are_checked() -> None:
         with pytest.raises(ConfigError):
             ServerConfig(**wrong)
     assert "secret" not in repr(ServerConfig(api_keys=["secret"]))
+
+
+def sent(live: Live, data: bytes, *, end: bool = True) -> bytes:
+    """What a connection gets for these bytes, until the server closes it or has nothing more to say."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        with contextlib.suppress(OSError):  # it may have heard enough
+            connection.sendall(data)
+        if end:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            while more := connection.recv(1 << 16):
+                got += more
+        return got
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n"
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+BYTES: dict[str, tuple[bytes, set[int]]] = {
+    "no request": (b"\x16\x03\x01\x02\x00\x01" * 50, {400}),
+    "no version": (b"GET /version\r\n\r\n", {400}),
+    "no host": (b"GET /version HTTP/1.1\r\n\r\n", {400}),
+    "a header without a colon": (b"GET /version HTTP/1.1\r\nhost: x\r\nnonsense\r\n\r\n", {400}),
+    "a space before the colon": (b"GET /version HTTP/1.1\r\nhost : x\r\n\r\n", {400}),
+    "NUL in a header": (b"GET /version HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n", {400}),
+    "NUL in the path": (b"GET /ver\x00sion HTTP/1.1\r\nhost: x\r\n\r\n", {400, 404}),
+    "a megabyte of header": (b"GET /version HTTP/1.1\r\nhost: x\r\na: " + b"a" * 2**20 + b"\r\n\r\n", {400, 431}),
+    "a megabyte of path": (b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\nhost: x\r\n\r\n", {400, 414, 431}),
+    "10,000 headers": (b"GET /version HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", {400, 431}),
+    "a length that is none": (HEAD + b"content-length: ten\r\n\r\n" + BODY, {400}),
+    "a negative length": (HEAD + b"content-length: -1\r\n\r\n" + BODY, {400}),
+    "a length of many digits": (HEAD + b"content-length: " + b"9" * 100 + b"\r\n\r\n" + BODY, {400, 413}),
+    "two lengths": (HEAD + b"content-length: 5\r\ncontent-length: 32\r\n\r\n" + BODY, {400}),
+    "length and chunks": (CHUNKED + b"content-length: 5\r\n\r\n0\r\n\r\n", {400}),
+    "chunks and length": (HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
+    "chunks in disguise": (HEAD + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n", {400, 501}),
+    "chunks twice": (HEAD + b"transfer-encoding: chunked, chunked\r\n\r\n0\r\n\r\n", {400, 501}),
+    "a chunk of no size": (CHUNKED + b"\r\nzz\r\nab\r\n0\r\n\r\n", {400}),
+    "a chunk of negative size": (CHUNKED + b"\r\n-1\r\nab\r\n0\r\n\r\n", {400}),
+    "a chunk of great size": (CHUNKED + b"\r\n" + b"f" * 30 + b"\r\nab\r\n0\r\n\r\n", {400}),
+    "a chunk shorter than it says": (CHUNKED + b"\r\nff\r\nab\r\n0\r\n\r\n", set()),
+    "a body cut off": (HEAD + b"content-length: 1000\r\n\r\n" + BODY, set()),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_b3_bytes_that_are_no_request(live: Live, name: str) -> None:
+    """They get an error, or, where the client has gone before the end of its body, nothing; and nobody else suffers."""
+    data, wanted = BYTES[name]
+    before, answers = live.rss(), sent(live, data)
+    statuses = [int(line.split()[1]) for line in answers.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    assert len(statuses) == min(1, len(wanted)), answers[:300]
+    assert set(statuses) <= wanted, answers[:300]
+    assert b"Traceback" not in answers
+    assert live.rss()[live.server.process.pid] - before[live.server.process.pid] < 20 * 2**20
+    with live.http() as client:
+        assert client.get("/version").status_code == 200
+
+
+def test_b3_a_request_cannot_hide_in_the_body_of_another(live: Live) -> None:
+    hidden = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    for lengths in (
+        b"content-length: 5\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked\r\ncontent-length: 5",
+    ):
+        answers = sent(live, HEAD + lengths + b"\r\n\r\n0\r\n\r\n" + hidden)
+        assert answers.count(b"HTTP/1.1 ") == 1
+        assert answers.startswith(b"HTTP/1.1 400")
+
+
+def test_b3_three_megabytes_of_single_bytes(live: Live) -> None:
+    pid, before, begin = live.server.process.pid, live.rss(), live.cpu_seconds()
+    answers = sent(live, CHUNKED + b"\r\n" + b"1\r\na\r\n" * 3 * 2**20 + b"0\r\n\r\n")
+    assert answers == b"" or answers.startswith((b"HTTP/1.1 408", b"HTTP/1.1 413"))
+    assert live.rss()[pid] - before[pid] < 50 * 2**20
+    assert live.cpu_seconds() - begin < 12  # all of them would take 30
+    with live.http() as client:
+        assert client.get("/version").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "answered"),
+    [
+        (b"", False),
+        (b"POST /v1/comp", False),
+        (b"GET /version HTTP/1.1\r\nhost: x\r\na: ", False),
+        (HEAD + b"content-length: 100\r\n\r\n{", True),
+        (CHUNKED + b"\r\n1\r\n{\r\n", True),
+    ],
+)
+def test_b3_who_never_ends_is_cut_off(live: Live, data: bytes, answered: bool) -> None:
+    begin = time.perf_counter()
+    answers = sent(live, data, end=False)
+    assert BODY_TIMEOUT * 0.5 < time.perf_counter() - begin < BODY_TIMEOUT + 8
+    assert bool(answers) == answered, answers[:300]
+
+
+def test_an_answer_does_not_wait_for_the_network(live: Live) -> None:
+    """Nagle's algorithm would hold the second half of each answer back for 40 ms."""
+    with live.http() as client:
+        client.get("/version")
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            client.get("/version")
+            times.append(time.perf_counter() - begin)
+    assert min(times) < 0.03

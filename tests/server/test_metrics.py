@@ -1,10 +1,23 @@
 """What Prometheus reads: vLLM's names, and numbers that are those of the engine."""
 
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import PreTrainedTokenizerFast
 
-from outpace.server.engine import EngineStatus
+from outpace.errors import EngineDead
+from outpace.server.engine import STEP_SIZES, EngineRequest, EngineStatus
 from outpace.server.metrics import CONTENT_TYPE, Metrics
+from outpace.server.stream import Ended, Event, observed
+from outpace.types import FinishReason, SamplingParams
+from tests.models import tiny
+from tests.server.conftest import Serve
+from tests.server.fake import FakeEngine
+from tests.server.test_worker import engine, until
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -47,9 +60,10 @@ def test_the_numbers_of_the_engine_are_read_when_they_are_asked_for(metrics: Met
 
 
 def test_requests_are_counted_by_how_they_ended(metrics: Metrics) -> None:
-    metrics.observe_request(10, 5, 0.03, 0.002, 0.04, "stop")
-    metrics.observe_request(20, 1, 0.3, None, 0.3, "length")
-    metrics.observe_request(20, 0, None, None, 0.1, "abort")
+    whole = Ended(10, 5, 3, "stop", e2e=0.04, ttft=0.03, tpot=0.002, queue=0.01, prefill=0.02, decode=0.25)
+    metrics.observe_request(replace(whole, params=SamplingParams(n=2, max_tokens=64)))
+    metrics.observe_request(Ended(20, 1, 1, "length", e2e=0.3, ttft=0.3))
+    metrics.observe_request(Ended(20, e2e=0.1))
     metrics.observe_rejection("overloaded")
     found = samples(metrics)
     assert found["outpace:request_success_total", "stop"] == 1
@@ -61,15 +75,136 @@ def test_requests_are_counted_by_how_they_ended(metrics: Metrics) -> None:
     assert found["outpace:e2e_request_latency_seconds_sum",] == pytest.approx(0.44)
     assert found["outpace:request_prompt_tokens_sum",] == 50
     assert found["outpace:request_generation_tokens_sum",] == 6
+    assert found["outpace:request_max_num_generation_tokens_sum",] == 4
+    assert found["outpace:request_params_n_sum",] == 2
+    assert found["outpace:request_params_max_tokens_sum",] == 64
+    assert found["outpace:request_queue_time_seconds_sum",] == 0.01
+    assert found["outpace:request_prefill_time_seconds_sum",] == 0.02
+    assert found["outpace:request_decode_time_seconds_sum",] == 0.25
+    assert found["outpace:request_inference_time_seconds_sum",] == 0.27
+    assert found["outpace:request_inference_time_seconds_count",] == 1
+
+
+def test_gaps_and_steps_are_histograms(metrics: Metrics, status: EngineStatus) -> None:
+    for gap in (0.0001, 0.001, 0.002, 100.0):
+        metrics.observe_gap(gap)
+    status.step_sizes, status.step_tokens = [2, 1, *[0] * (len(STEP_SIZES) - 2), 4], 90_000
+    found = samples(metrics)
+    name = "outpace:inter_token_latency_seconds"
+    assert [found[f"{name}_bucket", bound] for bound in ("0.001", "0.0025", "2.5", "+Inf")] == [2, 3, 3, 4]
+    assert found[f"{name}_count",] == 4
+    assert found[f"{name}_sum",] == pytest.approx(100.0031)
+    name = "outpace:iteration_tokens_total"
+    assert [found[f"{name}_bucket", bound] for bound in ("1.0", "8.0", "16384.0", "+Inf")] == [2, 3, 3, 7]
+    assert (found[f"{name}_count",], found[f"{name}_sum",]) == (7, 90_000)
+
+
+def test_how_the_cache_was_made_is_told_in_labels(metrics: Metrics, status: EngineStatus) -> None:
+    status.cache_config = {"block_size": "64", "num_gpu_blocks": "512"}
+    assert samples(metrics)["outpace:cache_config_info", "64", "512"] == 1
 
 
 def test_two_servers_in_a_process_do_not_share(metrics: Metrics, status: EngineStatus) -> None:
     other = Metrics("tiny", lambda: status)
-    other.observe_request(1, 1, 0.1, None, 0.1, "stop")
+    other.observe_request(Ended(1, 1, 1, "stop", e2e=0.1))
+    other.observe_gap(0.5)
     assert samples(other)["outpace:e2e_request_latency_seconds_count",] == 1
     assert ("outpace:e2e_request_latency_seconds_count",) not in samples(metrics)
+    assert samples(metrics)["outpace:inter_token_latency_seconds_count",] == 0
 
 
 def test_an_engine_without_blocks_is_not_full() -> None:
     assert samples(Metrics("tiny", EngineStatus))["outpace:kv_cache_usage_perc",] == 0
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+# Through the server
+
+
+def event(index: int, token_ids: list[int], reason: FinishReason | None = None, **more: Any) -> Event:
+    return Event(0, index, "", token_ids, finish_reason=reason, **more)
+
+
+async def stream(*events: Event, error: Exception | None = None) -> AsyncGenerator[Event, None]:
+    for each in events:
+        yield each
+    if error is not None:
+        raise error
+
+
+class Notes:
+    """Who is told of requests."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.ended: list[Ended] = []
+
+    def observe_request(self, ended: Ended) -> None:
+        self.ended.append(ended)
+
+    def observe_gap(self, seconds: float) -> None:
+        self.gaps.append(seconds)
+
+
+@pytest.mark.anyio
+async def test_events_become_numbers() -> None:
+    notes, params = Notes(), SamplingParams(n=2)
+    first = event(0, [1], params=params, times=(0.5, 0.25))
+    events = stream(first, event(1, [1, 2]), event(0, [2]), event(1, [3]), event(0, [], FinishReason.STOP))
+    assert len([each async for each in observed(events, 7, notes)]) == 5
+    (ended,) = notes.ended
+    assert len(notes.gaps) == 3, "gaps are those of each answer, without its first piece"
+    assert (ended.prompt_tokens, ended.output_tokens, ended.longest, ended.finish_reason) == (7, 5, 3, "stop")
+    assert (ended.queue, ended.prefill, ended.params) == (0.5, 0.25, params)
+    assert ended.ttft is not None
+    assert ended.decode is not None
+    assert 0 <= ended.ttft <= ended.ttft + ended.decode <= ended.e2e
+
+
+@pytest.mark.anyio
+async def test_requests_that_fail_or_are_left_are_counted() -> None:
+    notes = Notes()
+    with pytest.raises(EngineDead):
+        _ = [each async for each in observed(stream(error=EngineDead("gone")), 7, notes)]
+    left = observed(stream(event(0, [1], params=SamplingParams()), event(0, [2])), 7, notes)
+    await anext(left)
+    await left.aclose()
+    failed, aborted = notes.ended
+    assert (failed.finish_reason, failed.ttft, failed.params) == ("error", None, None)
+    assert (aborted.finish_reason, aborted.output_tokens) == ("abort", 1)
+
+
+@pytest.mark.anyio
+async def test_the_engine_tells_times_and_ends_one_answer_alone(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    async with engine(tmp_path) as client:
+        params = SamplingParams(n=2, max_tokens=50, temperature=0.0, ignore_eos=True)
+        asked = EngineRequest(request_id="r", prompt_token_ids=[5, 6, 7], params=params)
+        counts, reasons, times = [0, 0], [], []
+        async for delta in client.generate(asked):
+            counts[delta.index] += len(delta.token_ids)
+            times += [delta.times] if delta.times else []
+            reasons += [(delta.index, delta.finish_reason)] if delta.finish_reason else []
+            asked.unwanted.add(1)
+        await until(lambda: client.in_flight == 0)
+        ((queue, prefill),) = times
+        assert 0 <= queue < 60
+        assert 0 < prefill < 60
+        assert counts[0] == 50
+        assert reasons == [(0, FinishReason.LENGTH)], "the other was ended, and nobody was told"
+        await until(lambda: client.status().running == 0)
+        status = client.status()
+        assert status.generated_tokens < 100, "the answer that nobody wanted went on to its end"
+        assert status.free_blocks == status.num_blocks
+        assert sum(status.step_sizes) == status.steps
+        assert status.cache_config["block_size"] == "16"
+        again = EngineRequest(request_id="r", prompt_token_ids=[5], params=replace(params, n=1, max_tokens=3))
+        assert sum([len(delta.token_ids) async for delta in client.generate(again)]) == 3
+
+
+@pytest.mark.anyio
+async def test_a_stop_string_ends_its_answer_in_the_engine(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    server = serve(FakeEngine(tokenizer, lambda request, index: "abXcdef" if index else "abcdefgh"))
+    answer = (await server.post("/v1/completions", {"prompt": "a", "n": 2, "stop": ["X"]})).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["abcdefgh", "ab"]
+    assert server.engine.requests[0].unwanted == {1}

@@ -1,35 +1,18 @@
 """Models, embeddings, tokens, MII, health, status, metrics, the page, and the schema of all."""
 
 import math
-import os
-import socket
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import requests
-import schemathesis
-import uvicorn
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
 from openai import AsyncOpenAI, NotFoundError
 from pydantic import TypeAdapter
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-)
 from transformers import PreTrainedTokenizerFast
 
 from outpace import __version__
 from outpace.server.app import create_app
 from outpace.server.options import ServerConfig
 from outpace.server.responses import Status
-from tests.models import byte_tokenizer
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine, says
 
@@ -178,44 +161,3 @@ def test_the_lifespan_starts_and_ends_what_chats_need(tokenizer: PreTrainedToken
         body = {"messages": [{"role": "user", "content": "hi"}]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert app.state.serving.renderer.closed
-
-
-@pytest.fixture(scope="module")
-def fuzzed() -> Iterator[tuple[Any, requests.Session]]:
-    """The schema of a server on a port of this machine, and a connection to it."""
-    tokenizer = byte_tokenizer()
-    engine = FakeEngine(tokenizer, says("ok"))
-    app = create_app(engine, ServerConfig(access_log=False, template_processes=1), tokenizer)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", port=0))
-    with socket.create_server(("127.0.0.1", 0)) as listener, requests.Session() as session:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield schemathesis.openapi.from_url(f"http://127.0.0.1:{listener.getsockname()[1]}/openapi.json"), session
-        server.should_exit = True
-        thread.join()
-    assert engine.open == set()
-
-
-EXAMPLES = int(os.environ.get("OUTPACE_FUZZ_EXAMPLES", "10"))
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-FUZZED = [
-    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/{deployment}")),
-    *(("POST", "/tokenize"), ("POST", "/detokenize")),
-    *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/health/ready", "/version", "/status")),
-]
-
-
-@pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize(("method", "path"), FUZZED)
-def test_b1_whatever_the_schema_allows_or_forbids(fuzzed: Any, method: str, path: str, mode: GenerationMode) -> None:
-    schema, session = fuzzed
-    operation = schema[path][method]
-    checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
-
-    @settings(max_examples=EXAMPLES, deadline=10_000, suppress_health_check=list(HealthCheck), database=None)
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def fuzz(case: Any) -> None:
-        case.call_and_validate(checks=checks, session=session)
-
-    if mode is GenerationMode.POSITIVE or method == "POST":  # a GET without parameters cannot be asked wrong
-        fuzz()

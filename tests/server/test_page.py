@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from outpace._version import __version__
 from tests.server.page_server import MODELS, WEB, PageServer, Refusal, Script, engine_status
+from tests.server.test_client import real_server
 
 sync_api = pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
@@ -375,6 +378,10 @@ def test_live_view_draws_the_steps(open_page: Callable[..., Page], script: Scrip
     expect(page.locator("#tokens-plot rect.decode")).to_have_count(64)
     expect(page.locator("#tokens-plot rect.prefill")).to_have_count(16)
     expect(page.locator("#time-plot rect")).to_have_count(64)
+    expect(page.locator("#time-plot rect.over")).to_have_count(64)
+    expect(page.locator("#time-plot line.limit title")).to_have_text("Limit 8 ms")
+    expect(page.locator("#time-top")).to_have_text("Step time, max 11 ms, limit 8 ms")
+    expect(page.get_by_role("img", name="the limit is 8 ms, and 64 took longer")).to_be_visible()
     expect(page.get_by_role("img", name="16 steps with both, at most 216 in a step")).to_be_visible()
     page.get_by_text("Steps as a table").click()
     script.status = {**script.status, "generated_tokens": 1500}
@@ -384,10 +391,21 @@ def test_live_view_draws_the_steps(open_page: Callable[..., Page], script: Scrip
     expect(page.locator("#step-rows tr").first).to_have_text("16301611")
 
 
+def test_live_view_draws_the_limit_of_a_step_above_quick_ones(open_page: Callable[..., Page], script: Script) -> None:
+    script.status = engine_status([(1, 0, 4, 5.0), (2, 0, 4, 10.0)], step_limit_ms=20.0)
+    page = open_page()
+    expect(page.locator("#time-plot line.limit")).to_have_attribute("y1", "0")
+    heights = page.locator("#time-plot rect").evaluate_all("found => found.map((one) => one.getAttribute('height'))")
+    assert heights == ["25", "50"], "the bars do not share the scale of the line"
+    expect(page.locator("#time-plot rect.over")).to_have_count(0)
+    script.status = engine_status([(1, 0, 4, 5.0)])
+    expect(page.locator("#time-plot line.limit")).to_have_count(0)
+
+
 def test_live_view_says_that_the_engine_is_down_and_heals(open_page: Callable[..., Page], script: Script) -> None:
-    script.status = engine_status(ready=False)
+    script.status = engine_status(ready=False, why="the engine is being restarted")
     page = open_page(clock=True)
-    expect(page.locator("#state")).to_have_text("Not ready")
+    expect(page.locator("#state")).to_have_text("Not ready: the engine is being restarted")
     script.key = "k"
     page.clock.run_for(1000)
     expect(page.locator("#state")).to_have_text("The server needs an API key")
@@ -509,7 +527,8 @@ def test_a_narrow_page_shows_one_panel_at_a_time(open_page: Callable[..., Page],
 
 def test_page_is_small_and_has_nothing_inline() -> None:
     files = [Path(path) for path in WEB.iterdir()]
-    assert sum(path.stat().st_size for path in files) < 60 * 1024
+    assert sum(path.stat().st_size for path in files if path.stem != "docs") < 61 * 1024
+    assert sum(path.stat().st_size for path in files if path.stem == "docs") < 8 * 1024
     for path in files:
         text = path.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
@@ -517,5 +536,55 @@ def test_page_is_small_and_has_nothing_inline() -> None:
         )
         links = set(re.findall(r"https?://[^\s\"']+", text))
         assert links <= {"http://www.w3.org/2000/svg"}, path
-    index = (WEB / "index.html").read_text()
-    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]* src=)", index)
+    for name in ("index.html", "docs.html"):
+        assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]* src=)", (WEB / name).read_text())
+
+
+# The page of the real server
+
+
+def _visit(browser: Browser, url: str, path: str, **options: Any) -> tuple[Page, list[str], list[str]]:
+    """A page, what went wrong there, and what it asked for."""
+    page = browser.new_context(**options).new_page()
+    faults: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{url}{path}")
+    return page, faults, asked
+
+
+def test_the_api_is_described_without_asking_anyone_else(browser: Browser, tokenizer: PreTrainedTokenizerFast) -> None:
+    with real_server(tokenizer) as url:
+        page, faults, asked = _visit(browser, url, "/docs")
+        expect(page.locator("#card")).to_have_text(f"Version {__version__}")
+        route = page.locator("details.route", has_text="/v1/chat/completions")
+        route.locator("summary").click()
+        expect(route.get_by_role("row", name="temperature")).to_contain_text("number")
+        expect(route.get_by_role("row", name="messages")).to_contain_text("(needed)")
+        expect(page.locator("details.route")).not_to_have_count(0)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 1280
+        page.context.close()
+    assert faults == []
+    assert [each for each in asked if not each.startswith(url)] == []
+
+
+def test_a_server_with_a_key_can_be_used_from_a_browser(browser: Browser, tokenizer: PreTrainedTokenizerFast) -> None:
+    with real_server(tokenizer, api_keys=("secret",)) as url:
+        given = {"username": "anyone", "password": "secret"}  # what the browser's own dialog sends
+        page, faults, _ = _visit(browser, url, "/", http_credentials=given)
+        expect(page.locator("#card")).to_have_text("fake")
+        expect(page.locator("#state")).to_have_text("Ready")
+        expect(page.locator("#key-dialog")).to_be_hidden()
+        _say(page, "hello")
+        expect(_answer(page).locator(".text")).to_have_text("I am here.")
+        page.goto(f"{url}/docs")
+        expect(page.locator("details.route")).not_to_have_count(0)
+        page.context.close()
+        refused = browser.new_context()
+        answer = refused.request.get(f"{url}/")
+        assert answer.status == 401
+        assert answer.headers["www-authenticate"].startswith("Basic ")
+        refused.close()
+    assert [fault for fault in faults if not fault.startswith("Failed to load resource")] == []

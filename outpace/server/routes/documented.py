@@ -17,6 +17,14 @@ _ERRORS: Mapping[str, str] = {
     ),
 }
 
+_EVENT: Mapping[str, Any] = {
+    "type": "object",
+    "description": "One event: a chunk of the answer as JSON; the last event is [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+"""Before OpenAPI 3.2 the schema of a stream is that of each of its events."""
+
 
 def answers(model: Any, description: str, *, stream: bool = False, content: str | None = None) -> dict[int | str, Any]:
     """The responses of a route: 200 with this model, and the errors."""
@@ -24,7 +32,7 @@ def answers(model: Any, description: str, *, stream: bool = False, content: str 
     if model is not None:
         ok["model"] = model
     if stream:
-        ok["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        ok["content"] = {"text/event-stream": {"schema": _EVENT}}
     if content is not None:
         ok["content"] = {content: {"schema": {"type": "string"}}}
     errors: dict[int | str, Any] = {

@@ -1,17 +1,30 @@
 """Is it alive, is it ready, what does it do: health, version, status, metrics."""
 
 from dataclasses import asdict
+from statistics import median
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from outpace._version import __version__
+from outpace.server.engine import EngineStatus
 from outpace.server.metrics import CONTENT_TYPE
 from outpace.server.problems import ApiError
 from outpace.server.responses import Health, Status, Version
 from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import json_response
 from outpace.server.serving import Serving
+
+SPLIT_FUSE_BOUND = 2.5
+"""A step with a prompt beside decodes should take at most so many times one without, see `outpace.scheduler`."""
+
+
+def step_limit_ms(status: EngineStatus) -> float | None:
+    """The time that the tokens of a step were chosen for, or what SplitFuse allows over the last steps of decodes."""
+    decodes = [step.milliseconds for step in status.last_steps if step.decode_tokens and not step.prefill_tokens]
+    if status.step_limit_ms is not None or not decodes:
+        return status.step_limit_ms
+    return SPLIT_FUSE_BOUND * median(decodes)
 
 
 def router(serving: Serving) -> APIRouter:
@@ -24,9 +37,11 @@ def router(serving: Serving) -> APIRouter:
         return json_response(result)
 
     async def ready() -> Response:
-        """The engine works: a stalled or dead one, or one that is shutting down, gives 503."""
-        if not serving.engine.status().ready:
-            raise ApiError(503, "The engine is not ready.", code="not_ready", retry=True)
+        """The engine works: while it is loaded, restarted or shut down this gives 503, and says which."""
+        status = serving.engine.status()
+        if not status.ready:
+            why = f": {status.why}" if status.why else ""
+            raise ApiError(503, f"The engine is not ready{why}.", code="not_ready", retry=True)
         return await live()
 
     routes.add_api_route("/health/live", live, response_model=None, responses=answers(Health, "It lives."))
@@ -45,7 +60,8 @@ def router(serving: Serving) -> APIRouter:
         card, now = serving.engine.card, serving.engine.status()
         about = {"model": serving.validator.names[0], "max_model_len": card.max_model_len}
         # `asdict` makes a copy of each step; as tuples they are arrays in JSON
-        return json_response({**about, "dtype": card.dtype, "device": card.device, **asdict(now)})
+        numbers = {**asdict(now), "step_limit_ms": step_limit_ms(now)}
+        return json_response({**about, "dtype": card.dtype, "device": card.device, **numbers})
 
     if serving.options.metrics:
 

@@ -54,9 +54,7 @@ def router(serving: Serving) -> APIRouter:
         model, name = validator.model(body.model), f"cmpl-{uuid.uuid4().hex}"
         works = await validator.completion(body)
         writer = CompletionWriter(body, works, serving.tokens, model, name)
-        return Reply(
-            events(serving, works, name), writer, stream=bool(body.stream), request_id=request.state.request_id
-        )
+        return Reply(events(serving, works, name), writer, stream=bool(body.stream))
 
     @routes.post(
         "/chat/completions",
@@ -70,9 +68,7 @@ def router(serving: Serving) -> APIRouter:
         work = await validator.chat(body)
         style = serving.style if body.tools and body.tool_choice != "none" else "none"
         writer = ChatWriter(body, work, serving.tokens, model, name, role=serving.options.response_role, style=style)
-        return Reply(
-            events(serving, [work], name), writer, stream=bool(body.stream), request_id=request.state.request_id
-        )
+        return Reply(events(serving, [work], name), writer, stream=bool(body.stream))
 
     @routes.post("/embeddings", response_model=None, responses=answers(EmbeddingList, "A vector for each input."))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:

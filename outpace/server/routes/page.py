@@ -35,4 +35,10 @@ def router(serving: Serving) -> APIRouter:
     async def index() -> Response:
         return await file("index.html")
 
+    if serving.options.docs:
+
+        @routes.get("/docs", include_in_schema=False, response_model=None)
+        async def docs() -> Response:
+            return await file("docs.html")
+
     return routes

@@ -42,7 +42,8 @@ export function createLive(visible) {
 
 function draw({ status, at }, before) {
   const steps = status.last_steps.slice(-STEPS).map(([id, prefill, decode, ms]) => ({ id, prefill, decode, ms }));
-  setState(status.ready ? "ready" : "down", status.ready ? (status.running ? "Working" : "Ready") : "Not ready");
+  const down = status.why ? `Not ready: ${status.why}` : "Not ready";
+  setState(status.ready ? "ready" : "down", status.ready ? (status.running ? "Working" : "Ready") : down);
   const used = status.num_blocks - status.free_blocks;
   const mean = steps.length ? steps.reduce((sum, { ms }) => sum + ms, 0) / steps.length : NaN;
   const rate = (name) => {
@@ -60,7 +61,7 @@ function draw({ status, at }, before) {
     ["Cache hits", status.prefix_queries ? `${show(Math.round((100 * status.prefix_hits) / status.prefix_queries))} %` : "–", "of prompts"],
     ["Restarts", show(status.restarts), status.preemptions ? `${show(status.preemptions)} preempted` : ""],
   ]);
-  plots(steps);
+  plots(steps, status.step_limit_ms);
   if (byId("steps").open) table(steps);
 }
 
@@ -83,9 +84,10 @@ function numbers(rows) {
   });
 }
 
-function plots(steps) {
+function plots(steps, limit) {
   const top = Math.max(1, ...steps.map(({ prefill, decode }) => prefill + decode));
   const slow = Math.max(...steps.map(({ ms }) => ms), 0.001);
+  const ceiling = Math.max(slow, limit || 0); // the top of the plot of times
   const start = STEPS - steps.length; // the newest step stands at the right
   const told = ({ id, prefill, decode, ms }) => `Step ${id}: ${prefill} prefill and ${decode} decode tokens in ${show(ms)} ms`;
   fill(byId("tokens-plot"), steps.map((step, at) => {
@@ -93,19 +95,32 @@ function plots(steps) {
     const high = (100 * step.prefill) / top;
     return [told(step), bar("decode", start + at, 100 - low, low), bar("prefill", start + at, 100 - low - high, high)];
   }));
-  fill(byId("time-plot"), steps.map((step, at) => [told(step), bar("time", start + at, 100 - (100 * step.ms) / slow, (100 * step.ms) / slow)]));
+  fill(byId("time-plot"), steps.map((step, at) => [told(step), bar(limit && step.ms > limit ? "time over" : "time", start + at, 100 - (100 * step.ms) / ceiling, (100 * step.ms) / ceiling)]));
   if (!steps.length) return;
+  const over = steps.filter(({ ms }) => ms > limit).length;
+  if (limit) byId("time-plot").append(line(100 - (100 * limit) / ceiling, `Limit ${show(limit)} ms`));
+  const limited = limit ? `; the limit is ${show(limit)} ms, and ${over} took longer` : "";
   const total = (name) => steps.reduce((sum, step) => sum + step[name], 0);
   const mixed = steps.filter(({ prefill, decode }) => prefill && decode).length;
   const sums = `${total("prefill")} prefill tokens and ${total("decode")} decode tokens`;
   const said = `Last ${steps.length} steps: ${sums}, ${mixed} steps with both, at most ${top} in a step`;
   byId("tokens-plot").setAttribute("aria-label", said);
-  byId("time-plot").setAttribute("aria-label", `Step times of the last ${steps.length} steps, at most ${show(slow)} ms`);
+  byId("time-plot").setAttribute("aria-label", `Step times of the last ${steps.length} steps, at most ${show(slow)} ms${limited}`);
   byId("steps-title").textContent = `Tokens per step, max ${show(top)}`;
-  byId("time-top").textContent = `Step time, max ${show(slow)} ms`;
+  byId("time-top").textContent = `Step time, max ${show(slow)} ms${limit ? `, limit ${show(limit)} ms` : ""}`;
 }
 
 const bar = (kind, x, y, height) => ({ class: kind, x: x + 0.08, y, width: 0.84, height });
+
+/** A line across a plot, and what it is. */
+function line(y, told) {
+  const made = document.createElementNS(SVG, "line");
+  const title = document.createElementNS(SVG, "title");
+  title.textContent = told;
+  for (const [name, value] of Object.entries({ class: "limit", x1: 0, x2: STEPS, y1: y, y2: y })) made.setAttribute(name, value);
+  made.append(title);
+  return made;
+}
 
 function fill(plot, groups) {
   plot.replaceChildren(...groups.map(([told, ...bars]) => {

@@ -1,0 +1,105 @@
+"""Grammars of requests, compiled off the event loop in a process of their own, and kept."""
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from outpace.errors import Overloaded
+from outpace.server.child import Child
+from outpace.server.compiling import MADE, Job
+from outpace.server.engine import ModelCard, WireGrammar
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError, bad
+from outpace.server.tokens import in_threads
+from outpace.structure import StructuredOutputs
+from outpace.structured.cache import SizedCache
+from outpace.structured.compile import Vocabulary
+
+MAX_COMPILED = 8 * 2**20  # bytes of one compiled grammar
+MAX_WAITING = 32  # requests that wait for the process
+_PROGRAM = ("-m", "outpace.server.compiling")
+
+
+class Grammars:
+    """Compiles for one model. The process is started when the first grammar comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, card: ModelCard, options: ServerConfig) -> None:
+        self._tokenizer, self._card, self._options = tokenizer, card, options
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._lock = threading.Lock()  # of the cache
+        self._cache: SizedCache[bytes, WireGrammar] = SizedCache(options.grammar_cache_mb * 2**20)
+        self._vocabulary: bytes | None = None
+        self._child: Child | None = None
+        self._waiting = 0
+
+    async def compile(self, where: str, asked: StructuredOutputs) -> WireGrammar:
+        """The grammar for the engine. ApiError names the field: it cannot be kept to, or breaks a limit."""
+        key = hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
+        found = self._cached(key)
+        if found is not None:
+            return found
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded(f"{self._waiting} requests wait for their grammars; try later")
+        self._waiting += 1
+        try:
+            return await in_threads(self._thread, self._compile, key, where, asked)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the process."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._child is not None:
+            self._child.close()
+
+    def _cached(self, key: bytes) -> WireGrammar | None:
+        with self._lock:
+            return self._cache.get(key)
+
+    def _compile(self, key: bytes, where: str, asked: StructuredOutputs) -> WireGrammar:
+        if (found := self._cached(key)) is not None:
+            return found  # it has come while this one waited
+        if self._vocabulary is None:
+            card = self._card
+            self._vocabulary = Vocabulary.of(self._tokenizer, card.vocab_size or None, card.eos_token_ids).to_bytes()
+        data = self._ask(where, Job(where, asked.kind, getattr(asked, asked.kind)))
+        found = WireGrammar(key, data, self._vocabulary)
+        with self._lock:
+            self._cache.put(key, found, len(data))
+        return found
+
+    def _ask(self, where: str, job: Job) -> bytes:
+        limit = self._options.grammar_timeout
+        child = self._running()
+        begin = time.monotonic()
+        answer = child.ask(msgspec.msgpack.encode(job), limit, MAX_COMPILED + 1)
+        if answer is None:
+            late = time.monotonic() - begin >= limit
+            child.close()
+            self._child = self._start()  # the next request need not wait for all of its start
+            raise bad(where, f"it takes too much {'time' if late else 'memory'} to compile; make it simpler")
+        if not answer.startswith(MADE):
+            raise ApiError(400, answer[1:].decode(), param=where)
+        return answer[1:]
+
+    def _running(self) -> Child:
+        """The process, ready for a job."""
+        child = self._child
+        if child is None or not child.alive or not child.ready(self._vocabulary):
+            if child is not None:
+                child.close()
+            child = self._child = self._start()
+            if not child.ready(self._vocabulary):
+                raise ApiError(500, "The process for grammars does not start.", code="internal_error")
+        return child
+
+    def _start(self) -> Child:
+        options = self._options
+        path = os.pathsep.join(path for path in sys.path if path)  # it imports what this process would
+        return Child(_PROGRAM, (str(options.grammar_memory_mb), str(options.grammar_timeout)), {"PYTHONPATH": path})

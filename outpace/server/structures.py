@@ -1,0 +1,126 @@
+"""What the answer to a request has to look like: found in its fields, held to the limits, and compiled."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.errors import InputError
+from outpace.server.engine import WireGrammar
+from outpace.server.grammars import Grammars
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError, bad
+from outpace.server.protocol import ChatRequest, NamedTool, SamplingFields
+from outpace.server.tools import Style, call_format
+from outpace.structure import STRUCTURES, StructuredOutputs
+from outpace.structured.compile import prepare
+from outpace.structured.schema import checked_schema
+
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer is to be held to, and the field that says so."""
+
+    field: str
+    asked: StructuredOutputs
+
+
+class Structures:
+    """Knows the limits, and how the model writes its calls."""
+
+    def __init__(self, options: ServerConfig, style: Style, grammars: Grammars) -> None:
+        self._options, self._style, self._grammars = options, style, grammars
+
+    async def grammar(self, request: SamplingFields) -> WireGrammar | None:
+        """The grammar that a request asks for, in whatever field."""
+        try:
+            found = self.find(request)
+        except InputError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
+        return None if found is None else await self._grammars.compile(found.field, found.asked)
+
+    def find(self, request: SamplingFields) -> Structure | None:
+        """What a request asks for, checked; at most one field may do so."""
+        found = [Structure(name, asked) for name, asked in _fields(request).items()]
+        for structure in found:
+            self._check_size(structure)
+        depth = self._options.max_schema_depth
+        found = [Structure(each.field, prepare(each.asked, each.field, depth)) for each in found]
+        if isinstance(request, ChatRequest) and (calls := self._calls(request)) is not None:
+            found.append(calls)
+        if len(found) > 1:
+            raise bad(found[0].field, f"not together with {found[1].field}; give one of them")
+        if not found:
+            return None
+        tools = isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none"
+        if tools and self._style != "none" and not found[0].field.startswith("tool"):
+            raise bad(found[0].field, "not together with tools that may be called; set tool_choice to none")
+        return found[0]
+
+    def _check_size(self, structure: Structure) -> None:
+        options, asked = self._options, structure.asked
+        sizes = (
+            (len(str(asked.json or "").encode(errors="replace")), options.max_schema_bytes, "bytes"),
+            (len(asked.regex or ""), options.max_regex_chars, "characters"),
+            (len((asked.grammar or "").encode(errors="replace")), options.max_grammar_bytes, "bytes"),
+            (len(asked.choice or ()), options.max_choices, "texts"),
+            (sum(len(text) for text in asked.choice or ()), options.max_schema_bytes, "characters"),
+        )
+        for size, most, what in sizes:
+            if size > most:
+                raise bad(structure.field, f"{size} {what} are more than this server takes: {most}", "limit_exceeded")
+
+    def _calls(self, request: ChatRequest) -> Structure | None:
+        """What tools ask for: calls that are forced, or strict."""
+        tools, choice = request.tools or [], request.tool_choice
+        strict = [number for number, tool in enumerate(tools) if tool.function.strict]
+        required = choice == "required" or isinstance(choice, NamedTool)
+        if choice == "none" or not (required or strict):
+            return None
+        field = "tool_choice" if required else f"tools[{strict[0]}].function.strict"
+        schemas = {}
+        for number, tool in enumerate(tools):
+            function = tool.function
+            if isinstance(choice, NamedTool) and function.name != choice.function.name:
+                continue
+            where = f"tools[{number}].function.parameters"
+            kept = function.parameters if required or function.strict else None
+            schemas[function.name] = self._arguments(where, {"type": "object"} if kept is None else kept)
+        if len(json.dumps(schemas)) > self._options.max_schema_bytes:
+            raise bad(
+                "tools", f"their schemas are longer than {self._options.max_schema_bytes} bytes", "limit_exceeded"
+            )
+        several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        calls = call_format(self._style, schemas, required=required, several=several)
+        if calls is None:
+            raise bad(field, f"the way this model writes calls ({self._style}) cannot be held to it")
+        return Structure(field, StructuredOutputs(structural_tag=json.dumps(calls)))
+
+    def _arguments(self, where: str, schema: Mapping[str, Any]) -> Any:
+        if schema and schema.get("type", "object") != "object":
+            raise bad(where, "expected the schema of an object")
+        depth = self._options.max_schema_depth
+        return json.loads(checked_schema(json.dumps({"type": "object", **schema}), where, depth))
+
+
+def _fields(request: SamplingFields) -> dict[str, StructuredOutputs]:
+    """The fields that say what the answer has to look like."""
+    found: dict[str, StructuredOutputs] = {}
+    format = request.response_format
+    if format is not None and format.type == "json_object":
+        found["response_format"] = StructuredOutputs(json_object=True)
+    elif format is not None and format.json_schema is not None:
+        found["response_format.json_schema.schema"] = StructuredOutputs(json=format.json_schema["schema"])
+    for name in _GUIDED:
+        if (value := getattr(request, f"guided_{name}")) is not None:
+            found[f"guided_{name}"] = StructuredOutputs(**{name: value})
+    given = request.structured_outputs
+    if given is not None:
+        known = [name for name in STRUCTURES if name != "structural_tag"]
+        if unknown := given.keys() - set(known):
+            raise bad("structured_outputs", f"{min(unknown)[:80]!r} is unknown; it takes one of {', '.join(known)}")
+        made = StructuredOutputs(**given)
+        found[f"structured_outputs.{made.kind}"] = made
+    return found

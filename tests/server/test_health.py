@@ -1,0 +1,275 @@
+"""What the health routes say: while the model loads, when the engine is gone, and when it does not answer."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from starlette.responses import PlainTextResponse
+from transformers import PreTrainedTokenizerFast
+
+from outpace.server import supervisor as supervisor_module
+from outpace.server.client import EngineClient
+from outpace.server.engine import EngineRequest, EngineStatus, ModelCard, StepRecord
+from outpace.server.messages import Add, Cancel, Frames, News, Ping, Ready, Start, Tokens, frame
+from outpace.server.routes.health import step_limit_ms
+from outpace.server.serve import FINISHED, INTERRUPTED, NOT_STARTED
+from outpace.server.starting import Front
+from outpace.server.supervisor import Healing, Supervisor
+from outpace.types import FinishReason, SamplingParams
+from tests.models import tiny
+from tests.server.conftest import Serve
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parent.parent.parent
+WORKER = """
+import os, pathlib, socket, sys, time
+from outpace.server.engine import ModelCard
+from outpace.server.messages import News, NotStarted, Ready, Starting, frame
+sock, folder = socket.socket(fileno=int(sys.argv[1])), pathlib.Path(sys.argv[2])
+sock.recv(1 << 16)
+sock.sendall(frame(Starting("loading the weights")))
+while not (folder / "go").exists():
+    if (folder / "fail").exists():
+        sock.sendall(frame(NotStarted("model", "model: there is none")))
+        sys.exit(1)
+    time.sleep(0.01)
+card = ModelCard("tiny", 64, 258, (), "float32", "cpu", 0)
+sock.sendall(frame(Ready(card, {"load": 0.5}, 8, 16, answers_pings=True)))
+while sock.recv(1 << 16):
+    if not (folder / "deaf").exists():
+        sock.sendall(frame(News(pong=True)))
+"""
+"""A worker without a model. Files in its folder: `go` ends the start well, `fail` badly; `deaf`: no pings answered."""
+SERVE = """
+import asyncio, sys
+from outpace.server import supervisor
+from outpace.server.options import ServerConfig
+from outpace.server.serve import run
+async def process(sock):
+    command = (sys.executable, "-c", sys.argv[3], str(sock.fileno()), sys.argv[2])
+    return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),))
+supervisor._process = process
+sys.exit(run(sys.argv[2], {}, ServerConfig(port=int(sys.argv[1]))))
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def ask(port: int, path: str, body: object = None) -> tuple[int, dict[str, Any], str | None]:
+    """Status, body and Retry-After."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request("GET" if data is None else "POST", path, data, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read()), response.headers["retry-after"]
+    finally:
+        connection.close()
+
+
+@contextmanager
+def starting(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server whose port is open and whose model is not loaded."""
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    port = free_port()
+    command = [sys.executable, "-c", SERVE, str(port), str(folder), WORKER]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            while True:
+                try:
+                    status, *_ = ask(port, "/health/live")
+                    break
+                except ConnectionRefusedError:
+                    assert process.poll() is None
+                    time.sleep(0.02)
+            assert status == 200
+            yield process, port
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_the_port_is_open_while_the_model_loads(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with starting(tmp_path, tokenizer) as (process, port):
+        while "loading the weights" not in ask(port, "/health/ready")[1]["error"]["message"]:
+            pass
+        for path, body in (("/health", None), ("/v1/models", None), ("/v1/completions", {"prompt": "a"})):
+            status, answer, retry = ask(port, path, body)
+            assert (status, retry, answer["error"]["code"]) == (503, "1", "starting")
+            assert "The server is starting: " in answer["error"]["message"]
+        (tmp_path / "go").touch()
+        while ask(port, "/health/ready")[0] != 200:
+            pass
+        assert ask(port, "/v1/models")[1]["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == FINISHED
+        assert process.stderr is not None
+        assert "tiny is ready (load 0.50 s)" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_f11_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with starting(tmp_path, tokenizer) as (process, _):
+        (tmp_path / "fail").touch()
+        assert process.wait(30) == NOT_STARTED
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == ["error: model: there is none"]
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_loads_ends_the_server(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with starting(tmp_path, tokenizer) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == INTERRUPTED
+
+
+async def test_the_front_hands_everything_on_once_there_is_a_server() -> None:
+    front = Front(lambda: "reading", 7)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(front), base_url="http://server") as client:
+        assert (await client.get("/health/live")).json() == {"status": "ok"}
+        early = await client.get("/version")
+        assert (early.status_code, early.headers["retry-after"]) == (503, "7")
+        assert "reading" in early.json()["error"]["message"]
+        front.app = PlainTextResponse("the server")
+        assert (await client.get("/health/live")).text == "the server"
+
+
+@pytest.mark.parametrize("why", ["the engine is being restarted", "the server is shutting down"])
+async def test_ready_says_why_it_is_not(serve: Serve, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    server = serve()
+    monkeypatch.setattr(server.engine, "status", lambda: EngineStatus(why=why))
+    answer = await server.get("/health/ready")
+    assert answer.status_code == 503
+    assert why in answer.json()["error"]["message"]
+
+
+# An engine process with nothing to do
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of workers that get ready at once."""
+
+    async def process(sock: socket.socket) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-c", WORKER, str(sock.fileno()), str(tmp_path))
+        return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),), cwd=ROOT)
+
+    monkeypatch.setattr(supervisor_module, "_process", process)
+    (tmp_path / "go").touch()
+    return tmp_path
+
+
+async def test_f6_an_idle_engine_that_does_not_answer_is_replaced(worker: Path) -> None:
+    engine = Supervisor(None, healing=Healing(stall_timeout=0.4, first_delay=0.05))
+    await engine.start()
+    try:
+        pid = engine.pid
+        assert pid is not None
+        await asyncio.sleep(0.6)  # longer than the limit: it answers
+        assert (engine.status().ready, engine.pid) == (True, pid)
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(20):
+            while engine.status().ready:
+                await asyncio.sleep(0.01)
+            assert "restarted" in engine.status().why
+            while not engine.status().ready:
+                await asyncio.sleep(0.01)
+        assert engine.pid != pid
+        assert engine.status().restarts == 1
+        engine.drain()
+        assert "shutting down" in engine.status().why
+    finally:
+        await engine.close()
+
+
+async def test_restarting_and_draining_are_told_apart(worker: Path) -> None:
+    engine = Supervisor(None, healing=Healing(first_delay=60))
+    await engine.start()
+    try:
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while engine.status().ready:
+                await asyncio.sleep(0.01)
+        assert engine.status().why == "the engine is being restarted"
+        engine.drain()
+        assert engine.status().why == "the server is shutting down"
+    finally:
+        await engine.close()
+
+
+# An answer that is not needed any more
+
+
+async def test_an_unwanted_answer_is_cancelled_alone() -> None:
+    ours, theirs = socket.socketpair()
+    client, reader, sent = EngineClient(), Frames(), []
+    card = ModelCard("fake", 64, 97, (), "float32", "cpu", 0)
+
+    async def read(kind: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        while True:
+            for body in reader.feed(await loop.sock_recv(theirs, 1 << 16)):
+                sent.append(decode(body))
+            if sent and isinstance(sent[-1], kind):
+                return sent[-1]
+
+    async def say(message: Any) -> None:
+        await asyncio.get_running_loop().sock_sendall(theirs, frame(message))
+
+    def decode(body: bytes) -> Any:
+        return msgspec.msgpack.decode(body, type=Start | Add | Cancel | Ping)
+
+    theirs.setblocking(False)
+    opening = asyncio.create_task(client.open(ours, Start(None, {}, 30)))
+    await read(Start)
+    await say(Ready(card, {}, 8, 16))
+    await opening
+    asked = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(n=2))
+    deltas = client.generate(asked)
+    first = asyncio.create_task(anext(deltas))
+    number = (await read(Add)).number
+    await say(News(tokens=[Tokens(number, 0, [7], times=(0.5, 0.25)), Tokens(number, 1, [8])]))
+    assert (await first).times == (0.5, 0.25)
+    asked.unwanted.add(0)
+    assert (await anext(deltas)).index == 1
+    assert await read(Cancel) == Cancel(number, 0)
+    rest = asyncio.create_task(anext(deltas))
+    await say(News(tokens=[Tokens(number, 0, [], FinishReason.STOP), Tokens(number, 1, [9])]))
+    assert (await rest).token_ids == [9]
+    end = asyncio.create_task(anext(deltas, None))
+    await say(News(tokens=[Tokens(number, 1, [3], FinishReason.LENGTH)]))
+    last = await end
+    assert last is not None
+    assert last.finish_reason is FinishReason.LENGTH
+    assert await anext(deltas, None) is None
+    assert client.in_flight == 0
+    await client.close()
+    theirs.close()
+
+
+# The limit of a step
+
+
+def test_the_limit_of_a_step() -> None:
+    steps = [StepRecord(1, 64, 0, 90.0), StepRecord(2, 0, 8, 4.0), StepRecord(3, 16, 8, 9.0), StepRecord(4, 0, 8, 6.0)]
+    assert step_limit_ms(EngineStatus()) is None
+    assert step_limit_ms(EngineStatus(last_steps=steps[:1])) is None
+    assert step_limit_ms(EngineStatus(last_steps=steps)) == 12.5
+    assert step_limit_ms(EngineStatus(last_steps=steps, step_limit_ms=50.0)) == 50.0

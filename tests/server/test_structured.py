@@ -1,0 +1,503 @@
+"""Answers held to a structure through HTTP: what is asked in which field, what is refused, and what bombs cost."""
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from outpace.errors import InputError
+from outpace.server.app import create_app
+from outpace.server.engine import EngineRequest, WireGrammar
+from outpace.server.grammars import Grammars
+from outpace.server.known_grammars import Learned, Taught
+from outpace.server.messages import Learn, Unlearn
+from outpace.server.options import ServerConfig
+from outpace.structure import StructuredOutputs
+from outpace.structured.compile import CompiledGrammar, Vocabulary
+from outpace.types import SamplingParams
+from tests.models import tiny
+from tests.server.conftest import Serve, Served
+from tests.server.fake import FakeEngine
+from tests.server.test_worker import answers, engine
+
+pytestmark = pytest.mark.anyio
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "pattern": "^[a-z]{3,6}$"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
+OTHER: Any = {"type": "function", "function": {"name": "g"}}
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def tool(name: str, parameters: Any = None, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or CITY, **more}}
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: PreTrainedTokenizerFast) -> Iterator[Grammars]:
+    """One process for all tests that leave it alive."""
+    made = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
+    yield made
+    made.close()
+
+
+class Kept(Grammars):
+    """The grammars of all tests, which a server does not close."""
+
+    def __init__(self, shared: Grammars) -> None:
+        self.shared = shared
+
+    async def compile(self, where: str, asked: StructuredOutputs) -> WireGrammar:
+        return await self.shared.compile(where, asked)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def served(serve: Serve, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    monkeypatch.setattr("outpace.server.serving.Grammars", lambda *parts: Kept(grammars))
+    return serve
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A model of random weights that says bytes."""
+    path = tmp_path_factory.mktemp("models") / "bytes"
+    end = tokenizer.eos_token_id
+    tiny("llama", vocab_size=len(tokenizer), eos_token_id=end, max_position_embeddings=512).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@asynccontextmanager
+async def live(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, served: Serve, **options: Any
+) -> AsyncIterator[Served]:
+    """A server over an engine that a thread serves. `served` has put the shared grammars in their place."""
+    async with engine(folder) as client:
+        app = create_app(client, ServerConfig(**options), tokenizer)
+        fake: Any = client
+        try:
+            yield Served(app, fake)
+        finally:
+            app.state.serving.close()
+
+
+def grammar_of(server: Served) -> CompiledGrammar:
+    """What the engine was last told to keep to."""
+    sent = server.engine.requests[-1].grammar
+    assert sent is not None
+    return CompiledGrammar.of_bytes(sent.data, Vocabulary.of_bytes(sent.vocabulary))
+
+
+def accepts(grammar: CompiledGrammar, tokenizer: PreTrainedTokenizerFast, text: str) -> bool:
+    matcher = grammar.matcher([tokenizer.eos_token_id])
+    return all(matcher.accept(token) for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+
+
+# With an engine
+
+
+async def test_response_format_through_the_openai_client(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, served: Serve
+) -> None:
+    async with live(folder, tokenizer, served) as server, server.openai() as client:
+        asked: Any = {"model": "bytes", "messages": MESSAGES, "max_tokens": 200, "temperature": 0}
+        answer = await client.chat.completions.create(**asked, response_format=FORMAT)
+        text = answer.choices[0].message.content or ""
+        jsonschema_rs.validator_for(CITY).validate(json.loads(text))
+        assert answer.choices[0].finish_reason == "stop"
+        stream = await client.chat.completions.create(**asked, response_format=FORMAT, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
+        three = await client.chat.completions.create(
+            **{**asked, "temperature": 1.5}, response_format=FORMAT, n=3, seed=1
+        )
+        for choice in three.choices:
+            jsonschema_rs.validator_for(CITY).validate(json.loads(choice.message.content or ""))
+        plain = await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+        assert (plain.choices[0].message.content or "").startswith("{")
+        for field, value, pattern in (
+            ("guided_regex", "[a-c]{4}", "[a-c]{4}"),
+            ("guided_choice", ["left", "right"], "left|right"),
+            ("guided_grammar", 'root ::= "x" [0-9]', r"x\d"),
+            ("guided_json", {"type": "boolean"}, "true|false"),
+            ("structured_outputs", {"regex": "[a-c]{4}"}, "[a-c]{4}"),
+        ):
+            options: Any = {"model": "bytes", "prompt": ["a", "b"], "temperature": 0, "extra_body": {field: value}}
+            made = await client.completions.create(**options)
+            assert all(re.fullmatch(pattern, choice.text) for choice in made.choices), field
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama3_json"])
+async def test_tools_that_have_to_be_called(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, served: Serve, style: str
+) -> None:
+    async with live(folder, tokenizer, served, tool_call_parser=style) as server, server.openai() as client:
+        tools = [tool("weather"), tool("clock", {"type": "object", "properties": {"utc": {"type": "boolean"}}})]
+        asked: Any = {"model": "bytes", "messages": MESSAGES, "max_tokens": 300, "temperature": 0, "tools": tools}
+        named: Any = {"type": "function", "function": {"name": "weather"}}
+        schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
+        forced: list[tuple[Any, bool]] = [("required", False), (named, True)]
+        for choice, several in forced:
+            answer = await client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=several)
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert not answer.choices[0].message.content
+            function: Any = call
+            function = function.function
+            assert choice == "required" or function.name == "weather"
+            jsonschema_rs.validator_for(schemas[function.name]).validate(json.loads(function.arguments))
+            stream: Any = await client.chat.completions.create(
+                **asked, tool_choice=choice, parallel_tool_calls=several, stream=True
+            )
+            chunks = [chunk.choices[0] async for chunk in stream]
+            streamed: Any = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+            assert [call.function.name for call in streamed] == [function.name]
+            assert streamed[0].function.arguments == function.arguments
+            assert chunks[-1].finish_reason == "tool_calls"
+
+
+async def test_cve_2026_105757_a_dead_end_costs_its_own_request(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, served: Serve
+) -> None:
+    async with live(folder, tokenizer, served) as server:
+        body: dict[str, Any] = {"prompt": "a", "temperature": 0, "guided_regex": "[a-c]{3}7"}
+        allowed = tokenizer("abc")["input_ids"]
+        refused = await server.post(COMPLETIONS, {**body, "allowed_token_ids": allowed})
+        assert refused.status_code == 400
+        assert "no token" in refused.json()["error"]["message"]
+        assert re.fullmatch("[a-c]{3}7", (await server.post(COMPLETIONS, body)).json()["choices"][0]["text"])
+
+
+async def test_a_new_engine_is_taught_again(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, grammars: Grammars
+) -> None:
+    grammar = await grammars.compile("guided_regex", StructuredOutputs(regex="[a-c]{3}"))
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    for _ in range(2):
+        async with engine(folder) as client:
+            for _ in range(2):
+                asked = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=params, grammar=grammar)
+                (ids,) = await answers(client, asked)
+                assert re.fullmatch("[a-c]{3}", str(tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+async def test_a_grammar_that_cannot_be_read_fails_its_request(folder: Path) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    broken = WireGrammar(b"key", b"{}", b"{}")
+    async with engine(folder) as client:
+        with pytest.raises(InputError, match="structured_outputs"):
+            await answers(client, EngineRequest(request_id="r", prompt_token_ids=[5], params=params, grammar=broken))
+        assert await answers(client, EngineRequest(request_id="r", prompt_token_ids=[5], params=params))
+
+
+def test_cve_2025_29770_an_engine_forgets_as_it_is_told(tokenizer: PreTrainedTokenizerFast) -> None:
+    taught = Taught(max_bytes=25)
+    known: set[bytes] = set()
+    for number in [*range(6), 5, 0]:
+        grammar = WireGrammar(b"%d" % number, b"0123456789", b"words")
+        messages = list(taught.before(grammar))
+        for message in messages:
+            if isinstance(message, Learn):
+                assert bool(message.vocabulary) == (number == 0 and not known)
+                known.add(message.key)
+            else:
+                known.remove(message.key)
+        assert grammar.key in known
+        assert len(known) <= 2
+    assert list(taught.before(None)) == []
+    learned = Learned()
+    learned.take(Learn(b"a", b"broken", b"broken"))
+    assert len(learned) == 1
+    learned.take(Unlearn(b"a"))
+    assert len(learned) == 0
+    assert learned.get(b"") is None
+
+
+# Fields
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"response_format": FORMAT}),
+        (CHAT, {"guided_json": CITY}),
+        (CHAT, {"guided_json": json.dumps(CITY)}),
+        (COMPLETIONS, {"structured_outputs": {"json": CITY}}),
+        (COMPLETIONS, {"response_format": FORMAT, "stream": True}),
+    ],
+)
+async def test_a_schema_in_any_field_is_the_same(
+    served: Serve, tokenizer: PreTrainedTokenizerFast, path: str, fields: dict[str, Any]
+) -> None:
+    server = served()
+    assert (await server.post(path, body_of(path, **fields))).status_code == 200
+    grammar = grammar_of(server)
+    assert accepts(grammar, tokenizer, '{"city": "bonn", "days": 2}')
+    assert not accepts(grammar, tokenizer, '{"city": "BONN", "days": 2}')
+
+
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
+    return {**({"messages": MESSAGES} if path == CHAT else {"prompt": "a"}), **fields}
+
+
+async def test_text_is_not_held_to_anything(served: Serve) -> None:
+    server = served()
+    for path in (CHAT, COMPLETIONS):
+        await server.post(path, body_of(path, response_format={"type": "text"}, guided_json=None))
+        assert server.engine.requests[-1].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": FORMAT, "guided_regex": "a"}, "response_format.json_schema.schema"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"x": 1}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        ({"structured_outputs": {"banana": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"guided_json": {"type": "object", "properties": {"a": {"not": {}}}}}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {"$ref": "#/$defs/missing"}}, "guided_json"),
+    ],
+)
+async def test_what_cannot_be_kept_to_is_refused_by_its_field(
+    served: Serve, fields: dict[str, Any], param: str
+) -> None:
+    server = served()
+    for path in (CHAT, COMPLETIONS):
+        answer = await server.post(path, body_of(path, **fields))
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert param in answer.json()["error"]["message"]
+    assert server.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("option", "limit", "fields"),
+    [
+        ("max_schema_bytes", 20, {"guided_json": {"type": "object", "description": "long"}}),
+        ("max_schema_bytes", 20, {"guided_choice": ["a" * 11, "b" * 11]}),
+        ("max_schema_depth", 1, {"guided_json": {"type": "array", "items": {"items": {"type": "null"}}}}),
+        ("max_regex_chars", 3, {"guided_regex": "abcd"}),
+        ("max_grammar_bytes", 10, {"guided_grammar": 'root ::= "a"'}),
+        ("max_choices", 1, {"guided_choice": ["a", "b"]}),
+    ],
+)
+async def test_each_limit_is_an_option(served: Serve, option: str, limit: int, fields: dict[str, Any]) -> None:
+    (name,) = fields
+    refused = await served(**{option: limit}).post(COMPLETIONS, {"prompt": "a", **fields})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == name
+    assert (await served().post(COMPLETIONS, {"prompt": "a", **fields})).status_code == 200
+
+
+async def test_without_xgrammar_the_answer_says_how_to_get_it(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    server = serve()
+    answer = await server.post(COMPLETIONS, {"prompt": "a", "guided_regex": "a"})
+    assert answer.status_code == 400
+    assert "pip install 'outpace[structured]'" in answer.json()["error"]["message"]
+    assert (await server.post(COMPLETIONS, {"prompt": "a"})).status_code == 200
+
+
+# Tools
+
+
+async def test_strict_tools_are_kept_to_where_the_model_is_free(
+    served: Serve, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    server = served(tool_call_parser="hermes")
+    tools = [tool("weather", strict=True), tool("clock", {"not": {}})]
+    assert (await server.post(CHAT, {"messages": MESSAGES, "tools": tools})).status_code == 200
+    grammar = grammar_of(server)
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    right = '{"city": "bonn", "days": 2}'
+    assert accepts(grammar, tokenizer, "It rains. <b>")
+    assert accepts(grammar, tokenizer, "I look. " + call % ("weather", right))
+    assert accepts(grammar, tokenizer, call % ("weather", right) + "\n" + call % ("clock", '{"any": ["thing"]}'))
+    assert not accepts(grammar, tokenizer, call % ("weather", '{"city": 5}'))
+    assert not accepts(grammar, tokenizer, call % ("other", right))
+    await server.post(CHAT, {"messages": MESSAGES, "tools": tools, "tool_choice": "none"})
+    assert server.engine.requests[-1].grammar is None
+    loose = [tool("weather"), tool("clock", {"not": {}})]
+    await server.post(CHAT, {"messages": MESSAGES, "tools": loose})
+    assert server.engine.requests[-1].grammar is None
+
+
+async def test_a_call_that_is_required_is_all_there_is(served: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    server = served(tool_call_parser="hermes")
+    tools = [tool("weather"), tool("none", {})]
+    await server.post(CHAT, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
+    grammar = grammar_of(server)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "bonn", "days": 2}}\n</tool_call>'
+    assert accepts(grammar, tokenizer, call)
+    assert accepts(grammar, tokenizer, f"{call}\n{call}")
+    assert not accepts(grammar, tokenizer, f"Well. {call}")
+    assert not accepts(grammar, tokenizer, "")
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    await server.post(CHAT, body)
+    assert accepts(grammar_of(server), tokenizer, call)
+    assert not accepts(grammar_of(server), tokenizer, f"{call}\n{call}")
+
+
+@pytest.mark.parametrize(
+    ("style", "fields", "param"),
+    [
+        ("none", {"tools": [tool("f")], "tool_choice": "required"}, "tool_choice"),
+        ("none", {"tools": [tool("f", strict=True)]}, "tools[0].function.strict"),
+        ("llama3_json", {"tools": [tool("g"), tool("f", strict=True)]}, "tools[1].function.strict"),
+        (
+            "hermes",
+            {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ("hermes", {"tool_choice": "required"}, "tool_choice"),
+        ("hermes", {"tools": [tool("f")], "tool_choice": "always"}, None),
+        ("hermes", {"tools": [tool("f")], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ("hermes", {"tools": [tool("f")], "response_format": FORMAT}, "response_format.json_schema.schema"),
+        (
+            "hermes",
+            {"tools": [tool("f", {"type": "string"})], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+async def test_calls_that_cannot_be_held_are_refused(
+    served: Serve, style: str, fields: dict[str, Any], param: str | None
+) -> None:
+    server = served(tool_call_parser=style)
+    answer = await server.post(CHAT, {"messages": MESSAGES, **fields})
+    assert answer.status_code == 400
+    found = answer.json()["error"]["param"]
+    assert found == param or (param is None and found.startswith("tool_choice"))
+    assert server.engine.requests == []
+
+
+@pytest.mark.parametrize("parameters", [{"type": "something"}, {"type": ["object"]}, {"properties": {"a": 5}}])
+@pytest.mark.parametrize("pattern", [None, "(", "\\", "(?!a)"])
+async def test_cve_2025_48944_a_tool_of_a_wrong_type_or_pattern(
+    served: Serve, parameters: dict[str, Any], pattern: str | None
+) -> None:
+    if pattern is not None:
+        parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    server = served(tool_call_parser="hermes")
+    body = {"messages": MESSAGES, "tools": [tool("f", parameters)], "tool_choice": "required"}
+    answer = await server.post(CHAT, body)
+    assert answer.status_code == 400
+    expected = "tool_choice" if pattern == "(" else "tools[0].function.parameters"  # the compiler's word for that
+    assert answer.json()["error"]["param"] == expected
+    assert (await server.post(CHAT, {"messages": MESSAGES})).status_code == 200
+
+
+# Bombs
+
+
+def nested_optional(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": dict.fromkeys("abc", schema)}
+    return schema
+
+
+def many(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"property {number}": {"type": "string"} for number in range(count)}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "pysec_2026_2304_nested_quantifiers": {"guided_regex": "(a+)+$"},
+    "alternations": {"guided_regex": "|".join(f"a{number}" for number in range(10_000))},
+    "alternations_as_choice": {"guided_choice": [f"choice {number}" for number in range(10_000)]},
+    "alternations_as_grammar": {"guided_grammar": "root ::= " + " | ".join(f'"a{n}"' for n in range(1000))},
+    "repetitions": {"guided_regex": "((((a{99}){99}){99}){99}){99}"},
+    "optional_repetitions": {"guided_regex": "((((.{0,99}){0,99}){0,99}){0,99}){0,99}"},
+    "ambiguous": {"guided_regex": "(.{0,500}x){0,500}"},
+    "cve_2025_57809_recursive_grammar": {"guided_grammar": 'root ::= root root | root | "a" | ""'},
+    "recursive_ref": {"guided_json": {"$ref": "#"}},
+    "recursive_refs": {
+        "guided_json": {
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}},
+            "$ref": "#/$defs/a",
+        }
+    },
+    "cve_2025_58446_nested_optional": {"guided_json": nested_optional(6)},
+    "long_strings": {"guided_json": {"type": "string", "minLength": 10_000, "maxLength": 2**31}},
+    "long_arrays": {"guided_json": {"type": "array", "items": {"type": "array"}, "minItems": 10**9}},
+    "deep_schema": {"guided_json": deep(60)},
+    "big_schema": {"guided_json": many(3000)},
+    "large_schema": {"guided_json": many(500)},
+    "large_multiples": {"guided_json": {"type": "integer", "multipleOf": 10**9}},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_b7_a_bomb_is_refused_or_answered_soon(served: Serve, grammars: Grammars, name: str) -> None:
+    await grammars.compile("warm", StructuredOutputs(regex="warm"))
+    await grammars.compile("ready", StructuredOutputs(regex=f"process for {name}"))  # not from the cache
+    server = served()
+    begin = time.monotonic()
+    answer = await server.post(COMPLETIONS, {"prompt": "a", **BOMBS[name]})
+    assert time.monotonic() - begin < 3
+    assert answer.status_code in (200, 400)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"].startswith("guided_")
+    assert (await server.post(COMPLETIONS, {"prompt": "a"})).status_code == 200
+    assert (await server.post(COMPLETIONS, {"prompt": "a", "guided_regex": f"after {name}"})).status_code == 200
+
+
+async def test_b7_what_takes_too_long_is_killed(tokenizer: PreTrainedTokenizerFast) -> None:
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=0.3))
+    try:
+        kept = await grammars.compile("a", StructuredOutputs(regex="ab"))
+        with pytest.raises(Exception, match="field: it takes too much time") as caught:
+            await grammars.compile("field", StructuredOutputs(regex="(.{0,500}x){0,500}"))
+        assert getattr(caught.value, "param") == "field"  # noqa: B009 - an ApiError
+        assert await grammars.compile("a", StructuredOutputs(regex="ab")) is kept, "the cache is not the process's"
+        assert await grammars.compile("a", StructuredOutputs(regex="cd"))
+        child = grammars._child
+        assert child is not None
+    finally:
+        grammars.close()
+    assert not child.alive
+
+
+async def test_b7_memory_is_limited(tokenizer: PreTrainedTokenizerFast) -> None:
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=20.0, grammar_memory_mb=64))
+    try:
+        with pytest.raises(Exception, match="field: it takes too much memory"):
+            await grammars.compile("field", StructuredOutputs(regex="((a|b){0,100}(c|d){0,100}){0,100}"))
+        assert await grammars.compile("a", StructuredOutputs(regex="cd"))
+    finally:
+        grammars.close()
