@@ -1,0 +1,145 @@
+"""`python -m bench.soak`: every row of load and faults against real servers, a table, and the results as files."""
+
+import asyncio
+import datetime
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import report
+from bench.soak import chart, faults, load, streams
+from bench.soak.leaks import MOST_RSS_MB, Sample, Watch, growth, positive_control
+from bench.soak.row import FULL, Result, Soak
+from bench.soak.server import Server, serving, write_model
+
+WARMING: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-3": load.l3, "L-4": load.l4}
+"""Rows of the shared server before its memory counts: they make its largest buffers."""
+SHARED: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-2": load.l2, "F-8": faults.f8}
+OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
+    "N-2": streams.n2,
+    "L-6": load.l6,
+    "F-3": faults.f3,
+    "F-6": faults.f6,
+    "F-7": faults.f7,
+    "F-7b": faults.f7b,
+    "F-11": faults.f11,
+    "F-1": faults.f1,
+}
+"""Rows with servers of their own."""
+LEDGERS = ("N-1", "L-5")
+"""Rows about the whole life of the shared server."""
+ROWS = (*WARMING, *SHARED, *LEDGERS, *OWN)
+FILES = 4096  # open files that the rows need
+
+
+async def rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
+    """The results as they come."""
+    if wanted & {*WARMING, *SHARED, *LEDGERS}:
+        async for result in shared_rows(soak, wanted):
+            yield result
+    for name, row in OWN.items():
+        if name in wanted:
+            yield await row(soak)
+
+
+async def shared_rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
+    """Rows of one server, and what they did to it."""
+    if not wanted & {*WARMING, *SHARED}:
+        wanted |= {"L-3", "F-8"}
+    async with serving(soak.model, *load.MAIN) as server:
+        watch = Watch(server.pid)
+        watching = asyncio.create_task(watch.run())
+        at: list[tuple[float, str]] = []
+        soak.say("warming up")
+        await load.warm_up(server, soak.seconds(10))
+        for group in (WARMING, SHARED):
+            if group is SHARED:
+                await server.idle()
+                before = await watch.at_rest()
+            for name in group:
+                if name in wanted:
+                    at.append((time.monotonic() - watch.begin, name))
+                    yield await group[name](soak, server)
+        yield await streams.n1(server)
+        yield await l5(soak, server, watch, before)
+        watching.cancel()
+        soak.details["processes"] = {name: [asdict(each) for each in found] for name, found in watch.series.items()}
+        soak.details["rows at"] = at
+
+
+async def l5(soak: Soak, server: Server, watch: Watch, before: Mapping[str, list[Sample]]) -> Result:
+    """What the shared server holds at the end, beside what it held when it was warm."""
+    soak.say("at rest")
+    status, _ = await server.idle()
+    after = await watch.at_rest()
+    grown = {name: growth(before[name], after[name]) for name in after}
+    control = await positive_control()
+    free = status["free_blocks"] == status["num_blocks"]
+    passed = free and control.leaks and not any(each.leaks for each in grown.values())
+    each = "; ".join(f"{name} {value}" for name, value in grown.items())
+    caught = f"deliberate leak {'caught' if control.leaks else 'NOT caught'} ({control})"
+    measured = f"{each}; {status['free_blocks']} of {status['num_blocks']} pages free; {caught}"
+    target = f"memory +< {MOST_RSS_MB:g} MB; fds, threads as before; all pages free; a deliberate leak is caught"
+    return Result("L-5", target, measured, passed, f"{time.monotonic() - watch.begin:.0f} s")
+
+
+async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[Result]:
+    """All rows, with their progress shown."""
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[at]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("soak", total=len(wanted), at="")
+        soak.say = lambda text: progress.update(task, at=text)
+        async for result in rows(soak, wanted):
+            results.append(result)
+            mark = "[green]pass[/]" if result.passed else "[red]FAIL[/]"
+            console.print(f"{mark} {result.row} ({result.runs}): ", result.measured, highlight=False, markup=True)
+            progress.update(task, advance=1, description=f"soak, after {result.row}")
+    return results
+
+
+def main() -> int:
+    """The exit code: 1 if a row failed."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=FULL, help="how long; in less than 10 faults are fewer")
+    parser.add_argument("--only", default=",".join(ROWS), help=f"rows, divided by commas, of {', '.join(ROWS)}")
+    options = parser.parse_args()
+    wanted = frozenset(options.only.split(","))
+    if not wanted <= set(ROWS):
+        parser.error(f"--only: no such row: {', '.join(sorted(wanted - set(ROWS)))}")
+    if options.minutes <= 0:
+        parser.error("--minutes: expected more than 0")
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < FILES:
+        if most < FILES:
+            parser.error(f"the rows need {FILES} open files, and {most} are allowed; see ulimit -n")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
+    console, begin = Console(stderr=True), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="outpace-soak-") as folder:
+        soak = Soak(Path(folder) / "model", Path(folder) / "small", options.minutes)
+        weights = write_model(soak.model, 256, 4)
+        write_model(soak.small, 32, 2)
+        results = asyncio.run(run(soak, wanted, console))
+    write(results, soak, options.out, {"weights": weights, "minutes": round((time.monotonic() - begin) / 60, 1)})
+    return int(not all(result.passed for result in results))
+
+
+def write(results: list[Result], soak: Soak, folder: Path, notes: Mapping[str, object]) -> None:
+    """The table on the screen; the results as JSON, Markdown and a picture."""
+    table = [asdict(result) | {"passed": "pass" if result.passed else "FAIL"} for result in results]
+    kind = f"cpu with {os.cpu_count()} cores, which the clients share"
+    report.save("soak", "cpu", table, {"machine": kind, **notes}, folder, soak.details)
+    report.show("soak", table)
+    chart.draw(soak.details, folder / f"soak_cpu_{datetime.date.today().isoformat()}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

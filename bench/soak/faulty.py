@@ -1,0 +1,76 @@
+"""Outpace with an engine process that can be told to fail: `python -m bench.soak.faulty serve MODEL ...`.
+
+SIGUSR1 makes its next step raise an error, SIGUSR2 makes it sleep for a minute.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from outpace.runner.runner import Runner
+from outpace.server import supervisor, worker
+from outpace.types import Step, StepOutput
+
+STALL = 60.0  # seconds
+
+
+class InjectedError(RuntimeError):
+    """The fault."""
+
+
+class _Faults:
+    """What the next step is to suffer."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._launch = Runner.launch
+
+    def arm(self, number: int, frame: FrameType | None) -> None:
+        """On a signal."""
+        self._next = number
+
+    def launch(self, runner: Runner, step: Step) -> Callable[[], StepOutput]:
+        """The runner's own method, or the fault."""
+        number, self._next = self._next, 0
+        if number == signal.SIGUSR1:
+            raise InjectedError("a fault, as ordered")
+        if number == signal.SIGUSR2:
+            time.sleep(STALL)
+        return self._launch(runner, step)
+
+
+def run_worker(fd: int) -> int:
+    """The engine process."""
+    faults = _Faults()
+
+    def launch(runner: Runner, step: Step) -> Callable[[], StepOutput]:
+        return faults.launch(runner, step)
+
+    Runner.launch = launch  # type: ignore[method-assign, assignment]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, faults.arm)
+    return worker.main(fd)
+
+
+async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
+    """The supervisor's function of that name, with this file's worker."""
+    command = (sys.executable, "-m", "bench.soak.faulty", str(sock.fileno()))
+    return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),), stdin=asyncio.subprocess.DEVNULL)
+
+
+def main() -> None:
+    """An engine process for a number, else the command line of Outpace."""
+    if sys.argv[1].isdecimal():
+        sys.exit(run_worker(int(sys.argv[1])))
+    from outpace.cli.app import main as outpace
+
+    supervisor._process = _process
+    outpace()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Rows of load: overload, a burst, idle and slow clients, more demand than cache."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from bench.soak.client import Answer, post
+from bench.soak.leaks import sample
+from bench.soak.row import Result, Soak, percentile
+from bench.soak.server import Server, cpu_seconds, prompt, serving
+
+SEQS, WAITING = 32, 256
+MAIN = ("--max-num-seqs", str(SEQS), "--max-waiting", str(WAITING), "--keep-alive-timeout", "600")
+"""Flags of the server that most rows share."""
+IDLE, SLOW = 1000, 200
+
+
+def body(number: int, max_tokens: int = 32, **options: Any) -> dict[str, Any]:
+    """A request of its own; every other number is a stream."""
+    asked = {"prompt": prompt(number), "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+    return asked | {"stream": number % 2 == 0} | options
+
+
+async def closed_loop(
+    server: Server, clients: int, seconds: float, make: Callable[[int], Mapping[str, Any]] = body
+) -> list[Answer]:
+    """So many clients ask one after the other, for so long."""
+    end, numbers, found = time.monotonic() + seconds, iter(range(10**9)), []
+
+    async def one() -> None:
+        while time.monotonic() < end:
+            found.append(await server.client.ask(make(next(numbers))))
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return found
+
+
+async def open_loop(server: Server, rate: float, seconds: float, say: Callable[[str], None]) -> list[Answer]:
+    """Requests at a rate, whatever becomes of them; their answers."""
+    begin, tasks = time.monotonic(), []
+    for number in range(round(rate * seconds)):
+        await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+        tasks.append(asyncio.create_task(server.client.ask(body(number))))
+        if number % 100 == 0:
+            say(f"{time.monotonic() - begin:.0f} of {seconds:.0f} s")
+    return await asyncio.gather(*tasks)
+
+
+async def warm_up(server: Server, seconds: float) -> None:
+    """Have every part of the server make what it keeps."""
+    await closed_loop(server, 2 * SEQS, seconds)
+    chats = [{"messages": [{"role": "user", "content": prompt(number)}], "max_tokens": 4} for number in range(64)]
+    await asyncio.gather(*(server.client.ask(chat, "/v1/chat/completions") for chat in chats))
+
+
+class Shares:
+    """The cores that the processes use from here on: when the engine has less, others of the machine have it."""
+
+    def __init__(self, server: Server) -> None:
+        self._pids = {"engine": server.engine_pid, "http": server.pid, "client": os.getpid()}
+        self._begin, self._used = time.monotonic(), self._now()
+
+    def _now(self) -> dict[str, float]:
+        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+
+    def __str__(self) -> str:
+        took = time.monotonic() - self._begin
+        return " + ".join(f"{name} {(used - self._used[name]) / took:.2f}" for name, used in self._now().items())
+
+
+async def l2(soak: Soak, server: Server) -> Result:
+    """Three times what the server can do."""
+    soak.say("capacity")
+    await closed_loop(server, 2 * SEQS, 1.0)
+    shares = Shares(server)
+    answers = await closed_loop(server, 2 * SEQS, soak.seconds(20))
+    capacity = len(answers) / (max(answer.end for answer in answers) - min(answer.begin for answer in answers))
+    took, at_capacity = soak.seconds(120), str(shares)
+    shares = Shares(server)
+    answers = await open_loop(server, 3 * capacity, took, soak.say)
+    begin = min(answer.begin for answer in answers)
+    ends = Counter(answer.outcome for answer in answers)
+    done = [answer for answer in answers if answer.outcome == "done"]
+    refused = [answer for answer in answers if answer.status == 429]
+    full = [answer.end for answer in done if answer.end - begin <= took]  # the queue is empty at first and at the end
+    goodput = len(full) / took
+    late = percentile([answer.seconds for answer in refused], 99)
+    first = percentile([answer.first - answer.begin for answer in done], 99)
+    told = all("retry-after" in answer.headers for answer in refused)
+    soak.details["overload"] = {
+        name: [[round(answer.begin - begin, 3), round(answer.seconds, 4)] for answer in found]
+        for name, found in {"accepted": done, "rejected": refused}.items()
+    }
+    patience = 1.5 * (SEQS + WAITING) / capacity
+    passed = (
+        goodput >= 0.9 * capacity
+        and late < 0.1
+        and told
+        and first < patience
+        and len(done) + len(refused) == len(answers)
+        and await server.is_ready()
+    )
+    measured = (
+        f"capacity {capacity:.1f}/s, goodput {goodput:.1f}/s ({goodput / capacity:.0%}); {dict(ends)}; "
+        f"429 p50 {1e3 * percentile([answer.seconds for answer in refused], 50):.0f} ms, p99 {1e3 * late:.0f} ms; "
+        f"first byte of accepted p99 {first:.1f} s; cores at capacity: {at_capacity}, in overload: {shares}"
+    )
+    target = f"goodput >= 90 % of capacity; 429 with Retry-After, p99 < 100 ms; first byte < {patience:.0f} s; no 5xx"
+    return Result("L-2", target, measured, passed, f"{took:.0f} s at 3x")
+
+
+async def l3(soak: Soak, server: Server) -> Result:
+    """A burst."""
+    count = soak.count(2000)
+    soak.say(f"{count} requests in a second")
+    begin, tasks = time.monotonic(), []
+    for number in range(count):
+        if number % 20 == 0:
+            await asyncio.sleep(max(0.0, begin + number / count - time.monotonic()))
+        tasks.append(asyncio.create_task(server.client.ask(body(number, 16))))
+    answers = await asyncio.gather(*tasks)
+    ends = Counter(answer.outcome for answer in answers)
+    spread = max(answer.begin for answer in answers) - min(answer.begin for answer in answers)
+    passed = ends["done"] + ends["rejected"] == count and all(answer.status in (200, 429) for answer in answers)
+    measured = f"{dict(ends)}, sent in {spread:.1f} s, all answered after {time.monotonic() - begin:.1f} s"
+    return Result("L-3", "accepted + rejected = sent; 0 lost, 0 hung, 0 5xx", measured, passed, f"{count} requests")
+
+
+@asynccontextmanager
+async def connections(server: Server, count: int, *, buffer: int | None = None) -> AsyncIterator[list[socket.socket]]:
+    """Open sockets, with a small buffer for what comes."""
+    loop, sockets = asyncio.get_running_loop(), []
+    try:
+        for _ in range(count):
+            sock = socket.socket()
+            sockets.append(sock)
+            sock.setblocking(False)
+            if buffer is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            await loop.sock_connect(sock, ("127.0.0.1", server.client.port))
+        yield sockets
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+async def sip(sockets: list[socket.socket]) -> None:
+    """Read a byte a second from each."""
+    while True:
+        for sock in sockets:
+            with contextlib.suppress(BlockingIOError):
+                sock.recv(1)
+        await asyncio.sleep(1.0)
+
+
+async def l4(soak: Soak, server: Server) -> Result:
+    """Clients that are idle, and clients that hardly read."""
+    loop, took = asyncio.get_running_loop(), soak.seconds(15)
+
+    async def p99() -> float:
+        answers = await closed_loop(server, 8, took, lambda number: body(number, 16))
+        assert all(answer.outcome == "done" for answer in answers)
+        return percentile([answer.seconds for answer in answers], 99)
+
+    await closed_loop(server, 8, 1.0)
+    soak.say("alone")
+    alone, http_before = await p99(), sample(server.pid, 0.0)
+    idle_count, slow_count = soak.count(IDLE), soak.count(SLOW)
+    asked = post("/v1/completions", body(0, 400, logprobs=5, stream=True), keep_alive=True)
+    async with (
+        connections(server, idle_count) as idle,
+        connections(server, slow_count, buffer=2048) as slow,
+    ):
+        soak.say("among idle and slow clients")
+        for sock in idle:
+            await loop.sock_sendall(sock, b"GET /health/live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        for sock in slow:
+            await loop.sock_sendall(sock, asked)
+            server.client.ledger.sent += 1
+        reading = asyncio.create_task(sip(slow))
+        while not (found := await server.status())["running"] and not found["waiting"]:
+            await asyncio.sleep(0.01)
+        begin = time.monotonic()
+        while (found := await server.status())["running"] or found["waiting"]:  # their answers cost what any cost
+            await asyncio.sleep(0.05)
+        computed = time.monotonic() - begin
+        among, http_after = await p99(), sample(server.pid, 0.0)
+        reading.cancel()
+    server.client.ledger.ends["cancelled"] += slow_count
+    assert http_before is not None
+    assert http_after is not None
+    more = http_after.rss_mb - http_before.rss_mb
+    passed = among < 1.5 * alone and more < 100 and await server.is_ready()
+    measured = (
+        f"p99 {1e3 * alone:.0f} ms alone, {1e3 * among:.0f} ms among them ({among / alone:.2f}x); "
+        f"memory +{more:.0f} MB; slow answers were computed in {computed:.1f} s and wait"
+    )
+    runs = f"{idle_count} idle + {slow_count} slow, {took:.0f} s"
+    return Result("L-4", "p99 of others < 1.5x; memory of the HTTP process +< 100 MB", measured, passed, runs)
+
+
+async def l6(soak: Soak) -> Result:
+    """More demand than cache: 40 requests of 10 pages, 40 pages."""
+    count = 40
+    bodies = [body(number, 120, prompt=prompt(number, 40), stream=number % 2 == 0) for number in range(count)]
+    flags = ("--num-blocks", "40", "--block-size", "16", "--max-num-seqs", "32", "--deterministic")
+    async with serving(soak.model, *flags) as server:
+        soak.say("each alone")
+        alone = [text_of(await server.client.ask(each)) for each in bodies]
+        soak.say("all together")
+        together = await asyncio.gather(*(server.client.ask(each) for each in bodies))
+        status, _ = await server.idle()
+    same = sum(text_of(answer) == text for answer, text in zip(together, alone, strict=True))
+    ends = Counter(answer.outcome for answer in together)
+    free = status["free_blocks"] == status["num_blocks"]
+    passed = ends["done"] == same == count and status["preemptions"] > 0 and free
+    measured = (
+        f"{dict(ends)}, {same} the same as alone, {status['preemptions']} preemptions, "
+        f"{status['free_blocks']} of {status['num_blocks']} pages free"
+    )
+    return Result("L-6", "every request ends with the tokens it has alone; no page lost", measured, passed, "10x cache")
+
+
+def text_of(answer: Answer) -> str:
+    """The text of a completion, streamed or not."""
+    if not answer.is_stream:
+        return str(json.loads(answer.body)["choices"][0]["text"])
+    return "".join(choice["text"] for event in answer.events for choice in event["choices"])
