@@ -49,7 +49,7 @@ class Plan:
 
 PLANS = {
     "cpu": Plan((32,), 1, (16, 128), (64, 128), 3, {"max_model_len": 512, "dtype": "fp32"}),
-    "cuda": Plan((32, 256), 4, (64, 1024), (64, 512), 2, {"max_model_len": 4096, "dtype": "bf16", "num_blocks": 4500}),
+    "cuda": Plan((32, 256), 2, (64, 1024), (64, 512), 3, {"max_model_len": 4096, "dtype": "bf16", "num_blocks": 4500}),
 }
 
 
