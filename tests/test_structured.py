@@ -252,6 +252,37 @@ def test_cve_2026_105757_a_matcher_that_fails_costs_its_own_request(
         assert ask(other, "fine", params)[0].outputs[0].token_ids == alone
 
 
+def test_what_takes_too_long_for_each_token_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.structured.compile.MAX_SECONDS", 1e-9)
+    with pytest.raises(InputError, match=r"structured_outputs.regex: it takes \d+ ms to choose each token"):
+        ask(llm, "hi", held(regex="[a-z]{3}8"))
+
+
+def test_an_answer_that_takes_too_long_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.runner.grammars.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("outpace.runner.grammars.PATIENCE", 0.0)
+    plain = SamplingParams(max_tokens=8, **GREEDY)
+    slow, fine = ask(llm, ["hi", "hi"], [held(regex="[a-z]{9}"), plain])
+    assert slow.error is not None
+    assert "takes too long" in slow.error
+    assert fine.outputs[0].token_ids == ask(llm, "hi", plain)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("bounds", [{"maxLength": 300}, {"minLength": 150}, {"minLength": 130, "maxLength": 200}])
+def test_long_strings_keep_to_their_bounds(llm: LLM, bounds: dict[str, int]) -> None:
+    """xgrammar's own form of them would let control characters through."""
+    schema = {"type": "string", **bounds}
+    ended = 0
+    for seed in range(8):
+        (output,) = ask(llm, "hi", held(500, {"temperature": 2.0, "seed": seed}, json=schema))
+        text = output.outputs[0].text
+        assert not any(letter < " " for letter in text)
+        if output.outputs[0].finish_reason is FinishReason.STOP:
+            ended += 1
+            assert bounds.get("minLength", 0) <= len(json.loads(text)) <= bounds.get("maxLength", 500)
+    assert ended or "maxLength" not in bounds
+
+
 def test_a_dead_end_is_an_error_of_its_request(llm: LLM) -> None:
     never = held(20, {**GREEDY, "allowed_token_ids": llm.tokenize("abc")}, regex="[a-z]{3}7")
     bad, good = ask(llm, ["x", "y"], [never, held(20, regex="ok")])
@@ -364,6 +395,11 @@ def test_cve_2025_48943_a_regex_that_cannot_be_kept_to_is_refused(llm: LLM, patt
 def test_a_grammar_that_is_none_is_refused(llm: LLM, grammar: str) -> None:
     with pytest.raises(InputError, match=r"structured_outputs\.grammar"):
         ask(llm, "hi", held(grammar=grammar))
+
+
+def test_an_error_that_speaks_of_half_a_character_is_told(llm: LLM) -> None:
+    with pytest.raises(InputError, match=r"structured_outputs\.grammar: .* Unexpected character"):
+        ask(llm, "hi", held(grammar="root ::= \u00e9"))
 
 
 def test_cve_2025_57809_recursion_is_followed(llm: LLM) -> None:

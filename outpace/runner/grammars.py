@@ -4,6 +4,7 @@ A matcher follows the tokens of its answer one step behind: those that the step 
 forward of the next one has been launched, so that the device works meanwhile.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from outpace.types import Request
 
 Bits = np.ndarray[Any, np.dtype[np.int32]]
 WORD = 32  # tokens of an int32
+MAX_SECONDS = 0.01  # what a token may take on average
+PATIENCE = 0.5  # seconds for an answer, until the average counts
 
 
 class _Follower:
@@ -29,6 +32,7 @@ class _Follower:
         self._request = request
         self._matcher: Matcher | None = None
         self._allowed: Bits | None = None
+        self._seconds, self._fills = 0.0, 0
         self.problem: str | None = None
         """Why the request cannot go on."""
         self._try(self._begin, token_ids)
@@ -39,7 +43,12 @@ class _Follower:
 
     def fill(self, masks: Bits, row: int) -> None:
         """Write what may come next. A request that cannot go on may say anything: nobody reads it."""
+        begin = time.perf_counter()
         self._try(self._fill, masks, row)
+        self._seconds += time.perf_counter() - begin
+        self._fills += 1
+        if self._seconds > max(PATIENCE, MAX_SECONDS * self._fills) and self.problem is None:
+            self.problem = "structured_outputs: it takes too long to choose tokens by it; make it simpler"
         if self.problem is not None:
             masks[row] = -1
 

@@ -17,7 +17,7 @@ from outpace.structured.compile import Compiler, Vocabulary
 
 MADE, REFUSED = b"+", b"-"
 """First byte of an answer: what follows is the grammar, or what is wrong with it."""
-_THREADS = 2
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 class Job(msgspec.Struct, array_like=True):

@@ -3,7 +3,9 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
+from functools import cached_property
 from types import ModuleType
 from typing import Any, Self
 
@@ -14,10 +16,16 @@ from outpace.errors import InputError, NotSupported
 from outpace.structure import StructuredOutputs
 from outpace.structured.cache import SizedCache
 from outpace.structured.regex import check_regex
-from outpace.structured.schema import MAX_DEPTH, checked_schema
+from outpace.structured.schema import MAX_DEPTH, MAX_QUICK, checked_schema
 
 CACHE_BYTES = 256 * 2**20  # of compiled grammars that a process keeps
 MAX_WHITESPACE = 40  # characters in a row between the parts of JSON: room to indent, and no way to go on for ever
+TRIED = 32  # tokens of an answer that is made to see how long each takes
+MAX_SECONDS = 0.005
+"""What a token may take: longer, and other requests would wait for it."""
+_RAW = r"[^\"\\\r\n]"
+"""A character of a string of bounded length, as xgrammar writes it: control characters and surrogates are in it."""
+_ALLOWED = r"[ !#-\[\]-\uD7FF\uE000-\U0010FFFF]"
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # where in its source xgrammar found an error
 
 
@@ -35,6 +43,13 @@ class Vocabulary:
 
     def __init__(self, info: Any) -> None:
         self.info = info
+
+    @cached_property
+    def lengths(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """Bytes of each token, white space around it not counted; those that end answers have none."""
+        found = np.array([len(word.strip()) for word in self.info.decoded_vocab])
+        found[self.info.stop_token_ids] = 0
+        return found
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, stop_token_ids: Sequence[int]) -> Self:
@@ -112,17 +127,12 @@ class CompiledGrammar:
         """For a new answer, which one of these tokens ends."""
         return Matcher(self._compiled, stop_token_ids)
 
-    def can_begin(self) -> bool:
-        """Whether any token can be the first of an answer."""
-        masks = np.zeros((1, -(-self.vocab_size // 32)), dtype=np.int32)
-        self.matcher(()).fill(masks, 0)
-        return bool(masks.any())
-
 
 class Compiler:
     """Compiles for one vocabulary, and keeps what it has compiled. For any thread."""
 
     def __init__(self, vocabulary: Vocabulary, threads: int = 4, cache_bytes: int = CACHE_BYTES) -> None:
+        self._vocabulary = vocabulary
         self._compiler = xgrammar().GrammarCompiler(vocabulary.info, max_threads=threads, cache_enabled=False)
         self._lock = threading.Lock()
         self._cache: SizedCache[StructuredOutputs, CompiledGrammar] = SizedCache(cache_bytes)
@@ -141,10 +151,29 @@ class Compiler:
                     found = CompiledGrammar(_compile(self._compiler, prepared))
                 except (ValueError, RuntimeError, TypeError) as error:
                     raise InputError(f"{name}: {_plain(error)}") from None
-                if not found.can_begin():
-                    raise InputError(f"{name}: no answer of this model's tokens fits it")
+                self._try_out(found, name)
                 self._cache.put(asked, found, found.num_bytes)
             return found
+
+    def _try_out(self, grammar: CompiledGrammar, name: str) -> None:
+        """Make the beginning of an answer. InputError: there is none, or it takes too long."""
+        draw, masks = np.random.default_rng(0), np.zeros((1, -(-grammar.vocab_size // 32)), dtype=np.int32)
+        matcher, spent, steps = grammar.matcher(()), 0.0, 0
+        while steps < TRIED and spent < TRIED * MAX_SECONDS:
+            begin = time.perf_counter()
+            matcher.fill(masks, 0)
+            spent, steps = spent + time.perf_counter() - begin, steps + 1
+            allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")[: grammar.vocab_size])
+            if not len(allowed) and steps == 1:
+                raise InputError(f"{name}: no answer of this model's tokens fits it")
+            some = draw.permutation(allowed)[:8]  # the longest of some: white space is no way to get on
+            if not len(some) or not matcher.accept(int(some[self._vocabulary.lengths[some].argmax()])):
+                break
+        if (took := spent / steps) > MAX_SECONDS:
+            raise InputError(
+                f"{name}: it takes {1e3 * took:.0f} ms to choose each token by it; "
+                f"make it simpler (characters repeated more than {MAX_QUICK} times cost most)"
+            )
 
 
 def prepare(asked: StructuredOutputs, name: str, max_depth: int = MAX_DEPTH) -> StructuredOutputs:
@@ -169,6 +198,9 @@ def _compile(compiler: Any, asked: StructuredOutputs) -> Any:
     if asked.structural_tag is not None:
         return compiler.compile_structural_tag(asked.structural_tag)
     schema = asked.json or '{"type": "object", "additionalProperties": true}'
+    if '"minLength"' in schema or '"maxLength"' in schema:
+        grammar = str(xgrammar().Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE))
+        return compiler.compile_grammar(grammar.replace(_RAW, _ALLOWED))
     return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
@@ -186,6 +218,9 @@ def _is_text(text: str) -> bool:
 
 def _plain(error: Exception) -> str:
     """What xgrammar says, without where in its source it says so."""
-    if "bad_alloc" in str(error):
+    text = str(error)
+    if isinstance(error, UnicodeDecodeError):  # it speaks of one byte of a character
+        text = error.object.decode(errors="replace")
+    if "bad_alloc" in text:
         return "it needs too much memory"
-    return _PLACE.sub("", str(error)).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    return _PLACE.sub("", text).strip().splitlines()[0][:300] if text.strip() else type(error).__name__

@@ -14,6 +14,7 @@ from outpace.structured.regex import check_regex
 Schema = dict[str, Any]
 
 MAX_DEPTH = 32
+MAX_QUICK = 128  # repetitions of a character class that xgrammar works out beforehand
 _NOTES = frozenset(
     {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
     | {"$schema", "$id", "$comment"}
@@ -230,11 +231,21 @@ class _Check:
             raise self.refused(at, f"format: {str(found['format'])[:40]!r} is not one of {', '.join(sorted(_FORMATS))}")
         if "pattern" in found:
             self._pattern(f"{at}/pattern", found["pattern"])
-        if length in found:  # as a pattern: xgrammar's own form lets control characters through, and takes longer
-            least, most = found.pop("minLength", 0), found.pop("maxLength", "")
-            if most != "" and most < least:
-                raise self.refused(at, f"maxLength: {most} is less than minLength, {least}")
-            found["pattern"] = f".{{{least},{most}}}"
+        if length in found:
+            self._length(at, found)
+
+    def _length(self, at: str, found: Schema) -> None:
+        """Bounds of a string's length. Short ones become a pattern: it knows escapes, and is compiled sooner.
+
+        Long ones stay, for xgrammar's own form: a pattern would take milliseconds for each token. It has no escapes.
+        """
+        least, most = found.get("minLength", 0), found.get("maxLength")
+        if most is not None and most < least:
+            raise self.refused(at, f"maxLength: {most} is less than minLength, {least}")
+        if max(least, most or 0) <= MAX_QUICK:
+            found["pattern"] = f".{{{least},{'' if most is None else most}}}"
+            found.pop("minLength", None)
+            found.pop("maxLength", None)
 
     def _pattern(self, at: str, pattern: Any) -> None:
         if not isinstance(pattern, str):
