@@ -39,6 +39,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        serving.grammars.start()
         await serving.renderer.render("", {})  # the first chat need not wait for a process to start
         try:
             yield

@@ -52,6 +52,12 @@ def _strings(value: object) -> list[str]:
     return values
 
 
+def _some_strings(value: object) -> list[str]:
+    if not (values := _strings(value)):
+        raise ValueError("expected one string at least")
+    return values
+
+
 def _prompt(value: object) -> object:
     """Checked by types of items alone, so that a million of them cost milliseconds and one error."""
     if isinstance(value, str):
@@ -77,8 +83,15 @@ def _biases(value: object) -> object:
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FirstError()]
 Text = Annotated[str, Field(min_length=1)]
-PromptForm = str | Annotated[list[str], Len(1)] | Annotated[list[int], Len(1)] | Annotated[list[TokenIds], Len(1)]
+_Ids = Annotated[TokenIds, Len(1)]
+PromptForm = str | Annotated[list[str], Len(1)] | _Ids | Annotated[list[_Ids], Len(1)]
 Prompt = Annotated[PromptForm, PlainValidator(_prompt, json_schema_input_type=PromptForm)]
 Strings = Annotated[list[str], PlainValidator(_strings, json_schema_input_type=Text | list[Text])]
-_BiasForm = dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-Biases = Annotated[dict[int, float] | None, PlainValidator(_biases, json_schema_input_type=_BiasForm)]
+Prompts = Annotated[
+    list[str], PlainValidator(_some_strings, json_schema_input_type=Text | Annotated[list[Text], Len(1)])
+]
+_BiasForm = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
+Biases = Annotated[dict[int, float] | None, PlainValidator(_biases, json_schema_input_type=_BiasForm | None)]

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -27,16 +28,22 @@ _PROGRAM = ("-m", "outpace.server.compiling")
 
 
 class Grammars:
-    """Compiles for one model. The process is started when the first grammar comes."""
+    """Compiles for one model. The process is there from `start` on, or from the first grammar."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, card: ModelCard, options: ServerConfig) -> None:
         self._tokenizer, self._card, self._options = tokenizer, card, options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._lock = threading.Lock()  # of the cache
         self._cache: SizedCache[bytes, WireGrammar] = SizedCache(options.grammar_cache_mb * 2**20)
-        self._vocabulary: bytes | None = None
         self._child: Child | None = None
         self._waiting = 0
+
+    def start(self) -> None:
+        """Start the process, which takes seconds, and more on a busy machine: no request need wait for it.
+
+        What fails here fails again when a grammar comes, and is told then.
+        """
+        self._thread.submit(self._running)
 
     async def compile(self, where: str, asked: StructuredOutputs) -> WireGrammar:
         """The grammar for the engine. ApiError names the field: it cannot be kept to, or breaks a limit."""
@@ -65,14 +72,17 @@ class Grammars:
     def _compile(self, key: bytes, where: str, asked: StructuredOutputs) -> WireGrammar:
         if (found := self._cached(key)) is not None:
             return found  # it has come while this one waited
-        if self._vocabulary is None:
-            card = self._card
-            self._vocabulary = Vocabulary.of(self._tokenizer, card.vocab_size or None, card.eos_token_ids).to_bytes()
         data = self._ask(where, Job(where, asked.kind, getattr(asked, asked.kind)))
         found = WireGrammar(key, data, self._vocabulary)
         with self._lock:
             self._cache.put(key, found, len(data))
         return found
+
+    @cached_property
+    def _vocabulary(self) -> bytes:
+        """The model's tokens, for the other processes. For the thread alone: it imports xgrammar."""
+        card = self._card
+        return Vocabulary.of(self._tokenizer, card.vocab_size or None, card.eos_token_ids).to_bytes()
 
     def _ask(self, where: str, job: Job) -> bytes:
         limit = self._options.grammar_timeout
@@ -90,12 +100,12 @@ class Grammars:
 
     def _running(self) -> Child:
         """The process, ready for a job."""
-        child = self._child
-        if child is None or not child.alive or not child.ready(self._vocabulary):
+        vocabulary, child = self._vocabulary, self._child
+        if child is None or not child.alive or not child.ready(vocabulary):
             if child is not None:
                 child.close()
             child = self._child = self._start()
-            if not child.ready(self._vocabulary):
+            if not child.ready(vocabulary):
                 raise ApiError(500, "The process for grammars does not start.", code="internal_error")
         return child
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outpace.server.fields import Biases, Body, FirstError, Prompt, Strings, Text, TokenIds
+from outpace.server.fields import Biases, Body, FirstError, Prompt, Prompts, Strings, Text, TokenIds
 
 
 class StreamOptions(Body):
@@ -64,7 +64,7 @@ class SamplingFields(Body):
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 is greedy."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=1e-9, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Same seed, same text."""
     stop: Strings | None = None
@@ -95,7 +95,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: Annotated[list[Text], FirstError()] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0)
     truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -327,13 +327,13 @@ class DetokenizeRequest(Body):
 class MiiRequest(Body):
     """POST /mii/{deployment}: the arguments of MII's generate."""
 
-    prompts: Annotated[Strings, Field(min_length=1)]
+    prompts: Prompts
     max_length: int | None = Field(default=None, ge=1, lt=2**31)
     """Most tokens of prompt and answer together."""
     max_new_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     min_new_tokens: int = Field(default=0, ge=0, lt=2**31)
     do_sample: bool = True
-    top_p: float = Field(default=0.9, gt=0, le=1)
+    top_p: float = Field(default=0.9, ge=1e-9, le=1)
     top_k: int | None = Field(default=None, ge=0, lt=2**31)
     temperature: float | None = Field(default=None, gt=0, le=100)
     stop: Strings | None = None

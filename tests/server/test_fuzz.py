@@ -4,6 +4,7 @@ The suite runs the same few examples each time; OUTPACE_FUZZ_EXAMPLES=500 runs t
 which ones `--hypothesis-seed` says.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,11 +28,18 @@ from outpace.server.app import create_app
 from outpace.server.options import ServerConfig
 from tests.models import byte_tokenizer
 from tests.server.fake import FakeEngine
-from tests.server.live import NAMES, Live
+from tests.server.live import MAX_MODEL_LEN, NAMES, VOCAB, Live
 
 GIVEN = os.environ.get("OUTPACE_FUZZ_EXAMPLES")
 EXAMPLES = int(GIVEN or 60)
 LONGEST = 10  # seconds of a request
+TOKENS = 64  # of the answers to a request
+LENGTHS = {
+    "/v1/completions": ("max_tokens", 16),
+    "/v1/chat/completions": ("max_completion_tokens", MAX_MODEL_LEN),
+    "/mii/{deployment}": ("max_new_tokens", MAX_MODEL_LEN),
+}
+"""What bounds an answer, and what it is without."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 PROBE: Any = {"prompt": "are you there?", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
@@ -86,19 +94,67 @@ def test_b1_whatever_the_schema_allows_or_forbids(
 
 
 def complete(case: Any) -> None:
-    """What the schema cannot say: which names the model has, without which few requests come past the first check.
-
-    And answers stay short: without a limit those of MII and of chats fill the context.
-    """
+    """What the schema cannot say, without which few requests come past the first check; and answers stay short."""
     if isinstance(case.body, dict):
-        if isinstance(case.body.get("model"), str):
-            case.body["model"] = NAMES[0]
-        if case.path.startswith("/mii") and case.body.get("max_new_tokens") is None:
-            case.body["max_new_tokens"] = 4
-        if "messages" in case.body and case.path.startswith("/v1") and case.body.get("max_completion_tokens") is None:
-            case.body["max_tokens"] = 4
+        if len(repr(case.body)) % 4:  # the others stay as they are
+            case.body = allowed(case.body)
+        if case.path in LENGTHS:
+            shorten(case.body, *LENGTHS[case.path])
     for name in case.path_parameters or {}:
         case.path_parameters[name] = NAMES[0]
+
+
+def allowed(given: dict[str, Any]) -> dict[str, Any]:
+    """A body with what its fields must have together, and with names and tokens that the model has."""
+    body: dict[str, Any] = whole(given)
+    if isinstance(body.get("model"), str):
+        body["model"] = NAMES[0]
+    for name in {"prompt", "input", "tokens"} & body.keys():
+        body[name] = near(body[name])
+    for message in body.get("messages") or ():
+        fit(message)
+    if {"input", "tokens", "prompts"}.isdisjoint(body) and (body.get("prompt") is None) == (not body.get("messages")):
+        body |= {"prompt": "a", "messages": None}  # of /tokenize, which takes either
+    return body
+
+
+def whole(value: Any) -> Any:
+    """2.0 is an integer to JSON schema, but not to this server."""
+    if isinstance(value, dict):
+        return {name: whole(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(whole, value))
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def near(prompt: Any) -> Any:
+    """Most token ids are the model's, some are just not."""
+    if isinstance(prompt, list):
+        return list(map(near, prompt))
+    return prompt % (VOCAB + 8) if isinstance(prompt, int) else prompt
+
+
+def fit(message: dict[str, Any]) -> None:
+    """A message has what its role needs, and nothing that belongs to another."""
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if message["role"] != role:
+            message.pop(name, None)
+    for call in message.get("tool_calls") or ():
+        call["function"]["arguments"] = json.dumps({"given": call["function"]["arguments"]})
+    if message.get("content") is None and not message.get("tool_calls"):
+        message["content"] = "a"
+
+
+def shorten(body: dict[str, Any], usual: str, default: int) -> None:
+    """All answers together have TOKENS tokens at most, or one each; lengths that are refused stay as they are."""
+    asked = body.get("prompt", body.get("prompts"))
+    prompts = asked if isinstance(asked, list) and not isinstance(asked[0], int) else [asked]
+    most = int(max(1, TOKENS // (len(prompts) * (body.get("n") or 1))))
+    longest = 2**31 if "prompts" in body else MAX_MODEL_LEN  # MII's is cut to the room that there is
+    names = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+    for name in [name for name in names if body.get(name) is not None] or [usual]:
+        if most < (body.get(name) or default) <= longest:
+            body[name] = most
 
 
 def probe(session: requests.Session, live: Live) -> None:

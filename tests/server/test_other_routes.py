@@ -155,9 +155,11 @@ async def test_the_schema_names_every_route(serve: Serve) -> None:
     assert (await serve(docs=False).get("/openapi.json")).status_code == 404
 
 
-def test_the_lifespan_starts_and_ends_what_chats_need(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_lifespan_starts_and_ends_what_chats_and_grammars_need(tokenizer: PreTrainedTokenizerFast) -> None:
     app = create_app(FakeEngine(tokenizer), ServerConfig(), tokenizer)
     with TestClient(app) as client:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert app.state.serving.renderer.closed
+    assert app.state.serving.grammars._child is not None, "it is there before the first grammar"
+    assert not app.state.serving.grammars._child.alive
