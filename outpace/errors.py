@@ -25,6 +25,10 @@ class EngineDead(OutpaceError, RuntimeError):
     """The engine failed or its process ended under the request; the same call can work later."""
 
 
+class EngineUnavailable(EngineDead):
+    """There is no engine at this moment, and nothing was begun; the same call can work later."""
+
+
 class ModelError(OutpaceError, ValueError):
     """A model, checkpoint or tokenizer cannot be loaded or used as asked."""
 

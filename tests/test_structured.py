@@ -1,8 +1,10 @@
 """Answers held to a structure: they keep to it, whatever the model wants, and nobody else notices."""
 
+import contextlib
 import json
 import random
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from outpace import LLM, FinishReason, InputError, ModelError, NotSupported, Req
 from outpace import StructuredOutputs as Structure
 from outpace.structured.cache import SizedCache
 from outpace.structured.compile import CompiledGrammar, Compiler, Vocabulary
-from outpace.structured.regex import check_regex
+from outpace.structured.regex import checked_regex
 from outpace.structured.schema import checked_schema
 from tests.models import byte_tokenizer, tiny
 
@@ -242,7 +244,7 @@ def test_cve_2026_105757_a_matcher_that_fails_costs_its_own_request(
             engine.step()
         assert fine.outputs[0].token_ids == alone
         assert broken.error is not None
-        assert "structured_outputs" in broken.error
+        assert ("structured_outputs" in broken.error) == (error is None), "otherwise the request is not to blame"
         assert broken.outputs[0].finish_reason is FinishReason.ERROR
         assert len(broken.outputs[0].token_ids) == 3
         assert three.finished
@@ -254,8 +256,22 @@ def test_cve_2026_105757_a_matcher_that_fails_costs_its_own_request(
 
 def test_what_takes_too_long_for_each_token_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.structured.compile.MAX_SECONDS", 1e-9)
-    with pytest.raises(InputError, match=r"structured_outputs.regex: it takes \d+ ms to choose each token"):
+    with pytest.raises(InputError, match=r"structured_outputs.regex: it takes [0-9.]+ ms to choose each token"):
         ask(llm, "hi", held(regex="[a-z]{3}8"))
+
+
+def test_a_grammar_that_was_slow_once_is_not_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for many answers by it, or asks again, does not get the same patience again."""
+    monkeypatch.setattr("outpace.runner.grammars.PATIENCE", 0.0)
+    monkeypatch.setattr("outpace.runner.grammars.MAX_SECONDS", 0.0)
+    params = held(regex="[a-y]{9}")
+    (first,) = ask(llm, "hi", params)
+    assert first.error is not None
+    filled: list[int] = []
+    monkeypatch.setattr("outpace.structured.compile.Matcher.fill", lambda *arguments: filled.append(1))
+    (second,) = ask(llm, "hi", params)
+    assert second.error == first.error
+    assert not filled
 
 
 def test_an_answer_that_takes_too_long_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +430,18 @@ def test_cve_2025_57809_recursion_is_followed(llm: LLM) -> None:
     assert ask(llm, "hi", held(30, json=nested))[0].error is None
 
 
+def test_large_schemas_are_checked_in_no_time() -> None:
+    branch = '{"type": "object", "properties": {"t": {"const": %d}}, "required": ["t"]}'
+    parts = ",".join(branch % number for number in range(3000))
+    chain = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(3000)}
+    begin = time.thread_time()
+    checked_schema(f'{{"oneOf": [{parts}]}}', "field")
+    refused = refusal(checked_schema, json.dumps({"$defs": chain, "oneOf": [{"$ref": "#/$defs/d0"}] * 3000}), "field")
+    assert refused is not None
+    checked_regex("a" * 200_000, "field")
+    assert time.thread_time() - begin < 2  # it took minutes
+
+
 def test_a_deep_schema_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(40):
@@ -496,10 +524,22 @@ def test_a_grammar_crosses_to_another_process(tokenizer: PreTrainedTokenizerFast
 
 
 @given(st.text(alphabet='ab|()[]{}^$\\?*+.dDwx0-9:<=!"', max_size=12))
-def test_a_regex_is_checked_without_trouble(pattern: str) -> None:
+def test_a_regex_matches_what_it_matches_in_python(pattern: str) -> None:
     for in_json in (True, False):
-        problem = refusal(check_regex, pattern, "field", in_json=in_json)
+        problem = refusal(checked_regex, pattern, "field", in_json=in_json)
         assert problem is None or problem.startswith("field: ")
+    with contextlib.suppress(InputError, re.error, FutureWarning):
+        wanted, made = re.compile(pattern), re.compile(checked_regex(pattern, "field"))
+        for text in ("", "a", "b.", ".", "\n", "a\n", "ab", "-", "]", "^", "9x"):
+            assert bool(made.fullmatch(text)) <= bool(wanted.fullmatch(text)), (pattern, text)
+
+
+def test_a_dot_is_no_line_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    compiler = Compiler(Vocabulary.of(tokenizer, None, [tokenizer.eos_token_id]))
+    for pattern in ("Name: .*", "Name: [.].{3}", r"Name: \..+"):
+        matcher = compiler.compile(Structure(regex=pattern)).matcher([tokenizer.eos_token_id])
+        assert all(matcher.accept(token) for token in tokenizer("Name: .a")["input_ids"])
+        assert not matcher.accept(tokenizer("\n")["input_ids"][0])
 
 
 JSON = st.recursive(

@@ -57,7 +57,7 @@ class Answer:
         if not self.whole:
             return "lost"
         if self.status in (429, 503):
-            return "rejected"
+            return "failed" if b'"engine_failed"' in self.body else "rejected"
         if self.status >= 400:
             return "failed" if self.status >= 500 else "invalid"
         if self.is_stream:

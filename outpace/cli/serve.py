@@ -69,7 +69,7 @@ def _serve(
     name, llm, server = options_of({} if config is None else read_config(config), flags)
 
     from outpace.server.logs import set_up  # seconds of imports, which a wrong option need not wait for
-    from outpace.server.serve import run
+    from outpace.server.run import run
 
     set_up(as_json=server.log_json)
     raise typer.Exit(run(model or name, llm, server))

@@ -6,7 +6,9 @@ forward of the next one has been launched, so that the device works meanwhile.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,23 +18,37 @@ from outpace.log import logger
 from outpace.runner.results import Arriving
 from outpace.runner.rows import Row
 from outpace.sampling import Masks
-from outpace.structure import Matcher
+from outpace.structure import Grammar, Matcher
 from outpace.types import Request
 
 Bits = np.ndarray[Any, np.dtype[np.int32]]
 WORD = 32  # tokens of an int32
-MAX_SECONDS = 0.01  # what a token may take on average
-PATIENCE = 0.5  # seconds for an answer, until the average counts
+FIELD = "structured_outputs"
+"""What a problem begins with if the request is to blame."""
+MAX_SECONDS = 0.002  # what a token may take of a processor, on average
+PATIENCE = 0.25  # seconds that all answers of a grammar get until the average counts
+
+
+@dataclass(slots=True)
+class _Account:
+    """What one grammar has cost, in all its answers."""
+
+    seconds: float = 0.0
+    fills: int = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it holds the others up."""
+        return self.seconds > max(PATIENCE, MAX_SECONDS * self.fills)
 
 
 class _Follower:
     """The matcher of one row."""
 
-    def __init__(self, request: Request, token_ids: Sequence[int]) -> None:
-        self._request = request
+    def __init__(self, request: Request, token_ids: Sequence[int], account: _Account) -> None:
+        self._request, self._account = request, account
         self._matcher: Matcher | None = None
         self._allowed: Bits | None = None
-        self._seconds, self._fills = 0.0, 0
         self.problem: str | None = None
         """Why the request cannot go on."""
         self._try(self._begin, token_ids)
@@ -43,12 +59,14 @@ class _Follower:
 
     def fill(self, masks: Bits, row: int) -> None:
         """Write what may come next. A request that cannot go on may say anything: nobody reads it."""
-        begin = time.perf_counter()
-        self._try(self._fill, masks, row)
-        self._seconds += time.perf_counter() - begin
-        self._fills += 1
-        if self._seconds > max(PATIENCE, MAX_SECONDS * self._fills) and self.problem is None:
-            self.problem = "structured_outputs: it takes too long to choose tokens by it; make it simpler"
+        account = self._account
+        if self.problem is None and not account.is_slow:
+            begin = time.thread_time()
+            self._try(self._fill, masks, row)
+            account.seconds += time.thread_time() - begin
+            account.fills += 1
+        if self.problem is None and account.is_slow:
+            self.problem = f"{FIELD}: it takes too long to choose tokens by it; make it simpler"
         if self.problem is not None:
             masks[row] = -1
 
@@ -59,7 +77,7 @@ class _Follower:
                 self.problem = action(*arguments)
             except Exception as error:
                 logger.exception("the matcher of request %r failed", self._request.request_id)
-                self.problem = f"structured_outputs: its matcher failed ({type(error).__name__})"
+                self.problem = f"the matcher of the answer failed ({type(error).__name__})"
 
     def _begin(self, token_ids: Sequence[int]) -> str | None:
         assert self._request.grammar is not None, "it has one"
@@ -73,7 +91,7 @@ class _Follower:
         assert self._matcher is not None, "it has begun"
         if self._matcher.accept(token_id):
             return None
-        return f"structured_outputs: the answer left its grammar at token {token_id}"
+        return f"{FIELD}: the answer left its grammar at token {token_id}"
 
     def _fill(self, masks: Bits, row: int) -> str | None:
         assert self._matcher is not None, "it has begun"
@@ -82,7 +100,7 @@ class _Follower:
             if self._allowed is None:
                 self._allowed = _bits(only, masks.shape[1])
             masks[row] &= self._allowed
-        return None if masks[row].any() else "structured_outputs: no token of the model goes on with the answer"
+        return None if masks[row].any() else f"{FIELD}: no token of the model goes on with the answer"
 
 
 class Grammars:
@@ -91,6 +109,7 @@ class Grammars:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._followers: dict[str, _Follower] = {}
+        self._accounts: WeakKeyDictionary[Grammar, _Account] = WeakKeyDictionary()
         self._unread: tuple[dict[str, int], Arriving] | None = None
         self._buffers: list[Tensor] = []
         self._sent: list[torch.cuda.Event | None] = [None, None]
@@ -110,7 +129,9 @@ class Grammars:
     def begin(self, request: Request, token_ids: Sequence[int]) -> None:
         """A row is made, of a request with these tokens, prompt and answer."""
         answer = token_ids[len(request.prompt_token_ids) :]
-        self._followers[request.request_id] = _Follower(request, answer)
+        assert request.grammar is not None, "it has one"
+        account = self._accounts.setdefault(request.grammar, _Account())
+        self._followers[request.request_id] = _Follower(request, answer, account)
 
     def chosen(self, requests: Sequence[Request], places: Sequence[int], arriving: Arriving) -> None:
         """A step has chosen tokens for these, which stand at these places of what arrives."""

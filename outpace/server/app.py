@@ -1,5 +1,6 @@
 """create_app: the HTTP server as a function of its engine, its options and a tokenizer."""
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ def create_app(
 ) -> FastAPI:
     """The server. Nothing is global: several may live in one process. `app.state.serving.close()` without lifespan.
 
-    `traces` gets a span for each request; it is its owner's to shut down.
+    `traces` gets a span for each request; it is its owner's to shut down. `app.state.running` counts requests that have
+    not been answered whole.
     """
     serving = make_serving(engine, options, need_tokenizer(tokenizer))
 
@@ -55,7 +57,7 @@ def create_app(
         redoc_url=None,
         separate_input_output_schemas=False,
     )
-    app.state.serving, app.state.options = serving, options
+    app.state.serving, app.state.options, app.state.running = serving, options, Counter()
     for routes in (openai, text, mii, health, page):
         app.include_router(routes.router(serving))
 
@@ -73,6 +75,7 @@ def create_app(
         keys=options.all_api_keys(),
         rejected=serving.metrics.observe_rejection,
         ended=serving.metrics.observe_outcome,
+        running=app.state.running,
     )
     app.openapi = _schema(app)  # type: ignore[method-assign]
     return app

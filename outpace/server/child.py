@@ -56,6 +56,10 @@ class Child:
         except (OSError, EOFError):
             return None
 
+    def kill(self) -> None:
+        """Have it end, so that whoever waits for its answer goes on. For any thread."""
+        self._process.kill()
+
     def close(self) -> None:
         """End it, whatever it does."""
         self._connection.close()

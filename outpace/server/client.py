@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from outpace.errors import EngineDead, InputError, OutpaceError, Overloaded
+from outpace.errors import EngineDead, EngineUnavailable, InputError, OutpaceError, Overloaded
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
 from outpace.server.known_grammars import Taught
 from outpace.server.messages import (
@@ -298,7 +298,7 @@ class EngineClient:
     def _admit(self, count: int, num_tokens: int) -> None:
         """Refuse what would have to wait behind too much."""
         if self.lost.is_set():
-            raise EngineDead("the engine is not running; try again later")
+            raise EngineUnavailable("the engine is not running; try again later")
         most = self._admission
         room = most.max_waiting + max(0, self.ready.max_num_seqs - self._running)
         if self._waiting + count > room:

@@ -15,8 +15,9 @@ from outpace.server.render import end_after, limit_memory
 from outpace.structure import StructuredOutputs
 from outpace.structured.compile import Compiler, Vocabulary
 
-MADE, REFUSED = b"+", b"-"
-"""First byte of an answer: what follows is the grammar, or what is wrong with it."""
+MADE, REFUSED, BROKEN = b"+", b"-", b"!"
+"""First byte of an answer: what follows is the grammar, what is wrong with it, or what is wrong here."""
+MAX_COMPILED = 8 * 2**20  # bytes of one compiled grammar
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -26,21 +27,26 @@ class Job(msgspec.Struct, array_like=True):
     where: str
     kind: str
     value: str | bool | list[str]
+    max_depth: int
 
 
 def compiled(compiler: Compiler, data: bytes, warnings: Callable[[], str]) -> bytes:
-    """The answer to a job. What xgrammar warns of it would pass over: that is refused."""
+    """The answer to a job. What xgrammar warns of it would pass over: that is refused. MemoryError: there is none."""
     job = msgspec.msgpack.decode(data, type=Job)
     warnings()
     try:
         asked: dict[str, Any] = {job.kind: job.value}
-        made = compiler.compile(StructuredOutputs(**asked), job.where).to_bytes()
+        made = compiler.compile(StructuredOutputs(**asked), job.where, job.max_depth).to_bytes()
     except InputError as error:
         return REFUSED + str(error).encode()
-    except MemoryError:
-        return REFUSED + f"{job.where}: it needs too much memory".encode()
+    except Exception as error:
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            raise MemoryError from None  # what is left of this process is of no use
+        return BROKEN + repr(error).encode()
     if warned := warnings():
         return REFUSED + f"{job.where}: it cannot be kept to exactly ({warned})".encode()
+    if len(made) > MAX_COMPILED:
+        return REFUSED + f"{job.where}: compiled it is longer than {MAX_COMPILED} bytes; make it simpler".encode()
     return MADE + made
 
 
@@ -82,7 +88,7 @@ def main(handle: int, megabytes: int, seconds: float) -> None:
             answer = compiled(compiler, job, warnings)
             done()
             connection.send_bytes(answer)
-    except (EOFError, OSError):
+    except (EOFError, OSError, MemoryError):
         return
 
 

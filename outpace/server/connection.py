@@ -7,8 +7,10 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
-def limited(seconds: float, most: int) -> type[H11Protocol]:
+def limited(seconds: float, most: int, connections: int) -> type[H11Protocol]:
     """The protocol for `uvicorn.Config(http=...)`: how long a head, and then a body, may take, and their bytes.
+
+    connections: so many may be open; one more is closed before it can say anything.
 
     uvicorn itself waits without end for the rest of a head, or of a body that nobody wants any more. The app counts
     what is in a body; here the bytes that carry it count: three megabytes of chunks of one byte are half a minute of
@@ -22,7 +24,10 @@ def limited(seconds: float, most: int) -> type[H11Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._watch()
+            if len(self.connections) > connections:
+                transport.close()
+            else:
+                self._watch()
 
         def data_received(self, data: bytes) -> None:
             self._received += len(data)

@@ -1,10 +1,12 @@
 """Grammars of requests, compiled off the event loop in a process of their own, and kept."""
 
 import hashlib
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -12,8 +14,9 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import Overloaded
+from outpace.log import logger
 from outpace.server.child import Child
-from outpace.server.compiling import MADE, Job
+from outpace.server.compiling import BROKEN, MADE, MAX_COMPILED, Job
 from outpace.server.engine import ModelCard, WireGrammar
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
@@ -22,8 +25,11 @@ from outpace.structure import StructuredOutputs
 from outpace.structured.cache import SizedCache
 from outpace.structured.compile import Vocabulary
 
-MAX_COMPILED = 8 * 2**20  # bytes of one compiled grammar
 MAX_WAITING = 32  # requests that wait for the process
+MAX_REFUSED = 1024  # of those that are remembered
+TOO_LONG_FOR = 60.0  # seconds for which one that took too long is refused at once
+TOO_MUCH = "limit_exceeded"
+"""The code of grammars that took too much time or memory: another time they may not."""
 _PROGRAM = ("-m", "outpace.server.compiling")
 
 
@@ -35,8 +41,10 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._lock = threading.Lock()  # of the cache
         self._cache: SizedCache[bytes, WireGrammar] = SizedCache(options.grammar_cache_mb * 2**20)
+        self._refused: SizedCache[tuple[str, bytes], tuple[ApiError, float]] = SizedCache(MAX_REFUSED)
         self._child: Child | None = None
         self._waiting = 0
+        self._closed = False
 
     def start(self) -> None:
         """Start the process, which takes seconds, and more on a busy machine: no request need wait for it.
@@ -45,34 +53,52 @@ class Grammars:
         """
         self._thread.submit(self._running)
 
-    async def compile(self, where: str, asked: StructuredOutputs) -> WireGrammar:
-        """The grammar for the engine. ApiError names the field: it cannot be kept to, or breaks a limit."""
-        key = hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
-        found = self._cached(key)
+    async def compile(
+        self, where: str, asked: StructuredOutputs, make: Callable[[], StructuredOutputs] | None = None
+    ) -> WireGrammar:
+        """The grammar for the engine. ApiError names the field: it cannot be kept to, or breaks a limit.
+
+        make: gives what is to be compiled, where `asked` alone tells it apart from others; called off the event loop.
+        """
+        key = hashlib.blake2b(repr(asked).encode(errors="replace"), digest_size=16).digest()
+        found = self._known(where, key)
         if found is not None:
             return found
         if self._waiting >= MAX_WAITING:
             raise Overloaded(f"{self._waiting} requests wait for their grammars; try later")
         self._waiting += 1
         try:
-            return await in_threads(self._thread, self._compile, key, where, asked)
+            return await in_threads(self._thread, self._compile, key, where, make or (lambda: asked))
         finally:
             self._waiting -= 1
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, whatever it does, and then the thread that waits for it."""
+        self._closed = True
+        if (child := self._child) is not None:
+            child.kill()
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._child is not None:
             self._child.close()
 
-    def _cached(self, key: bytes) -> WireGrammar | None:
+    def _known(self, where: str, key: bytes) -> WireGrammar | None:
+        """What has been compiled; what has been refused is refused again."""
         with self._lock:
+            if (refused := self._refused.get((where, key))) is not None and time.monotonic() < refused[1]:
+                raise ApiError(400, refused[0].message, param=refused[0].param)
             return self._cache.get(key)
 
-    def _compile(self, key: bytes, where: str, asked: StructuredOutputs) -> WireGrammar:
-        if (found := self._cached(key)) is not None:
+    def _compile(self, key: bytes, where: str, make: Callable[[], StructuredOutputs]) -> WireGrammar:
+        if (found := self._known(where, key)) is not None:
             return found  # it has come while this one waited
-        data = self._ask(where, Job(where, asked.kind, getattr(asked, asked.kind)))
+        asked, until = make(), time.monotonic() + TOO_LONG_FOR
+        try:
+            data = self._ask(where, Job(where, asked.kind, getattr(asked, asked.kind), self._options.max_schema_depth))
+        except ApiError as error:
+            if error.status == 400:
+                with self._lock:
+                    self._refused.put((where, key), (error, until if error.code == TOO_MUCH else math.inf), 1)
+            raise
         found = WireGrammar(key, data, self._vocabulary)
         with self._lock:
             self._cache.put(key, found, len(data))
@@ -92,8 +118,11 @@ class Grammars:
         if answer is None:
             late = time.monotonic() - begin >= limit
             child.close()
-            self._child = self._start()  # the next request need not wait for all of its start
-            raise bad(where, f"it takes too much {'time' if late else 'memory'} to compile; make it simpler")
+            self._child = None if self._closed else self._start()  # the next need not wait for all of its start
+            raise bad(where, f"it takes too much {'time' if late else 'memory'} to compile; make it simpler", TOO_MUCH)
+        if answer.startswith(BROKEN):
+            logger.error("a grammar cannot be compiled: %s", answer[1:].decode(errors="replace"))
+            raise ApiError(500, "The grammar could not be compiled; the server's log says why.", code="internal_error")
         if not answer.startswith(MADE):
             raise ApiError(400, answer[1:].decode(), param=where)
         return answer[1:]
@@ -105,7 +134,7 @@ class Grammars:
             if child is not None:
                 child.close()
             child = self._child = self._start()
-            if not child.ready(vocabulary):
+            if self._closed or not child.ready(vocabulary):
                 raise ApiError(500, "The process for grammars does not start.", code="internal_error")
         return child
 

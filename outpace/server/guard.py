@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outpace.log import logger
-from outpace.server.options import ServerConfig
-from outpace.server.problems import AMBIGUOUS, ApiError, as_api_error, error_response
+from outpace.server.options import ServerConfig, host_name
+from outpace.server.problems import AMBIGUOUS, LOST, ApiError, as_api_error, error_response
 from outpace.server.stream import DONE, ClientGone
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
@@ -52,12 +52,6 @@ def _path(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
-def _host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name.rstrip(".").lower()
-
-
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
@@ -85,11 +79,15 @@ class Guard:
         keys: Sequence[str],
         rejected: Callable[[str], None],
         ended: Callable[[str], None],
+        running: Counter[int | None],
     ) -> None:
-        """`rejected` is told why a request was refused, `ended` how each one that may cost something ended."""
+        """`rejected` is told why a request was refused, `ended` how each one that may cost something ended.
+
+        `running` counts, by key, requests that may cost something and have not been answered whole.
+        """
         self._app, self._options, self._keys = app, options, Keys(keys)
-        self._rejected, self._ended = rejected, ended
-        self._running: Counter[int | None] = Counter()
+        self._rejected, self._ended, self._running = rejected, ended, running
+        self._hosts = frozenset(map(host_name, options.allowed_hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -107,7 +105,7 @@ class Guard:
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         sent = _Sent(send, request_id)
-        status = 500
+        status, lost = 500, False
         key: int | None = None
         try:
             self._check_headers(scope)
@@ -119,13 +117,15 @@ class Guard:
         except ClientGone:
             status = _GONE
         except Exception as error:
-            status = await self._fail(error, request_id, scope, sent)
+            problem = as_api_error(error, request_id)
+            status, lost = problem.status, problem.code == LOST
+            await self._fail(error, problem, request_id, scope, sent)
         except asyncio.CancelledError:
             status = _GONE
             raise
         finally:
             if scope["method"] == "POST":
-                self._ended(_outcome(status, sent.status))
+                self._ended(_outcome(status, sent.status, lost))
             if self._options.access_log:
                 self._log(scope, request_id, status, key, time.perf_counter() - begin)
 
@@ -140,10 +140,9 @@ class Guard:
 
     def _check_host(self, scope: Scope, headers: Headers) -> None:
         """Refuse names that are not the server's: a page of another site may have its name point here."""
-        allowed = self._options.allowed_hosts
-        if not allowed or "*" in allowed or _path(scope) in OPEN:
+        if not self._hosts or "*" in self._hosts or _path(scope) in OPEN:
             return
-        if _host_name(headers.get("host", "")) not in {name.lower() for name in allowed}:
+        if host_name(headers.get("host", "")) not in self._hosts:
             raise ApiError(
                 421, "The Host header names another server; the option allowed_hosts adds names.", code="wrong_host"
             )
@@ -206,9 +205,8 @@ class Guard:
 
         return limited
 
-    async def _fail(self, error: Exception, request_id: str, scope: Scope, sent: "_Sent") -> int:
+    async def _fail(self, error: Exception, problem: ApiError, request_id: str, scope: Scope, sent: "_Sent") -> None:
         """Tell the client what it may know, and the log everything."""
-        problem = as_api_error(error, request_id)
         unforeseen = not sent.status and not isinstance(error, ApiError)  # others are counted where they are raised
         if unforeseen and problem.code in ("overloaded", "engine_unavailable"):
             self._rejected(problem.code)
@@ -222,7 +220,6 @@ class Guard:
         elif sent.is_stream:
             body = b"data: " + msgspec.json.encode(problem.body) + b"\n\n" + DONE
             await sent({"type": "http.response.body", "body": body})
-        return problem.status
 
     def _log(self, scope: Scope, request_id: str, status: int, key: int | None, seconds: float) -> None:
         client = scope.get("client")
@@ -243,13 +240,16 @@ class Guard:
         )
 
 
-def _outcome(status: int, begun: int) -> str:
-    """How a request ended: every one is in one of these classes. `begun` is the status its answer began with."""
+def _outcome(status: int, begun: int, lost: bool) -> str:
+    """How a request ended: every one is in one of these classes.
+
+    begun: the status its answer began with; lost: the engine had begun it, and could not end it.
+    """
     if status == _GONE:
         return "cancelled"
     if status < 400:
         return "done"
-    if status != begun:  # a stream that broke
+    if lost or status != begun:  # the latter is a stream that broke
         return "failed"
     if status in (429, 503):
         return "rejected"

@@ -26,8 +26,7 @@ class Taught:
         yield Learn(grammar.key, grammar.data, b"" if self._begun else grammar.vocabulary)
         self._begun = True
         for key in self._keys.put(grammar.key, True, len(grammar.data)):
-            if key != grammar.key:  # a giant is kept for its request
-                yield Unlearn(key)
+            yield Unlearn(key)
 
 
 class Learned:

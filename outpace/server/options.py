@@ -28,8 +28,8 @@ class ServerConfig(ConfigModel):
     ssl_keyfile: str | None = None
     """Its private key."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names that requests may ask for, * is any. Without any, a server on a loopback address takes the names of
-    this machine alone, so that no page of another site can reach it by a name of its own; others take every name."""
+    """Host names that requests may ask for, * is any. A server on a loopback address takes the names of this machine
+    and these alone, so that no page of another site can reach it by a name of its own; on others none means any."""
     root_path: str = ""
     """Path under which a proxy shows the server."""
 
@@ -101,9 +101,11 @@ class ServerConfig(ConfigModel):
     """Seconds that clients are told to wait after 429 and 503."""
 
     request_timeout: float = Field(default=600.0, gt=0)
-    """Seconds until a request is given up, counted from its first byte."""
+    """Seconds until a request is given up, counted from when its head is there."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds a client may take to send its body."""
+    max_connections: int = Field(default=4096, ge=1)
+    """Open connections; one more is closed at once."""
     keep_alive_timeout: float = Field(default=60.0, gt=0)
     """Seconds until an idle connection is closed, or (on Linux) one whose client reads nothing of what waits for it."""
     sse_ping_seconds: float = Field(default=15.0, ge=0)
@@ -169,10 +171,11 @@ class ServerConfig(ConfigModel):
 
     def hosts(self) -> tuple[str, ...]:
         """The names in `Host` that are taken by a server that listens on `host`; empty: all are."""
-        if self.allowed_hosts:
-            return () if "*" in self.allowed_hosts else self.allowed_hosts
         is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return tuple(dict.fromkeys((self.host, "localhost", "127.0.0.1", "::1"))) if is_loopback else ()
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback):
+            return ()
+        own = (self.host, "localhost", "127.0.0.1", "::1") if is_loopback else ()
+        return tuple(dict.fromkeys((*own, *self.allowed_hosts)))
 
     def template_text(self) -> str | None:
         """The chat template of the option, read from its file if it is a path."""
@@ -198,3 +201,11 @@ def _keys_of_file(path: Path) -> list[str]:
     if not keys:
         raise ConfigError(f"api_key_file: {path} holds no key; write one in each line")
     return keys
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    if host.count(":") > 1 and not host.startswith("["):
+        return host.lower()  # an IPv6 address as it is
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.rstrip(".").lower()

@@ -8,13 +8,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from outpace.errors import EngineDead, InputError, NotSupported, OutpaceError, Overloaded
+from outpace.errors import EngineDead, EngineUnavailable, InputError, NotSupported, OutpaceError, Overloaded
 
 _FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[][\w\].\[]*)?): ")
 _LONGEST_MESSAGE = 1000
 _LAST = frozenset({408, 413, 431})  # the rest of such a request is not waited for
 AMBIGUOUS = "ambiguous_length"
 """The code of requests whose end can be understood in two ways."""
+LOST = "engine_failed"
+"""The code of requests that the engine had begun and could not end."""
 
 
 class ApiError(Exception):
@@ -54,7 +56,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, Overloaded):
         return ApiError(429, str(error), code="overloaded", retry=True)
     if isinstance(error, EngineDead):
-        return ApiError(503, str(error), code="engine_unavailable", retry=True)
+        code = "engine_unavailable" if isinstance(error, EngineUnavailable) else LOST
+        return ApiError(503, str(error), code=code, retry=True)
     if isinstance(error, TimeoutError):
         return ApiError(504, "The request took longer than the server's request_timeout.", code="timeout")
     if isinstance(error, InputError | NotSupported):

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -46,13 +47,15 @@ def client(url: str, *, api_key: str | None = None) -> "Client":
 class Client:
     """Prompts for a server: `client.generate(["DeepSpeed is"], max_new_tokens=64)`."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, certificate: str | None = None) -> None:
+        """certificate: the server's own, where no authority has signed it."""
         if not url.startswith(("http://", "https://")):
             raise InputError(f"url: expected http://host:port or https://..., got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
+        verify = True if certificate is None else ssl.create_default_context(cafile=certificate)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits, verify=verify)
         self._name: str | None = None
 
     @property
@@ -120,7 +123,7 @@ class Client:
                         continue
                     event = json.loads(line.removeprefix("data:"))
                     if "error" in event:
-                        raise EngineDead(str(event["error"]["message"]))
+                        raise _problem(event["error"])
                     yield event
         except TypeError as error:
             raise InputError(f"an argument cannot be sent as JSON: {error}") from None
@@ -162,7 +165,8 @@ class Server(Client):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
         shown = f"[{host}]" if ":" in host else host
         scheme = "https" if config.ssl_certfile else "http"
-        super().__init__(f"{scheme}://{shown}:{config.port}{config.root_path}", keys[0] if keys else None)
+        url, certificate = f"{scheme}://{shown}:{config.port}", config.ssl_certfile
+        super().__init__(url, keys[0] if keys else None, certificate=certificate)
         self._said: deque[str] = deque(maxlen=20)
         self._patience = config.shutdown_timeout + STOP_SECONDS
         self.process = subprocess.Popen(
@@ -222,9 +226,16 @@ class Server(Client):
                 self._reader.join(1.0)
                 said = [line for line in self._said if line.startswith("error: ")]
                 raise ModelError(said[-1].removeprefix("error: ") if said else "the server ended; its log says why")
-            with contextlib.suppress(httpx.HTTPError):
-                if self._http.get("/health/ready").status_code == 200:
+            try:
+                status = self._http.get("/health/ready", timeout=10.0).status_code
+            except httpx.HTTPError as error:
+                if isinstance(error.__cause__ or error.__context__, ssl.SSLError) or "CERTIFICATE" in str(error):
+                    raise StateError(f"ssl_certfile: the server cannot be asked with it ({error})") from None
+            else:
+                if status == 200:
                     return
+                if status != 503:
+                    raise StateError(f"the server answers {status} when it is asked whether it is ready")
             time.sleep(0.05)
         raise StateError(f"the server was not ready after {START_SECONDS:.0f} s")
 
@@ -242,7 +253,7 @@ def _child() -> None:
     """The server's process: options are the first line of standard input, whose end is the end of the parent."""
     from outpace.cli.serve import options_of
     from outpace.server.logs import set_up
-    from outpace.server.serve import run
+    from outpace.server.run import run
 
     received = b""
     while not received.endswith(b"\n") and (more := os.read(0, 1 << 16)):
@@ -312,3 +323,10 @@ def _error(reply: httpx.Response) -> OutpaceError:
         message = reply.text[:200]
     kinds = {429: Overloaded, 503: EngineDead, 401: InputError, 404: InputError, 400: InputError, 413: InputError}
     return kinds.get(reply.status_code, OutpaceError)(message or f"the server answered {reply.status_code}")
+
+
+def _problem(error: Mapping[str, Any]) -> OutpaceError:
+    """The same for an error in a stream, which has no status."""
+    codes = {"engine_failed": EngineDead, "engine_unavailable": EngineDead, "overloaded": Overloaded}
+    kind = InputError if error.get("type") == "invalid_request_error" else codes.get(str(error.get("code")))
+    return (kind or OutpaceError)(str(error.get("message")))

@@ -8,12 +8,12 @@ runs after that, or when a second signal comes, is cut off with an error.
 
 import asyncio
 import contextlib
+import gc
 import json
 import shlex
 import signal
 import socket
-import ssl
-import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -23,46 +23,24 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from outpace.config import LLMConfig
-from outpace.errors import ConfigError, OutpaceError
+from outpace.errors import ConfigError
 from outpace.loading.build import load_tokenizer
 from outpace.log import logger
 from outpace.server import tracing
+from outpace.server.app import create_app
 from outpace.server.client import Admission
 from outpace.server.connection import limited
 from outpace.server.engine import EngineStatus
 from outpace.server.options import ServerConfig
+from outpace.server.run import BACKLOG, CUT_OFF, FINISHED, INTERRUPTED
 from outpace.server.starting import Front
 from outpace.server.supervisor import Healing, Supervisor
 
-FINISHED = 0
-"""Exit code: ended by a signal, and every request was answered."""
-NOT_STARTED = 1
-"""Exit code: the model, an option or the port cannot be used; standard error says why in one line."""
-CUT_OFF = 3
-"""Exit code: ended by a signal, and requests were cut off."""
-INTERRUPTED = 130
-"""Exit code: interrupted before it served anything."""
-
-BACKLOG = 2048  # connections that wait to be taken
 FLUSH = 5  # seconds for clients to read the ends of their answers
+DRAIN_TICK = 0.02  # seconds between looks at the requests that are left
 
 
-def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig) -> int:
-    """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows."""
-    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    try:
-        asked = LLMConfig.of(dict(llm_options))
-        _check(config)
-        with _bound(config) as sock:
-            return asyncio.run(_run(model, llm_options, asked, config, sock, console))
-    except (OutpaceError, OSError) as error:
-        console.print(f"error: {error}")
-        return NOT_STARTED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-async def _run(
+async def serve(
     model: str | None,
     options: Mapping[str, Any],
     asked: LLMConfig,
@@ -70,8 +48,7 @@ async def _run(
     sock: socket.socket,
     console: Console,
 ) -> int:
-    from outpace.server.app import create_app
-
+    """Serve on a socket that listens, until a signal; the exit code. `asked` is what the options of the engine say."""
     signals = _signals()
     admission = Admission(
         max_waiting=asked.scheduler.max_waiting,
@@ -90,7 +67,9 @@ async def _run(
         async with app.router.lifespan_context(app):
             front.app = app
             console.print("\n".join(_greeting(engine.card.name, engine.status(), config, sock, tokenizer)))
-            return await _serve(server, serving, engine, config.shutdown_timeout, signals)
+            gc.collect()
+            gc.freeze()  # what is loaded stays: a collection that looks at it holds everybody up
+            return await _serve(server, serving, engine, app.state.running, config.shutdown_timeout, signals)
     finally:
         await engine.close()
         await _closed(server, serving)
@@ -142,19 +121,21 @@ async def _serve(
     server: uvicorn.Server,
     serving: asyncio.Task[None],
     engine: Supervisor,
+    running: Counter[int | None],
     patience: float,
     signals: tuple[asyncio.Event, asyncio.Event],
 ) -> int:
-    """Serve until a signal, then drain; the exit code."""
+    """Serve until a signal, then drain; the exit code. running: counts requests that clients have not had whole."""
     first, second = signals
     await _first_of(serving, asyncio.create_task(first.wait()))
     if serving.done():
         _ended_by_itself(serving)
     engine.drain()
-    logger.warning("draining: %d requests run; a second signal ends them", engine.in_flight)
-    abort = asyncio.create_task(second.wait())
-    await _first_of(asyncio.create_task(engine.drained()), abort, timeout=patience)
-    left = engine.in_flight
+    logger.warning("draining: %d requests run; a second signal ends them", running.total())
+    abort, drained = asyncio.create_task(second.wait()), asyncio.create_task(_drained(engine, running))
+    await _first_of(drained, abort, timeout=patience)
+    drained.cancel()
+    left = running.total() + engine.in_flight
     if left:
         logger.warning("%d requests are cut off", left)
         await engine.close()
@@ -164,6 +145,13 @@ async def _serve(
     await serving
     abort.cancel()
     return CUT_OFF if left else FINISHED
+
+
+async def _drained(engine: Supervisor, running: Counter[int | None]) -> None:
+    """Wait until nothing runs, and every answer has been taken."""
+    await engine.drained()
+    while running.total():
+        await asyncio.sleep(DRAIN_TICK)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -183,42 +171,14 @@ async def _first_of(*tasks: asyncio.Task[Any], timeout: float | None = None) -> 
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _check(config: ServerConfig) -> None:
-    """Read the files that the options name: better now than when the model is loaded."""
-    config.all_api_keys()
-    config.template_text()
-    tracing.check(config.otlp_traces_endpoint)
-    if config.ssl_certfile is not None:
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except OSError as error:
-            raise ConfigError(f"ssl_certfile: it and ssl_keyfile cannot be used ({error}); give both as PEM") from None
-
-
-def _bound(config: ServerConfig) -> socket.socket:
-    """The socket to listen on. It listens at once, so that of two servers that start the second is told."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # by name, else asyncio does not know that it is TCP and leaves Nagle's delay on: 40 ms for each answer
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if sys.platform == "linux":  # no longer is a connection held for a client that does not read
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * config.keep_alive_timeout))
-        sock.bind((config.host, config.port))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"port: cannot listen on {config.host} port {config.port} ({error.strerror}); "
-            "give another port, or 0 for a free one"
-        ) from None
-    return sock
-
-
 def _uvicorn(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=limited(config.body_timeout, config.max_header_bytes + 5 * config.max_body_bytes // 4 + 2**16),
+        http=limited(
+            config.body_timeout,
+            config.max_header_bytes + 5 * config.max_body_bytes // 4 + 2**16,
+            config.max_connections,
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -245,7 +205,7 @@ def _greeting(
     """What the start took, where the server is, and a first request to try."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http{'s' if config.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
+    url = f"http{'s' if config.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     served = config.served_model_name[0] if config.served_model_name else name
     body: dict[str, Any] = {"model": served, "max_tokens": 64}
     if tokenizer is not None and tokenizer.chat_template:

@@ -12,6 +12,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from outpace.errors import InputError
+from outpace.runner.grammars import FIELD
 from outpace.server.engine import Delta, Engine, EngineDead
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
@@ -89,7 +91,7 @@ async def events_of(
     """The events of one prompt. The engine ends an answer as soon as its text has met a stop string."""
     count, request, params = work.params.n, work.request(request_id), [work.params]
     answers = [_Answer(work, tokens, prompt, prompt * count + number) for number in range(count)]
-    async with aclosing(engine.generate(request)) as deltas:
+    async with aclosing(_by_field(engine.generate(request), work.structure)) as deltas:
         async for delta in deltas:
             answer = answers[delta.index]
             if answer.finished:
@@ -103,6 +105,17 @@ async def events_of(
             if all(answer.finished for answer in answers):
                 return
     raise EngineDead("the engine left a request unanswered")
+
+
+async def _by_field(deltas: AsyncGenerator[Delta, None], field: str) -> AsyncGenerator[Delta, None]:
+    """The same deltas; an error of the structure of the answer names the field that asked for it."""
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield delta
+    except InputError as error:
+        said = str(error)
+        raise InputError(said.replace(FIELD, field, 1) if field and said.startswith(FIELD) else said) from None
 
 
 async def events_of_all(

@@ -1,7 +1,7 @@
 """What the answer to a request has to look like: found in its fields, held to the limits, and compiled."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from outpace.server.problems import ApiError, bad
 from outpace.server.protocol import ChatRequest, NamedTool, SamplingFields
 from outpace.server.tools import Style, call_format
 from outpace.structure import STRUCTURES, StructuredOutputs
-from outpace.structured.compile import prepare
 from outpace.structured.schema import checked_schema
 
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -25,6 +24,8 @@ class Structure:
 
     field: str
     asked: StructuredOutputs
+    make: Callable[[], StructuredOutputs] | None = None
+    """Gives it checked, where `asked` is what the request says; takes its time."""
 
 
 class Structures:
@@ -33,21 +34,22 @@ class Structures:
     def __init__(self, options: ServerConfig, style: Style, grammars: Grammars) -> None:
         self._options, self._style, self._grammars = options, style, grammars
 
-    async def grammar(self, request: SamplingFields) -> WireGrammar | None:
-        """The grammar that a request asks for, in whatever field."""
+    async def grammar(self, request: SamplingFields) -> tuple[WireGrammar, str] | None:
+        """The grammar that a request asks for, and in which field."""
         try:
             found = self.find(request)
+            if found is None:
+                return None
+            return await self._grammars.compile(found.field, found.asked, found.make), found.field
         except InputError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
-        return None if found is None else await self._grammars.compile(found.field, found.asked)
 
     def find(self, request: SamplingFields) -> Structure | None:
-        """What a request asks for, checked; at most one field may do so."""
+        """What a request asks for, within the limits; at most one field may do so. Whether it can be kept to shows
+        when it is compiled."""
         found = [Structure(name, asked) for name, asked in _fields(request).items()]
         for structure in found:
             self._check_size(structure)
-        depth = self._options.max_schema_depth
-        found = [Structure(each.field, prepare(each.asked, each.field, depth)) for each in found]
         if isinstance(request, ChatRequest) and (calls := self._calls(request)) is not None:
             found.append(calls)
         if len(found) > 1:
@@ -80,23 +82,28 @@ class Structures:
         if choice == "none" or not (required or strict):
             return None
         field = "tool_choice" if required else f"tools[{strict[0]}].function.strict"
-        schemas = {}
+        given: dict[str, tuple[str, Any]] = {}  # name -> where its schema stands, the schema
         for number, tool in enumerate(tools):
             function = tool.function
-            if isinstance(choice, NamedTool) and function.name != choice.function.name:
-                continue
-            where = f"tools[{number}].function.parameters"
-            kept = function.parameters if required or function.strict else None
-            schemas[function.name] = self._arguments(where, {"type": "object"} if kept is None else kept)
-        if len(json.dumps(schemas)) > self._options.max_schema_bytes:
+            if function.name in given:
+                raise bad(f"tools[{number}].function.name", "another tool has this name")
+            if not isinstance(choice, NamedTool) or function.name == choice.function.name:
+                kept = function.parameters if required or function.strict else None
+                given[function.name] = f"tools[{number}].function.parameters", {} if kept is None else kept
+        if len(json.dumps(given)) > self._options.max_schema_bytes:
             raise bad(
                 "tools", f"their schemas are longer than {self._options.max_schema_bytes} bytes", "limit_exceeded"
             )
         several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
-        calls = call_format(self._style, schemas, required=required, several=several)
-        if calls is None:
-            raise bad(field, f"the way this model writes calls ({self._style}) cannot be held to it")
-        return Structure(field, StructuredOutputs(structural_tag=json.dumps(calls)))
+
+        def calls(check: Callable[[str, Any], Any]) -> StructuredOutputs:
+            schemas = {name: check(*where_and_schema) for name, where_and_schema in given.items()}
+            found = call_format(self._style, schemas, required=required, several=several)
+            if found is None:
+                raise bad(field, f"the way this model writes calls ({self._style}) cannot be held to it")
+            return StructuredOutputs(structural_tag=json.dumps(found))
+
+        return Structure(field, calls(lambda where, schema: schema), lambda: calls(self._arguments))
 
     def _arguments(self, where: str, schema: Mapping[str, Any]) -> Any:
         if schema and schema.get("type", "object") != "object":

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from outpace.errors import EngineDead, OutpaceError, StateError
+from outpace.errors import EngineDead, EngineUnavailable, OutpaceError, StateError
 from outpace.log import logger
 from outpace.server.client import Admission, EngineClient
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard
@@ -155,9 +155,9 @@ class Supervisor:
 
     def _client(self) -> EngineClient:
         if self._draining:
-            raise EngineDead(f"{DRAINING}; try again later")
+            raise EngineUnavailable(f"{DRAINING}; try again later")
         if self._worker is None:
-            raise EngineDead(f"{RESTARTING}; try again later")
+            raise EngineUnavailable(f"{RESTARTING}; try again later")
         return self._worker.client
 
     async def _spawn(self) -> _Worker:

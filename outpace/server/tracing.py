@@ -1,39 +1,17 @@
 """OpenTelemetry: one span for each request that generates, with vLLM's attribute names. Needs `outpace[tracing]`."""
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outpace.errors import ConfigError
 from outpace.server.stream import WATCHED, Ended
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 SPAN = "llm_request"
-
-
-def check(endpoint: str | None) -> None:
-    """Say what is wrong with the option before anything starts."""
-    if endpoint is None:
-        return
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"otlp_traces_endpoint: expected a URL of OTLP over HTTP, as http://host:4318/v1/traces, got {endpoint!r}"
-        )
-    if not all(map(_is_there, PACKAGES)):
-        raise ConfigError("otlp_traces_endpoint: OpenTelemetry is not installed; pip install 'outpace[tracing]'")
-
-
-def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor is what it is in
-        return False
 
 
 def make_provider(endpoint: str | None) -> "TracerProvider | None":

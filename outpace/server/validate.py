@@ -43,6 +43,8 @@ class Work:
     cache_salt: str = ""
     grammar: WireGrammar | None = None
     """What the answers are held to."""
+    structure: str = ""
+    """The field that says so."""
 
     def request(self, request_id: str) -> EngineRequest:
         """What the engine gets: stop strings stay here."""
@@ -96,8 +98,8 @@ class Validator:
                 cut = request.truncate_prompt_tokens is not None
                 text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
             works.append(self._work(request, ids, request.max_tokens or 16, shared, text))
-        grammar = await self._structures.grammar(request)
-        return [replace(work, grammar=grammar) for work in works]
+        grammar, field = await self._structures.grammar(request) or (None, "")
+        return [replace(work, grammar=grammar, structure=field) for work in works]
 
     async def chat(self, request: ChatRequest) -> Work:
         """The prompt of /v1/chat/completions."""
@@ -117,7 +119,8 @@ class Validator:
         asked = request.max_completion_tokens or request.max_tokens
         room = max(1, self._card.max_model_len - len(ids))
         work = self._work(request, ids, asked or room, {"logprobs": top}, None)
-        return replace(work, grammar=await self._structures.grammar(request))
+        grammar, field = await self._structures.grammar(request) or (None, "")
+        return replace(work, grammar=grammar, structure=field)
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
         """A conversation as text in pieces, see `ChatPrompts.write`."""

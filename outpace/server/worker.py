@@ -27,6 +27,7 @@ from outpace.errors import InputError, OutpaceError
 from outpace.llm_engine import LLMEngine
 from outpace.log import logger
 from outpace.prepare import PagedParts, load_paged
+from outpace.runner.grammars import FIELD
 from outpace.runner.start import STEP_SECONDS
 from outpace.server.channel import Channel
 from outpace.server.embed import Embedder
@@ -215,7 +216,8 @@ class Worker:
             self._step_sizes[bisect_left(STEP_SIZES, record.prefill_tokens + record.decode_tokens)] += 1
         for output in outputs:
             if output.error is not None:
-                self._fail(int(output.request_id), "input", output.error)
+                kind = "input" if output.error.startswith(FIELD) else "other"
+                self._fail(int(output.request_id), kind, output.error)
             else:
                 self._changed[int(output.request_id)] = None
 

@@ -15,14 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from outpace.errors import InputError, NotSupported
 from outpace.structure import StructuredOutputs
 from outpace.structured.cache import SizedCache
-from outpace.structured.regex import check_regex
+from outpace.structured.regex import checked_regex
 from outpace.structured.schema import MAX_DEPTH, MAX_QUICK, checked_schema
 
 CACHE_BYTES = 256 * 2**20  # of compiled grammars that a process keeps
 MAX_WHITESPACE = 40  # characters in a row between the parts of JSON: room to indent, and no way to go on for ever
-TRIED = 32  # tokens of an answer that is made to see how long each takes
-MAX_SECONDS = 0.005
-"""What a token may take: longer, and other requests would wait for it."""
+TRIED = 32  # tokens of each answer that is made to see how long they take
+MAX_SECONDS = 0.001
+"""What a token may take of a processor: longer, and other requests would wait for it."""
+WALKS = (8, 1, 64)
+"""How many tokens are drawn, of which the longest is taken: white space alone is no way to get on."""
 _RAW = r"[^\"\\\r\n]"
 """A character of a string of bounded length, as xgrammar writes it: control characters and surrogates are in it."""
 _ALLOWED = r"[ !#-\[\]-\uD7FF\uE000-\U0010FFFF]"
@@ -137,43 +139,53 @@ class Compiler:
         self._lock = threading.Lock()
         self._cache: SizedCache[StructuredOutputs, CompiledGrammar] = SizedCache(cache_bytes)
 
-    def compile(self, asked: StructuredOutputs, where: str | None = None) -> CompiledGrammar:
+    def compile(
+        self, asked: StructuredOutputs, where: str | None = None, max_depth: int = MAX_DEPTH
+    ) -> CompiledGrammar:
         """A grammar that holds answers to what is asked. InputError: it cannot be kept to, and why.
 
-        where: what the caller calls it.
+        where: what the caller calls it; max_depth: of schemas.
         """
         name = where or f"structured_outputs.{asked.kind}"
         with self._lock:
             found = self._cache.get(asked)
             if found is None:
-                prepared = prepare(asked, name)
+                prepared = prepare(asked, name, max_depth)
                 try:
                     found = CompiledGrammar(_compile(self._compiler, prepared))
                 except (ValueError, RuntimeError, TypeError) as error:
+                    if "bad_alloc" in str(error):
+                        raise MemoryError(f"{name}: it takes too much memory to compile; make it simpler") from None
                     raise InputError(f"{name}: {_plain(error)}") from None
                 self._try_out(found, name)
                 self._cache.put(asked, found, found.num_bytes)
             return found
 
     def _try_out(self, grammar: CompiledGrammar, name: str) -> None:
-        """Make the beginning of an answer. InputError: there is none, or it takes too long."""
-        draw, masks = np.random.default_rng(0), np.zeros((1, -(-grammar.vocab_size // 32)), dtype=np.int32)
+        """Make the beginnings of some answers. InputError: there are none, or they take too long."""
+        for seed, drawn in enumerate(WALKS):
+            took = self._seconds_each(grammar, name, np.random.default_rng(seed), drawn)
+            if took > MAX_SECONDS:
+                raise InputError(
+                    f"{name}: it takes {1e3 * took:.1f} ms to choose each token by it; "
+                    f"make it simpler (characters repeated more than {MAX_QUICK} times cost most)"
+                )
+
+    def _seconds_each(self, grammar: CompiledGrammar, name: str, draw: np.random.Generator, drawn: int) -> float:
+        """What each token of a random answer takes."""
+        masks = np.zeros((1, -(-grammar.vocab_size // 32)), dtype=np.int32)
         matcher, spent, steps = grammar.matcher(()), 0.0, 0
-        while steps < TRIED and spent < TRIED * MAX_SECONDS:
-            begin = time.perf_counter()
+        while steps < TRIED and spent < 2 * TRIED * MAX_SECONDS:
+            begin = time.thread_time()
             matcher.fill(masks, 0)
-            spent, steps = spent + time.perf_counter() - begin, steps + 1
+            spent, steps = spent + time.thread_time() - begin, steps + 1
             allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")[: grammar.vocab_size])
             if not len(allowed) and steps == 1:
                 raise InputError(f"{name}: no answer of this model's tokens fits it")
-            some = draw.permutation(allowed)[:8]  # the longest of some: white space is no way to get on
+            some = allowed[draw.integers(len(allowed), size=drawn)] if len(allowed) else allowed
             if not len(some) or not matcher.accept(int(some[self._vocabulary.lengths[some].argmax()])):
                 break
-        if (took := spent / steps) > MAX_SECONDS:
-            raise InputError(
-                f"{name}: it takes {1e3 * took:.0f} ms to choose each token by it; "
-                f"make it simpler (characters repeated more than {MAX_QUICK} times cost most)"
-            )
+        return spent / steps
 
 
 def prepare(asked: StructuredOutputs, name: str, max_depth: int = MAX_DEPTH) -> StructuredOutputs:
@@ -184,7 +196,7 @@ def prepare(asked: StructuredOutputs, name: str, max_depth: int = MAX_DEPTH) -> 
     if isinstance(asked.json, str):
         return StructuredOutputs(json=checked_schema(asked.json, name, max_depth))
     if asked.regex is not None:
-        check_regex(asked.regex, name)
+        return StructuredOutputs(regex=checked_regex(asked.regex, name))
     return asked
 
 
@@ -221,6 +233,4 @@ def _plain(error: Exception) -> str:
     text = str(error)
     if isinstance(error, UnicodeDecodeError):  # it speaks of one byte of a character
         text = error.object.decode(errors="replace")
-    if "bad_alloc" in text:
-        return "it needs too much memory"
     return _PLACE.sub("", text).strip().splitlines()[0][:300] if text.strip() else type(error).__name__

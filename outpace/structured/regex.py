@@ -1,16 +1,23 @@
 """Regular expressions that can be kept to exactly: what xgrammar would pass over is refused."""
 
+from itertools import pairwise
+
 from outpace.errors import InputError
 
 _CLASSES = frozenset("dDwWsS")
 _CONTROL = frozenset("nrtfvxu0")
+_DOT = r"[^\n\r]"
+"""What a dot means: xgrammar's takes line ends, too."""
 
 
-def check_regex(pattern: str, where: str, *, in_json: bool = False) -> None:
-    """Refuse what would be ignored or read differently. in_json: of a string in JSON, whose escapes are not known."""
-    place, inside = 0, False
+def checked_regex(pattern: str, where: str, *, in_json: bool = False) -> str:
+    """The pattern as xgrammar understands it; what it would ignore or read differently is refused.
+
+    in_json: of a string in JSON, whose escapes are not known.
+    """
+    place, inside, dots = 0, False, []
     while place < len(pattern):
-        letter, rest = pattern[place], pattern[place + 1 :]
+        letter, rest = pattern[place], pattern[place + 1 : place + 5]
         if letter == "\\":
             _check_escape(rest[:1], where, in_json)
             place += 2
@@ -30,7 +37,13 @@ def check_regex(pattern: str, where: str, *, in_json: bool = False) -> None:
             raise _refused(where, "^", "it can stand at the beginning alone")
         elif letter == "$" and rest:
             raise _refused(where, "$", "it can stand at the end alone")
+        elif letter == ".":
+            dots.append(place)
         place += 1
+    if in_json or not dots:
+        return pattern
+    pieces = [pattern[begin + 1 : end] for begin, end in pairwise((-1, *dots, len(pattern)))]
+    return _DOT.join(pieces)
 
 
 def _check_escape(letter: str, where: str, in_json: bool) -> None:

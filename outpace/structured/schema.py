@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from outpace.errors import InputError
-from outpace.structured.regex import check_regex
+from outpace.structured.regex import checked_regex
 
 Schema = dict[str, Any]
 
@@ -140,6 +140,8 @@ class _Check:
         while True:
             if not isinstance(reference, str) or reference in seen:
                 raise self.refused(at, f"$ref: {str(reference)[:80]!r} leads to itself alone")
+            if len(seen) > self._max_depth:
+                raise self.refused(at, f"$ref: more than {self._max_depth} references in a row")
             seen.add(reference)
             target = self._target(at, reference)
             if not isinstance(target, dict) or "$ref" not in target:
@@ -159,27 +161,22 @@ class _Check:
     def _check_disjoint(self, at: str, parts: list[Any]) -> None:
         """oneOf is anyOf if no value fits two of them."""
         seen: set[str] = set()
-        keys: list[dict[str, set[str]]] = []
+        tagged: list[dict[str, set[str]]] = []
         for part in parts:
             branch = self._resolve(at, part["$ref"]) if isinstance(part, dict) and "$ref" in part else part
             kind = branch.get("type") if isinstance(branch, dict) else None
-            keys.append(_tags(branch) if kind == "object" else {})
             if kind == "object":
+                tagged.append(_tags(branch))
                 continue
             kinds = {kind} if isinstance(kind, str) else set(map(str, kind)) if isinstance(kind, list) else {"?"}
             kinds = kinds | {"integer", "number"} if kinds & {"integer", "number"} else kinds
             if "?" in kinds or seen & kinds or "object" in kinds:
                 raise self.refused(at, "oneOf: two of its schemas may fit one value; use anyOf")
             seen |= kinds
-        tagged = [tags for part, tags in zip(parts, keys, strict=True) if tags or self._is_object(at, part)]
-        for first, tags in enumerate(tagged):
-            for other in tagged[first + 1 :]:
-                if not any(name in other and not values & other[name] for name, values in tags.items()):
-                    raise self.refused(at, "oneOf: two of its schemas may fit one value; use anyOf")
-
-    def _is_object(self, at: str, part: Any) -> bool:
-        branch = self._resolve(at, part["$ref"]) if "$ref" in part else part
-        return isinstance(branch, dict) and branch.get("type") == "object"
+        if len(tagged) > 1 and not any(_tells_apart(name, tagged) for name in tagged[0]):
+            raise self.refused(
+                at, "oneOf: two of its schemas may fit one value; give one required property other values in each"
+            )
 
     def _types(self, at: str, given: Any) -> list[str]:
         types = [given] if isinstance(given, str) else given
@@ -235,9 +232,9 @@ class _Check:
             self._length(at, found)
 
     def _length(self, at: str, found: Schema) -> None:
-        """Bounds of a string's length. Short ones become a pattern: it knows escapes, and is compiled sooner.
+        """Bounds of a string's length. Short ones become a pattern, which is compiled sooner.
 
-        Long ones stay, for xgrammar's own form: a pattern would take milliseconds for each token. It has no escapes.
+        Long ones stay, for xgrammar's own form: a pattern would take milliseconds for each token. Neither has escapes.
         """
         least, most = found.get("minLength", 0), found.get("maxLength")
         if most is not None and most < least:
@@ -250,7 +247,7 @@ class _Check:
     def _pattern(self, at: str, pattern: Any) -> None:
         if not isinstance(pattern, str):
             raise self.refused(at, "expected a regular expression")
-        check_regex(pattern, str(self.refused(at, "")).removesuffix(": "), in_json=True)
+        checked_regex(pattern, str(self.refused(at, "")).removesuffix(": "), in_json=True)
 
     def _object(self, at: str, found: Schema, depth: int) -> None:
         properties = found["properties"] = self._each(f"{at}/properties", found.get("properties", {}), depth)
@@ -278,6 +275,17 @@ class _Check:
             found["prefixItems"] = self._several(f"{at}/prefixItems", found["prefixItems"], depth)
         items = found.get("items", "prefixItems" not in found)
         found["items"] = False if items is False else self.schema(f"{at}/items", items, depth + 1)
+
+
+def _tells_apart(name: str, tagged: list[dict[str, set[str]]]) -> bool:
+    """Whether a property has values in each that it has in no other."""
+    seen: set[str] = set()
+    for tags in tagged:
+        values = tags.get(name)
+        if not values or seen & values:
+            return False
+        seen |= values
+    return True
 
 
 def _tags(schema: Schema) -> dict[str, set[str]]:

@@ -37,7 +37,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
         calls.append((model, options, config))
         return 3
 
-    monkeypatch.setattr("outpace.server.serve.run", start)
+    monkeypatch.setattr("outpace.server.run.run", start)
     monkeypatch.setattr("outpace.server.logs.set_up", lambda as_json: None)
     return calls
 

@@ -11,7 +11,7 @@ from bench.soak import faults
 from bench.soak.client import outcomes
 from bench.soak.row import Soak
 from bench.soak.server import write_model
-from outpace.errors import EngineDead, Overloaded
+from outpace.errors import EngineDead, EngineUnavailable, Overloaded
 from outpace.server.messages import Cancel
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
@@ -73,12 +73,13 @@ async def test_n1_each_request_is_counted_once_by_how_it_ended(
         return outcomes((await server.get("/metrics")).text)
 
     plain, stream = {"prompt": "a"}, {"prompt": "a", "stream": True}
-    dead, full = EngineDead("it died"), Overloaded("5 are waiting")
+    dead, away, full = EngineDead("it died"), EngineUnavailable("not yet"), Overloaded("5 are waiting")
     held = FakeEngine(tokenizer, hold=asyncio.Event(), hold_at=2)
     for body in (plain, stream):
         assert await counted(FakeEngine(tokenizer), body) == {"done": 1}
         assert await counted(FakeEngine(tokenizer, error=full), body) == {"rejected": 1}
-        assert await counted(FakeEngine(tokenizer, error=dead), body) == {"rejected": 1}
+        assert await counted(FakeEngine(tokenizer, error=away), body) == {"rejected": 1}
+        assert await counted(FakeEngine(tokenizer, error=dead), body) == {"failed": 1}
         assert await counted(FakeEngine(tokenizer), {**body, "max_tokens": -1}) == {"invalid": 1}
     assert await counted(FakeEngine(tokenizer, error=dead, error_at=3), stream) == {"failed": 1}
     assert await counted(FakeEngine(tokenizer, error=RuntimeError("x")), plain) == {"failed": 1}

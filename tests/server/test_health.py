@@ -25,7 +25,7 @@ from outpace.server.client import EngineClient
 from outpace.server.engine import EngineRequest, EngineStatus, ModelCard, StepRecord
 from outpace.server.messages import Add, Cancel, Frames, News, Ping, Ready, Start, Tokens, frame
 from outpace.server.routes.health import step_limit_ms
-from outpace.server.serve import FINISHED, INTERRUPTED, NOT_STARTED
+from outpace.server.run import FINISHED, INTERRUPTED, NOT_STARTED
 from outpace.server.starting import Front
 from outpace.server.supervisor import Healing, Supervisor
 from outpace.types import FinishReason, SamplingParams
@@ -57,7 +57,7 @@ SERVE = """
 import asyncio, sys
 from outpace.server import supervisor
 from outpace.server.options import ServerConfig
-from outpace.server.serve import run
+from outpace.server.run import run
 async def process(sock):
     command = (sys.executable, "-c", sys.argv[3], str(sock.fileno()), sys.argv[2])
     return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),))

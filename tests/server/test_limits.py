@@ -157,7 +157,7 @@ async def test_f1_a_dead_engine_is_a_clean_503(serve: Serve, tokenizer: PreTrain
     server = serve(FakeEngine(tokenizer, error=EngineDead("the engine is being restarted; try again later")))
     body = {"/v1/completions": {"prompt": "a"}, "/mii/fake": {"prompts": "a"}}.get(path, CHAT)
     answer = await server.post(path, body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
     assert answer.headers["retry-after"] == "1"
 
 
@@ -166,7 +166,7 @@ async def test_f1_a_stream_that_breaks_ends_with_an_error(serve: Serve, tokenize
     answer = await server.post("/v1/completions", {"prompt": "a", "stream": True})
     chunks = events(answer.text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "Hel"
-    assert chunks[-1]["error"]["code"] == "engine_unavailable"
+    assert chunks[-1]["error"]["code"] == "engine_failed"
     async with server.openai() as client:
         stream = await client.chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "a"}], stream=True

@@ -1,31 +1,40 @@
-"""`serve.run` as a process: it greets, answers, drains on a signal, and says with its exit code how it ended."""
+"""`run.run` as a process: it greets, answers, drains on a signal, and says with its exit code how it ended."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from transformers import PreTrainedTokenizerFast
 
+import outpace
+from outpace.server.connection import limited
 from outpace.server.options import ServerConfig
-from outpace.server.serve import CUT_OFF, FINISHED, NOT_STARTED, run
+from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, run
+from outpace.server.serve import DRAIN_TICK, _drained
 from tests.models import tiny
 
 SERVE = """
 import json, sys
 from outpace.server.options import ServerConfig
-from outpace.server.serve import run
+from outpace.server.run import run
 sys.exit(run(sys.argv[1], {"device": "cpu"}, ServerConfig(port=0, **json.loads(sys.argv[2]))))
 """
+pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -122,3 +131,56 @@ def test_f11_what_cannot_be_served_is_said_in_one_line(tmp_path: Path, capsys: p
     assert "no_such_option" in second
     assert "api_key_file" in third
     assert "ssl_certfile" in fourth
+
+
+async def test_f7_a_drain_waits_for_answers_that_are_not_read() -> None:
+    """The engine may have ended them long ago."""
+
+    class Ended:
+        async def drained(self) -> None:
+            pass
+
+    engine: Any = Ended()
+    running: Counter[int | None] = Counter({None: 1})
+    waiting = asyncio.create_task(_drained(engine, running))
+    await asyncio.sleep(3 * DRAIN_TICK)
+    assert not waiting.done()
+    running[None] -= 1
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_connection_too_many_is_closed() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, http=limited(60, 10**6, 2), lifespan="off", log_config=None)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        streams = [await asyncio.open_connection(*sock.getsockname()) for _ in range(3)]
+        for index, (reader, writer) in enumerate(streams):
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert (await reader.read(12) == b"HTTP/1.1 204") == (index < 2)
+        for _, writer in streams:
+            writer.close()
+        server.should_exit = True
+        await asyncio.wait_for(serving, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_tls_and_a_path_of_a_proxy(folder: str, tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *names)
+    subprocess.run(command, check=True, capture_output=True)
+    with outpace.serve(
+        folder, device="cpu", ssl_certfile=certificate, ssl_keyfile=key, root_path="/llm", max_model_len=512
+    ) as server:
+        assert server.url.startswith("https://")
+        (response,) = server.generate(["hello"], max_new_tokens=4, do_sample=False, ignore_eos=True)
+        assert response.generated_length == 4
+        assert server.process.poll() is None
+    assert server.process.returncode == FINISHED

@@ -1,5 +1,6 @@
 """Answers held to a structure through HTTP: what is asked in which field, what is refused, and what bombs cost."""
 
+import asyncio
 import json
 import re
 import time
@@ -9,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import InputError
 from outpace.server.app import create_app
+from outpace.server.child import Child
+from outpace.server.compiling import Job, compiled
 from outpace.server.engine import EngineRequest, WireGrammar
 from outpace.server.grammars import Grammars
 from outpace.server.known_grammars import Learned, Taught
 from outpace.server.messages import Learn, Unlearn
 from outpace.server.options import ServerConfig
+from outpace.server.problems import ApiError
 from outpace.structure import StructuredOutputs
 from outpace.structured.compile import CompiledGrammar, Vocabulary
 from outpace.types import SamplingParams
@@ -60,8 +65,8 @@ class Kept(Grammars):
     def __init__(self, shared: Grammars) -> None:
         self.shared = shared
 
-    async def compile(self, where: str, asked: StructuredOutputs) -> WireGrammar:
-        return await self.shared.compile(where, asked)
+    async def compile(self, where: str, asked: StructuredOutputs, make: Any = None) -> WireGrammar:
+        return await self.shared.compile(where, asked, make)
 
     def close(self) -> None:
         pass
@@ -303,7 +308,6 @@ async def test_what_cannot_be_kept_to_is_refused_by_its_field(
     [
         ("max_schema_bytes", 20, {"guided_json": {"type": "object", "description": "long"}}),
         ("max_schema_bytes", 20, {"guided_choice": ["a" * 11, "b" * 11]}),
-        ("max_schema_depth", 1, {"guided_json": {"type": "array", "items": {"items": {"type": "null"}}}}),
         ("max_regex_chars", 3, {"guided_regex": "abcd"}),
         ("max_grammar_bytes", 10, {"guided_grammar": 'root ::= "a"'}),
         ("max_choices", 1, {"guided_choice": ["a", "b"]}),
@@ -501,3 +505,88 @@ async def test_b7_memory_is_limited(tokenizer: PreTrainedTokenizerFast) -> None:
         assert await grammars.compile("a", StructuredOutputs(regex="cd"))
     finally:
         grammars.close()
+
+
+async def test_what_breaks_the_compiler_is_no_fault_of_the_request(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def compile(self, asked: StructuredOutputs, where: str) -> None:
+            raise IndexError("a defect")
+
+    broken: Any = Broken()
+    answer = compiled(broken, msgspec.msgpack.encode(Job("field", "regex", "a", 32)), str)
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
+    monkeypatch.setattr(Child, "ask", lambda *arguments: answer)
+    try:
+        with pytest.raises(ApiError) as caught:
+            await grammars.compile("field", StructuredOutputs(regex="a"))
+        assert caught.value.status == 500
+        assert "defect" not in caught.value.message
+    finally:
+        grammars.close()
+
+
+async def test_what_was_refused_is_not_compiled_again(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=0.5))
+    slow = StructuredOutputs(regex="(.{0,500}x){0,500}")
+    try:
+        for asked in (StructuredOutputs(grammar="nonsense"), slow):
+            with pytest.raises(ApiError, match="field: "):
+                await grammars.compile("field", asked)
+            with monkeypatch.context() as patch:
+                patch.setattr(Child, "ask", lambda *arguments: pytest.fail("it is known"))
+                with pytest.raises(ApiError, match="field: ") as caught:
+                    await grammars.compile("field", asked)
+                assert caught.value.param == "field"
+            with pytest.raises(ApiError, match="other: "):
+                await grammars.compile("other", asked)
+    finally:
+        grammars.close()
+
+
+async def test_closing_waits_for_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=60.0))
+    await grammars.compile("a", StructuredOutputs(regex="ab"))
+    waiting = asyncio.create_task(grammars.compile("b", StructuredOutputs(regex="(.{0,500}x){0,500}")))
+    await asyncio.sleep(0.2)
+    begin = time.perf_counter()
+    grammars.close()
+    assert time.perf_counter() - begin < 5
+    with pytest.raises(ApiError):
+        await waiting
+
+
+@pytest.mark.parametrize("depth", [32, 64])
+async def test_the_depth_of_schemas_is_an_option(tokenizer: PreTrainedTokenizerFast, depth: int) -> None:
+    schema: Any = {"type": "boolean"}
+    for _ in range(40):
+        schema = {"type": "array", "items": schema, "maxItems": 1}
+    grammars = Grammars(
+        tokenizer, FakeEngine(tokenizer).card, ServerConfig(max_schema_depth=depth, grammar_timeout=20.0)
+    )
+    try:
+        if depth == 64:
+            assert await grammars.compile("field", StructuredOutputs(json=schema))
+        else:
+            with pytest.raises(ApiError, match="nested more than 32 deep"):
+                await grammars.compile("field", StructuredOutputs(json=schema))
+    finally:
+        grammars.close()
+
+
+async def test_long_schemas_of_tools_are_refused_before_they_are_looked_at(served: Serve) -> None:
+    branch = {"type": "object", "properties": {"t": {"const": 1}}, "required": ["t"]}
+    tools = [tool("f", {"type": "object", "properties": {"a": {"oneOf": [branch] * 3000}}})]
+    begin = time.perf_counter()
+    answer = await served(tool_call_parser="hermes").post(
+        CHAT, {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "truncate_prompt_tokens": 5}
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert time.perf_counter() - begin < 2
+    same = await served(tool_call_parser="hermes").post(
+        CHAT, {"messages": MESSAGES, "tools": [tool("f"), tool("f")], "tool_choice": "required"}
+    )
+    assert same.json()["error"]["param"] == "tools[1].function.name"

@@ -15,11 +15,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from transformers import PreTrainedTokenizerFast
 
-from outpace.errors import ConfigError, EngineDead
+from outpace.errors import EngineDead
 from outpace.server import tracing
 from outpace.server.app import create_app
 from outpace.server.options import ServerConfig
-from outpace.server.serve import NOT_STARTED, run
+from outpace.server.run import NOT_STARTED, run
 from outpace.server.stream import Ended
 from outpace.types import SamplingParams
 from tests.server.asgi import Call
@@ -103,11 +103,13 @@ def test_a_wrong_endpoint_is_refused_before_anything_starts(capsys: pytest.Captu
     assert capsys.readouterr().err.startswith("error: otlp_traces_endpoint: expected a URL")
 
 
-def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "PACKAGES", ("no_such_package.trace",))
-    tracing.check(None)
-    with pytest.raises(ConfigError, match=r"pip install 'outpace\[tracing\]'"):
-        tracing.check("http://127.0.0.1:4318/v1/traces")
+def test_without_the_extra_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outpace.server.run.PACKAGES", ("no_such_package.trace",))
+    asked = ServerConfig(port=0, otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
+    assert run(None, {}, asked) == NOT_STARTED
+    assert "pip install 'outpace[tracing]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -159,7 +161,7 @@ async def test_what_fails_after_a_ping_is_the_last_event(serve: Serve, tokenizer
     await _until(call, ": ping")
     engine.hold.set()
     await running
-    assert '"code":"engine_unavailable"' in call.text
+    assert '"code":"engine_failed"' in call.text
     assert call.text.endswith("data: [DONE]\n\n")
 
 
@@ -204,6 +206,7 @@ async def test_nothing_but_the_page_may_be_kept(serve: Serve) -> None:
         ({"host": "0.0.0.0"}, set()),
         ({"host": "0.0.0.0", "allowed_hosts": "api.example.com"}, {"api.example.com"}),
         ({"allowed_hosts": ["*"]}, set()),
+        ({"allowed_hosts": "api.example.com"}, {"127.0.0.1", "localhost", "::1", "api.example.com"}),
     ],
 )
 def test_names_that_are_answered(options: dict[str, Any], expected: set[str]) -> None:
@@ -216,6 +219,8 @@ def test_names_that_are_answered(options: dict[str, Any], expected: set[str]) ->
         ("localhost:8000", 200),
         ("LOCALHOST.", 200),
         ("[::1]:8000", 200),
+        ("other", 200),
+        ("[fe80::1]:80", 200),
         ("evil.example", 421),
         ("localhost.evil.example", 421),
         ("evil.example:8000", 421),
@@ -223,6 +228,6 @@ def test_names_that_are_answered(options: dict[str, Any], expected: set[str]) ->
     ],
 )
 async def test_other_names_are_refused(serve: Serve, host: str, status: int) -> None:
-    server = serve(allowed_hosts=ServerConfig().hosts())
+    server = serve(allowed_hosts=ServerConfig(allowed_hosts=["Other:80", "[fe80::1]"]).hosts())
     assert (await server.get("/v1/models", headers={"host": host})).status_code == status
     assert (await server.get("/health/ready", headers={"host": host})).status_code == 200

@@ -27,7 +27,7 @@ def router(serving: Serving) -> APIRouter:
         """Answer each prompt; the deployment is the model by one of its names."""
         if deployment not in serving.validator.names:
             raise ApiError(404, "There is no such deployment; GET /v1/models lists the names.", code="model_not_found")
-        works = await serving.validator.mii(body)
+        works = await until_gone(request.receive, serving.validator.mii(body))
         result = await until_gone(request.receive, _responses(serving, works, body.return_full_text))
         return json_response(result)
 

@@ -52,7 +52,7 @@ def router(serving: Serving) -> APIRouter:
         """Go on with each prompt."""
         request.state.user = body.user
         model, name = validator.model(body.model), f"cmpl-{uuid.uuid4().hex}"
-        works = await validator.completion(body)
+        works = await until_gone(request.receive, validator.completion(body))
         writer = CompletionWriter(body, works, serving.tokens, model, name)
         return Reply(events(serving, works, name), writer, stream=bool(body.stream))
 
@@ -65,7 +65,7 @@ def router(serving: Serving) -> APIRouter:
         """Answer a conversation."""
         request.state.user = body.user
         model, name = validator.model(body.model), f"chatcmpl-{uuid.uuid4().hex}"
-        work = await validator.chat(body)
+        work = await until_gone(request.receive, validator.chat(body))
         style = serving.style if body.tools and body.tool_choice != "none" else "none"
         writer = ChatWriter(body, work, serving.tokens, model, name, role=serving.options.response_role, style=style)
         return Reply(events(serving, [work], name), writer, stream=bool(body.stream))
@@ -75,7 +75,7 @@ def router(serving: Serving) -> APIRouter:
         """The hidden states of each input as one vector."""
         request.state.user = body.user
         model = validator.model(body.model)
-        prompts = await validator.embedding(body)
+        prompts = await until_gone(request.receive, validator.embedding(body))
         vectors = await until_gone(request.receive, serving.engine.embed(prompts, body.pooling))
         count = sum(map(len, prompts))
         result: EmbeddingList = {

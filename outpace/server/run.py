@@ -1,0 +1,118 @@
+"""`outpace serve` up to the first import that takes seconds: what cannot work is said before that."""
+
+import asyncio
+import importlib.util
+import resource
+import socket
+import ssl
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from outpace.config import LLMConfig
+from outpace.errors import ConfigError, OutpaceError
+from outpace.loading.checkpoint import local_path, open_checkpoint
+from outpace.log import logger
+from outpace.server.options import ServerConfig
+
+FINISHED = 0
+"""Exit code: ended by a signal, and every request was answered."""
+NOT_STARTED = 1
+"""Exit code: the model, an option or the port cannot be used; standard error says why in one line."""
+CUT_OFF = 3
+"""Exit code: ended by a signal, and requests were cut off."""
+INTERRUPTED = 130
+"""Exit code: interrupted before it served anything."""
+
+BACKLOG = 2048  # connections that wait to be taken
+SPARE_FILES = 256  # open files beside connections
+PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+
+
+def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig) -> int:
+    """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows."""
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    try:
+        asked = LLMConfig.of(dict(llm_options))
+        _check(config)
+        _check_model(model)
+        _allow_files(config.max_connections + SPARE_FILES)
+        with _bound(config) as sock:
+            from outpace.server.serve import serve  # seconds of imports, which what cannot work need not wait for
+
+            return asyncio.run(serve(model, llm_options, asked, config, sock, console))
+    except (OutpaceError, OSError) as error:
+        console.print(f"error: {error}")
+        return NOT_STARTED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _check(config: ServerConfig) -> None:
+    """Read the files that the options name: better now than when the model is loaded."""
+    config.all_api_keys()
+    config.template_text()
+    _check_tracing(config.otlp_traces_endpoint)
+    if config.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(f"ssl_certfile: it and ssl_keyfile cannot be used ({error}); give both as PEM") from None
+
+
+def _check_model(model: str | None) -> None:
+    """Look at a folder; a name of a model elsewhere is looked up when it is loaded."""
+    path = None if model is None else local_path(model)
+    if path is not None and path.is_dir():
+        open_checkpoint(path)
+
+
+def _check_tracing(endpoint: str | None) -> None:
+    """Say what is wrong with the option before anything starts."""
+    if endpoint is None:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_traces_endpoint: expected a URL of OTLP over HTTP, as http://host:4318/v1/traces, got {endpoint!r}"
+        )
+    if not all(map(_is_there, PACKAGES)):
+        raise ConfigError("otlp_traces_endpoint: OpenTelemetry is not installed; pip install 'outpace[tracing]'")
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor is what it is in
+        return False
+
+
+def _allow_files(count: int) -> None:
+    """Raise the limit of open files, as far as the system lets us: usual is 1,024, and connections are files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < count:
+        logger.warning("the system allows %d open files; max_connections would need %d", wanted, count)
+
+
+def _bound(config: ServerConfig) -> socket.socket:
+    """The socket to listen on. It listens at once, so that of two servers that start the second is told."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # by name, else asyncio does not know that it is TCP and leaves Nagle's delay on: 40 ms for each answer
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # no longer is a connection held for a client that does not read
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * config.keep_alive_timeout))
+        sock.bind((config.host, config.port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"port: cannot listen on {config.host} port {config.port} ({error.strerror}); "
+            "give another port, or 0 for a free one"
+        ) from None
+    return sock
