@@ -33,6 +33,7 @@ VLLM_DEFAULTS = {
     "skip_special_tokens": True,
     "logprobs": None,
     "prompt_logprobs": None,
+    "structured_outputs": None,
 }
 
 

@@ -1,6 +1,9 @@
 """Text and tokens of the HTTP side. Long texts become tokens in threads, so that nobody else waits for them."""
 
 import asyncio
+import contextlib
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +14,7 @@ from outpace.errors import InputError
 from outpace.tokenizer import token_texts
 
 _SHORT = 4096  # characters; fewer take about a millisecond, less than the way to a thread and back is worth
+_LONG = 1 << 18  # characters; they take turns, since each needs hundreds of times its size meanwhile
 _THREADS = 4
 
 Result = TypeVar("Result")
@@ -27,15 +31,25 @@ class Tokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
         self._texts: dict[int, str] = {}
         tokenizer("a")  # forget a truncation that the tokenizer's file may ask for
         self._backend = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
 
     async def encode(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Pieces of it become tokens one by one; special ones stand around the first alone."""
-        if sum(map(len, pieces)) < _SHORT:
+        length = sum(map(len, pieces))
+        if length < _SHORT:
             return self._encode(pieces, add_special_tokens)
-        return await in_threads(self._threads, self._encode, pieces, add_special_tokens)
+        if length < _LONG:
+            return await in_threads(self._threads, self._encode, pieces, add_special_tokens)
+        return await in_threads(self._long_texts, self._encode_long, pieces, add_special_tokens)
+
+    def _encode_long(self, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
+        try:
+            return self._encode(pieces, add_special_tokens)
+        finally:
+            give_memory_back()
 
     def _encode(self, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
@@ -73,7 +87,15 @@ class Tokens:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def give_memory_back() -> None:
+    """Return what is free to the system: glibc keeps gigabytes for threads that once needed them."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
