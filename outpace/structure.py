@@ -9,6 +9,9 @@ import numpy as np
 
 from outpace.errors import InputError
 
+FIELD = "structured_outputs"
+"""What the problem of an answer begins with if the request is to blame."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
@@ -42,7 +45,8 @@ class StructuredOutputs:
             raise InputError(f"structured_outputs.json_object: expected True, got {self.json_object!r:.80}")
         for name in ("json", "regex", "grammar", "structural_tag"):
             if not isinstance(getattr(self, name), str | None):
-                raise InputError(f"structured_outputs.{name}: expected text, got {getattr(self, name)!r:.80}")
+                what = "an object or text" if name == "json" else "text"
+                raise InputError(f"structured_outputs.{name}: expected {what}, got {getattr(self, name)!r:.80}")
 
     @property
     def kind(self) -> str:

@@ -52,9 +52,10 @@ def command(
     connected = _server(url, api_key) if url else _engine(model, given(dtype=dtype, device=device))
     batch = Batch(source, target)
     asyncio.run(_run(batch, connected, max_concurrency))
-    said = f"{batch.answered} answered, {batch.failed} failed, {batch.skipped} were there"
+    old = f" ({batch.failed_before} of them failed)" if batch.failed_before else ""
+    said = f"{batch.answered} answered, {batch.failed} failed, {batch.skipped} were there{old}"
     Console(stderr=True).print(said, highlight=False)
-    raise typer.Exit(1 if batch.failed else 0)
+    raise typer.Exit(1 if batch.failed or batch.failed_before else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Batch:
     answered: int = 0
     failed: int = 0
     skipped: int = 0
+    failed_before: int = 0
+    """Of those that are in the target already."""
 
     def __post_init__(self) -> None:
         try:
@@ -106,6 +109,7 @@ class Batch:
                 try:
                     record = json.loads(line)
                     self.done.add(str(record["id"] if record["custom_id"] is None else record["custom_id"]))
+                    self.failed_before += record.get("error") is not None
                 except (ValueError, KeyError, TypeError):
                     raise InputError(
                         f"out: line {number} of {self.target} is no answer of a batch; name another file"

@@ -111,7 +111,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _read_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"config: {path} cannot be read: {error}") from None
+        raise ConfigError(f"config: {path} cannot be read: {str(error).removeprefix('config: ')}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"config: {path} must hold names and values, not {type(content).__name__}")
     return _unique([(str(name).replace("-", "_"), value) for name, value in content.items()])

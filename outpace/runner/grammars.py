@@ -18,13 +18,11 @@ from outpace.log import logger
 from outpace.runner.results import Arriving
 from outpace.runner.rows import Row
 from outpace.sampling import Masks
-from outpace.structure import Grammar, Matcher
+from outpace.structure import FIELD, Grammar, Matcher
 from outpace.types import Request
 
 Bits = np.ndarray[Any, np.dtype[np.int32]]
 WORD = 32  # tokens of an int32
-FIELD = "structured_outputs"
-"""What a problem begins with if the request is to blame."""
 MAX_SECONDS = 0.002  # what a token may take of a processor, on average
 PATIENCE = 0.25  # seconds that all answers of a grammar get until the average counts
 

@@ -26,12 +26,14 @@ def parse(data: bytes, depth: int, keys: int) -> Any:
         return found
 
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # a mark at the beginning says nothing
         value = json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
+        raise ValueError("it is not UTF-8; a compressed body is not taken") from None
+    except ValueError as error:
+        raise ValueError("a number has too many digits" if "set_int_max" in str(error) else str(error)) from None
     _check_depth(value, depth)
     if "\\u" in text:
         try:

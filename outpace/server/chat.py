@@ -131,7 +131,11 @@ class ChatPrompts:
         }
         if continue_final_message:
             shown["messages"][-1]["content"] += end
-        text = await self._renderer.render(chat_template or self.template(bool(tools)), shown)
+        template = chat_template or self.template(bool(tools))
+        for name in ("tools", "documents"):
+            if shown[name] and not re.search(rf"\b{name}\b", template):
+                raise bad(name, "the chat template of this model does not show them; leave them out")
+        text = await self._renderer.render(template, shown)
         if continue_final_message:
             text, found, _ = text.rpartition(end)
             if not found:

@@ -12,6 +12,8 @@ from outpace.errors import EngineDead, EngineUnavailable, InputError, NotSupport
 
 _FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[][\w\].\[]*)?): ")
 _LONGEST_MESSAGE = 1000
+_STEP = re.compile(r"[a-z0-9_]+")
+"""A name or a number on the way to what is wrong; others are names of types."""
 _LAST = frozenset({408, 413, 431})  # the rest of such a request is not waited for
 AMBIGUOUS = "ambiguous_length"
 """The code of requests whose end can be understood in two ways."""
@@ -73,7 +75,7 @@ _CODES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed", 413: "
 def _of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body or a path, by the name of its field."""
     first = error.errors()[0]
-    path = _dotted([str(step) for step in first["loc"][1:]])
+    path = _dotted([str(step) for step in first["loc"][1:] if _STEP.fullmatch(str(step))])
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "value_error" and (found := _FIELD.match(message)):
         inner = found[1]  # the name of a field of the object, or of the object itself
@@ -81,6 +83,8 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         message = message[found.end() :]
     else:
         message = f"{message[:1].lower()}{message[1:]}"
+    if not path and first["type"] == "missing":
+        return ApiError(400, "the body is empty; send a JSON object", code="invalid_body")
     if not path:
         return ApiError(400, f"the body is not what the route takes: {message}", code="invalid_body")
     return ApiError(400, f"{path}: {message}", param=path, code=_param_code(first["type"], message))

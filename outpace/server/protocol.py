@@ -26,17 +26,20 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _schema_is_there(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: belongs to the type json_schema, and to it alone")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: missing; the type json_schema needs it")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError(f"json_schema: not with the type {self.type}; set it to json_schema")
         given = self.json_schema
         if given is None:
             return self
         kinds = {"name": str, "description": str, "schema": dict, "strict": bool}
+        said = {str: "text", dict: "an object", bool: "true or false"}
         for name, value in given.items():
             if name not in kinds:
                 raise ValueError(f"json_schema: {name[:80]!r} is unknown; it takes name, description, schema, strict")
             if value is not None and not isinstance(value, kinds[name]):
-                raise ValueError(f"json_schema: {name} is not of its type")
+                raise ValueError(f"json_schema: {name}: expected {said[kinds[name]]}")
         if not given.get("name") or given.get("schema") is None:
             raise ValueError("json_schema: name and schema are needed")
         return self
@@ -135,7 +138,7 @@ def _as_text(value: object) -> object:
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
-            raise ValueError("expected text, or parts of type text alone; this server takes no images, audio or files")
+            raise ValueError('expected text, or parts {"type": "text", "text": ...} alone: no images, audio or files')
         if not isinstance(part["text"], str):
             raise ValueError("expected a string as the text of a part")
         texts.append(part["text"])

@@ -1,6 +1,7 @@
 """`outpace serve` up to the first import that takes seconds: what cannot work is said before that."""
 
 import asyncio
+import errno
 import importlib.util
 import resource
 import socket
@@ -111,8 +112,9 @@ def _bound(config: ServerConfig) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"port: cannot listen on {config.host} port {config.port} ({error.strerror}); "
-            "give another port, or 0 for a free one"
-        ) from None
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        name = "host" if is_host else "port"
+        remedy = "an address of this machine" if is_host else "another port, or 0 for a free one"
+        said = f"{name}: cannot listen on {config.host} port {config.port} ({error.strerror}); give {remedy}"
+        raise ConfigError(said) from None
     return sock

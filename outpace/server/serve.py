@@ -71,6 +71,7 @@ async def serve(
             gc.freeze()  # what is loaded stays: a collection that looks at it holds everybody up
             return await _serve(server, serving, engine, app.state.running, config.shutdown_timeout, signals)
     finally:
+        gc.unfreeze()  # else libraries complain at the end of what they see as leaks
         await engine.close()
         await _closed(server, serving)
         if traces is not None:
@@ -135,7 +136,7 @@ async def _serve(
     abort, drained = asyncio.create_task(second.wait()), asyncio.create_task(_drained(engine, running))
     await _first_of(drained, abort, timeout=patience)
     drained.cancel()
-    left = running.total() + engine.in_flight
+    left = max(running.total(), engine.in_flight)
     if left:
         logger.warning("%d requests are cut off", left)
         await engine.close()

@@ -13,10 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outpace.errors import InputError
-from outpace.runner.grammars import FIELD
 from outpace.server.engine import Delta, Engine, EngineDead
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
+from outpace.structure import FIELD
 from outpace.tokenizer import Detokenizer
 from outpace.types import FinishReason, SamplingParams, TokenLogprobs
 

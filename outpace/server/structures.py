@@ -15,6 +15,10 @@ from outpace.server.tools import Style, call_format
 from outpace.structure import STRUCTURES, StructuredOutputs
 from outpace.structured.schema import checked_schema
 
+_NO_FORM: Mapping[Style, str] = {
+    "none": "the chat template shows no way to write calls that is known here; the option tool_call_parser names one",
+    "llama3_json": "calls in the style of Llama 3 can be held to a schema only where a call is required",
+}
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -100,7 +104,7 @@ class Structures:
             schemas = {name: check(*where_and_schema) for name, where_and_schema in given.items()}
             found = call_format(self._style, schemas, required=required, several=several)
             if found is None:
-                raise bad(field, f"the way this model writes calls ({self._style}) cannot be held to it")
+                raise bad(field, _NO_FORM[self._style])
             return StructuredOutputs(structural_tag=json.dumps(found))
 
         return Structure(field, calls(lambda where, schema: schema), lambda: calls(self._arguments))

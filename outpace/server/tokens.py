@@ -10,11 +10,12 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from outpace.errors import InputError
+from outpace.errors import InputError, Overloaded
 from outpace.tokenizer import token_texts
 
 _SHORT = 4096  # characters; fewer take about a millisecond, less than the way to a thread and back is worth
 _LONG = 1 << 18  # characters; they take turns, since each needs hundreds of times its size meanwhile
+_MOST_LONG = 16  # of them may wait
 _THREADS = 4
 
 Result = TypeVar("Result")
@@ -32,6 +33,7 @@ class Tokens:
         self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+        self._waiting = 0  # long texts
         self._texts: dict[int, str] = {}
         tokenizer("a")  # forget a truncation that the tokenizer's file may ask for
         self._backend = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
@@ -43,7 +45,13 @@ class Tokens:
             return self._encode(pieces, add_special_tokens)
         if length < _LONG:
             return await in_threads(self._threads, self._encode, pieces, add_special_tokens)
-        return await in_threads(self._long_texts, self._encode_long, pieces, add_special_tokens)
+        if self._waiting >= _MOST_LONG:
+            raise Overloaded(f"{self._waiting} long texts wait to become tokens; try later")
+        self._waiting += 1
+        try:
+            return await in_threads(self._long_texts, self._encode_long, pieces, add_special_tokens)
+        finally:
+            self._waiting -= 1
 
     def _encode_long(self, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
         try:

@@ -190,14 +190,14 @@ class Validator:
         self.check_ids(name, ids)  # last: by now they are few
         return ids
 
-    def _check_length(self, name: str, prompt: int, new: int) -> None:
+    def _check_length(self, name: str, prompt: int, new: int, param: str | None = None) -> None:
         longest = self._card.max_model_len
         if prompt + new > longest:
             raise ApiError(
                 400,
                 f"This model's maximum context length is {longest} tokens. However, you requested {prompt + new} "
                 f"tokens ({prompt} in the {name}, {new} in the completion). Please reduce the length of either.",
-                param=name,
+                param=param or name,
                 code="context_length_exceeded",
             )
 
@@ -207,7 +207,9 @@ class Validator:
         given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
         top_k = max(request.top_k or 0, 0)
         params = SamplingParams(**{**given, "max_tokens": max_tokens, "top_k": top_k, **extra})
-        self._check_length("messages" if isinstance(request, ChatRequest) else "prompt", len(ids), max_tokens)
+        name = "messages" if isinstance(request, ChatRequest) else "prompt"
+        of_answer = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+        self._check_length(name, len(ids), max_tokens, of_answer if max_tokens > 1 else name)
         return Work(
             prompt_token_ids=ids,
             params=params,

@@ -27,7 +27,6 @@ from outpace.errors import InputError, OutpaceError
 from outpace.llm_engine import LLMEngine
 from outpace.log import logger
 from outpace.prepare import PagedParts, load_paged
-from outpace.runner.grammars import FIELD
 from outpace.runner.start import STEP_SECONDS
 from outpace.server.channel import Channel
 from outpace.server.embed import Embedder
@@ -52,6 +51,7 @@ from outpace.server.messages import (
     kind_of,
     wire_logprobs,
 )
+from outpace.structure import FIELD
 from outpace.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 
 NUMBERS_EVERY = 0.1  # seconds

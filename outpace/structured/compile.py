@@ -168,7 +168,7 @@ class Compiler:
             if took > MAX_SECONDS:
                 raise InputError(
                     f"{name}: it takes {1e3 * took:.1f} ms to choose each token by it; "
-                    f"make it simpler (characters repeated more than {MAX_QUICK} times cost most)"
+                    f"make it simpler: characters repeated more than {MAX_QUICK} times, or many choices, cost most"
                 )
 
     def _seconds_each(self, grammar: CompiledGrammar, name: str, draw: np.random.Generator, drawn: int) -> float:
