@@ -105,6 +105,7 @@ def padded(rows: list[torch.Tensor], side: str, pad: int = PAD) -> dict[str, tor
 CYCLE = "world é日😀!ENDx"
 """What the chain model says, over and over: no byte of it occurs twice, so each byte has one successor."""
 CHAT = (
+    "{% if tools %}{{ tools | length }} tools;{% endif %}{% if documents %}{{ documents | length }} texts;{% endif %}"
     "{% for message in messages %}{{ message['role'] + '=' + message['content'] + ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant=' }}{% endif %}"
 )

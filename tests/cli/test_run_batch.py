@@ -69,11 +69,11 @@ def test_a_second_run_asks_only_for_what_is_missing(fake: FakeOpenAI, tmp_path: 
     target.write_text("".join(kept) + next(text for text in whole if '"b"' in text)[:20])  # as if killed within b
     fake.bodies.clear()
     result = run("run-batch", source, target, "--url", fake.url)
-    assert result.exit_code == 0, result.output
-    assert "1 answered, 0 failed, 3 were there" in result.stderr
+    assert result.exit_code == 1, "one failed in the run before"
+    assert "1 answered, 0 failed, 3 were there (1 of them failed)" in result.stderr
     assert len(fake.bodies) == 1
     assert records(target).keys() == {"a", "b", "c", "line-2"}
-    assert run("run-batch", source, target, "--url", fake.url).exit_code == 0
+    assert run("run-batch", source, target, "--url", fake.url).exit_code == 1
     assert len(fake.bodies) == 1
 
 

@@ -159,3 +159,16 @@ async def test_tools_and_their_results_reach_the_template(serve: Serve) -> None:
     function["arguments"] = "rain"
     answer = await server.post("/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
     assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.anyio
+async def test_tools_that_the_template_does_not_show_are_refused(serve: Serve) -> None:
+    server = serve(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    for name, value in (("tools", tools), ("documents", [{"text": "a"}])):
+        answer = await server.post("/v1/chat/completions", {**chat, name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert (
+        await server.post("/v1/chat/completions", {**chat, "tools": tools, "tool_choice": "none"})
+    ).status_code == 200
