@@ -27,9 +27,6 @@ from outpace.server.messages import Start
 GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
 DUMP = 1.0  # seconds a worker that hangs gets to write where
 TICK = 0.25  # seconds between looks at a worker
-SPINS = "1000"
-"""How often threads on a CPU look for work before they sleep. By default they hold the cores that others need: on two
-cores with two other programs the engine was 2.3 times as slow."""
 PINGS = 4  # times that an idle worker is asked in `stall_timeout`
 RESTARTING = "the engine is being restarted"
 DRAINING = "the server is shutting down"
@@ -246,8 +243,6 @@ async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
     """A worker at the other end of a socket. It imports what this process would, and nothing from where it stands."""
     command = (sys.executable, "-P", "-m", "outpace.server.worker", str(sock.fileno()))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPINS)
     return await asyncio.create_subprocess_exec(
         *command, pass_fds=(sock.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=environment
     )
