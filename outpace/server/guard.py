@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outpace.log import logger
+from outpace.server.caller import CALLER
 from outpace.server.options import ServerConfig, host_name
 from outpace.server.problems import AMBIGUOUS, LOST, ApiError, as_api_error, error_response
 from outpace.server.stream import DONE, ClientGone
@@ -111,6 +112,7 @@ class Guard:
             self._check_headers(scope)
             self._check_host(scope, headers)
             key = self._check_key(scope, headers)
+            CALLER.set(key)
             async with self._admitted(scope, key), asyncio.timeout(self._options.request_timeout):
                 await self._app(scope, self._limited(receive, headers), sent)
             status = sent.status
