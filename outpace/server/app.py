@@ -42,7 +42,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         serving.grammars.start()
-        await serving.renderer.render("", {})  # the first chat need not wait for a process to start
+        await serving.renderer.render("", dict)  # the first chat need not wait for a process to start
         try:
             yield
         finally:

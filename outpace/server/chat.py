@@ -5,7 +5,7 @@ import queue
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import ModelError
+from outpace.server.body import parse
 from outpace.server.child import Child
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
@@ -33,16 +34,18 @@ class Renderer:
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         self.closed = False
 
-    async def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text of a chat. ApiError if the template refuses it or breaks a limit."""
+    async def render(self, template: str, variables: Callable[[], Mapping[str, Any]]) -> str:
+        """The text of a chat; `variables` is called in a thread. ApiError if the template refuses the chat or breaks
+        a limit."""
         return await in_threads(self._threads, self._render, template, variables)
 
-    def _render(self, template: str, variables: Mapping[str, Any]) -> str:
+    def _render(self, template: str, variables: Callable[[], Mapping[str, Any]]) -> str:
         options = self._options
-        job = {"template": template, "variables": dict(variables), "max_chars": options.template_max_chars}
+        job = {"template": template, "variables": variables(), "max_chars": options.template_max_chars}
+        data = json.dumps(job, ensure_ascii=False).encode()
         process = self._take()
         begin = time.monotonic()
-        said = process.ask(json.dumps(job).encode(), options.template_timeout, 16 * options.template_max_chars + 4096)
+        said = process.ask(data, options.template_timeout, 16 * options.template_max_chars + 4096)
         if said is None:
             process.close()
             late = time.monotonic() - begin >= options.template_timeout
@@ -119,22 +122,30 @@ class ChatPrompts:
             raise bad("chat_template", "requests may not bring one; start the server with allow_request_chat_template")
         if wrong := _RESERVED.intersection(variables or ()) | self._tokens.keys() & (variables or {}).keys():
             raise bad("chat_template_kwargs", f"{sorted(wrong)[0]} cannot be set here")
-        cut, end = f"\ue000{secrets.token_hex(8)}\ue001", f"\ue000{secrets.token_hex(8)}\ue002"
-        chat = [as_template_sees(message, position) for position, message in enumerate(messages)]
-        shown = {
-            **(variables or {}),
-            **self._tokens,
-            "messages": self._guarded(chat, cut),
-            "tools": self._guarded([tool.model_dump(exclude_none=True) for tool in tools], cut) or None,
-            "documents": self._guarded(list(documents), cut) if documents else None,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-        }
-        if continue_final_message:
-            shown["messages"][-1]["content"] += end
         template = chat_template or self.template(bool(tools))
-        for name in ("tools", "documents"):
-            if shown[name] and not re.search(rf"\b{name}\b", template):
-                raise bad(name, "the chat template of this model does not show them; leave them out")
+        called = next((number for number, message in enumerate(messages) if message.tool_calls), None)
+        for name, field, given in (
+            ("tools", "tools", tools),
+            ("documents", "documents", documents),
+            ("tool_calls", f"messages[{called}].tool_calls", called is not None),
+        ):
+            if given and not re.search(rf"\b{name}\b", template):
+                raise bad(field, "the chat template of this model does not show them; leave them out")
+        cut, end = f"\ue000{secrets.token_hex(8)}\ue001", f"\ue000{secrets.token_hex(8)}\ue002"
+
+        def shown() -> dict[str, Any]:
+            chat = self._guarded([self._as_template_sees(message, at) for at, message in enumerate(messages)], cut)
+            if continue_final_message:
+                chat[-1]["content"] += end
+            return {
+                **self._guarded(variables or {}, cut),
+                **self._tokens,
+                "messages": chat,
+                "tools": self._guarded([tool.model_dump(exclude_none=True) for tool in tools], cut) or None,
+                "documents": self._guarded(list(documents or ()), cut) or None,
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            }
+
         text = await self._renderer.render(template, shown)
         if continue_final_message:
             text, found, _ = text.rpartition(end)
@@ -143,7 +154,7 @@ class ChatPrompts:
         return [piece for piece in text.split(cut) if piece]
 
     def _guarded(self, value: Any, cut: str) -> Any:
-        """The same value with a cut inside every special token that its strings spell out."""
+        """The same value with a cut inside every special token that its strings spell out, names of objects too."""
         if isinstance(value, str):
             return (
                 value
@@ -151,8 +162,41 @@ class ChatPrompts:
                 else self._specials.sub(lambda found: found[0][:1] + cut + found[0][1:], value)
             )
         if isinstance(value, Mapping):
-            return {name: self._guarded(item, cut) for name, item in value.items()}
+            return {self._guarded(name, cut): self._guarded(item, cut) for name, item in value.items()}
         return [self._guarded(item, cut) for item in value] if isinstance(value, list) else value
+
+    def _as_template_sees(self, message: ChatMessage, position: int) -> dict[str, Any]:
+        """A message as templates expect it: a developer is a system, and arguments are an object."""
+        shown: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.content or "",
+        }
+        shown |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+        if message.tool_calls:
+            shown["tool_calls"] = [
+                {
+                    "id": call.id or f"call_{number}",
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": self._arguments(
+                            call.function.arguments, f"messages[{position}].tool_calls[{number}].function.arguments"
+                        ),
+                    },
+                }
+                for number, call in enumerate(message.tool_calls)
+            ]
+        return shown
+
+    def _arguments(self, text: str, where: str) -> dict[str, Any]:
+        """The arguments of a call as an object, under the limits that bodies have."""
+        try:
+            found = parse(text.encode() or b"{}", self._options.max_json_depth, self._options.max_json_keys)
+        except ValueError as error:
+            raise bad(where, f"expected a JSON object as text: {error}") from None
+        if not isinstance(found, dict):
+            raise bad(where, "expected a JSON object as text")
+        return found
 
 
 def _special_strings(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
@@ -160,28 +204,6 @@ def _special_strings(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | No
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     strings = {text for text in (*tokenizer.all_special_tokens, *added) if len(text) > 1}
     return re.compile("|".join(re.escape(text) for text in sorted(strings, key=len, reverse=True))) if strings else None
-
-
-def as_template_sees(message: ChatMessage, position: int) -> dict[str, Any]:
-    """A message as templates expect it: a developer is a system, and arguments are an object."""
-    shown: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content or "",
-    }
-    shown |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
-    if message.tool_calls:
-        shown["tool_calls"] = []
-        for number, call in enumerate(message.tool_calls):
-            where = f"messages[{position}].tool_calls[{number}].function.arguments"
-            try:
-                arguments = json.loads(call.function.arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-            if not isinstance(arguments, dict):
-                raise bad(where, "expected a JSON object as text")
-            function = {"name": call.function.name, "arguments": arguments}
-            shown["tool_calls"].append({"id": call.id or f"call_{number}", "type": "function", "function": function})
-    return shown
 
 
 def need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

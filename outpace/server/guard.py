@@ -28,6 +28,7 @@ from outpace.server.stream import DONE, ClientGone
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
 """Paths that need no key."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_LONGEST_PATH = 256  # characters of a path in the access log
 _GONE = 499  # what nginx writes in its log when the client did not wait
 access = logging.getLogger("outpace.access")
 
@@ -229,7 +230,7 @@ class Guard:
             "request_id": request_id,
             "client": client[0] if client else "-",
             "method": scope["method"],
-            "path": quote(scope["path"], safe="/:"),
+            "path": quote(scope["path"][:_LONGEST_PATH], safe="/:"),
             "status": status,
             "milliseconds": round(seconds * 1000, 1),
             "key": "-" if key is None else key,

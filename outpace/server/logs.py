@@ -5,27 +5,50 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from outpace.log import logger
+
+LONGEST = 4 * 2**10
+"""Characters of a message, and of a traceback; the middle of a longer one is dropped."""
 
 
 def set_up(*, as_json: bool = False) -> None:
     """Write the log of Outpace to standard error: warnings, and a line for each request."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(JsonLines() if as_json else Lines("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
     logging.getLogger("outpace.access").setLevel(logging.INFO)
 
 
-class JsonLines(logging.Formatter):
+class Lines(logging.Formatter):
+    """Lines of bounded length: a request that fails deep in a recursion would otherwise fill the disk."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """The line itself."""
+        return bounded(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """The traceback below it."""
+        return bounded(super().formatException(ei))
+
+
+def bounded(text: str) -> str:
+    """The text, without its middle if it is longer than `LONGEST`."""
+    half = LONGEST // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+
+
+class JsonLines(Lines):
     """One object in each line; what a line of the access log says stands in fields of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         """A record as a line."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": moment, "level": record.levelname.lower(), "logger": record.name}
-        said: Mapping[str, object] = {"message": record.getMessage()}
+        said: Mapping[str, object] = {"message": bounded(record.getMessage())}
         if isinstance(record.args, Mapping):
             said = record.args
         elif record.exc_info:

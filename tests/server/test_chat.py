@@ -1,7 +1,11 @@
 """/v1/chat/completions: conversations in, messages out."""
 
 import asyncio
+import contextlib
+import json
+import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +15,12 @@ from openai import AsyncOpenAI
 from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerFast
 
+from outpace.log import logger
+from outpace.server import logs
 from outpace.server.responses import ChatChunk, ChatCompletion
 from tests.models import byte_tokenizer
 from tests.server.conftest import Serve, Served
+from tests.server.fake import FakeEngine
 from tests.server.test_completions import TEXT, events
 
 pytestmark = pytest.mark.anyio
@@ -274,3 +281,107 @@ def test_n2_a_stream_is_the_plain_answer_in_pieces(
             given = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
             assert given == choice["logprobs"]["content"]
     assert server.engine.open == set()
+
+
+NESTED = '{"a": ' * 600 + "1" + "}" * 600
+SHOWS_CALLS = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """A message of the assistant that calls a function."""
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize("arguments", [NESTED, "[" * 100_000, "[1]", "{", '{"a": NaN}', '{"a": "\\ud800"}'])
+async def test_item_8_arguments_of_calls_are_read_as_strictly_as_bodies(serve: Serve, arguments: str) -> None:
+    server = serve(chat_template=SHOWS_CALLS)
+    answer = await server.post("/v1/chat/completions", {"messages": [*HI, calling(arguments)]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (
+        400,
+        "messages[1].tool_calls[0].function.arguments",
+    )
+    assert len(answer.text) < 2000
+
+
+async def test_item_8_deep_arguments_in_many_messages(serve: Serve) -> None:
+    server = serve(chat_template=SHOWS_CALLS, max_json_depth=200)
+    deep = '{"a": ' * 190 + "1" + "}" * 190
+    body = {"messages": [calling(deep)] * 200 + HI}
+    answer = await server.post("/v1/chat/completions", body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded", "they are written out, and too long"
+
+
+@contextlib.contextmanager
+def logging_to_stderr(as_json: bool) -> Iterator[None]:
+    """The log as `outpace serve` sets it up, and as it was afterwards."""
+    handlers, access = list(logger.handlers), logging.getLogger("outpace.access")
+    propagate, level = logger.propagate, access.level
+    logs.set_up(as_json=as_json)
+    try:
+        yield
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        access.setLevel(level)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_item_8_a_logged_error_is_bounded(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    def fall(depth: int, text: str) -> None:
+        if depth == 0:
+            raise RuntimeError(text)
+        fall(depth - 1, text) if depth % 2 else (lambda: fall(depth - 1, text))()
+
+    engine = FakeEngine(tokenizer)
+    try:
+        fall(300, "x" * 100_000)
+    except RuntimeError as error:
+        engine.error = error
+    with logging_to_stderr(as_json):
+        answer = await serve(engine, access_log=False).post("/v1/completions", {"prompt": "a"})
+    assert answer.status_code == 500
+    said = capsys.readouterr().err
+    assert len(said) < 20_000
+    assert "characters left out" in said
+    assert answer.headers["x-request-id"] in said
+
+
+SPOKEN = "a<|end|>b"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields"),
+    [
+        ("{{ tools | tojson }}", {"tools": {SPOKEN: {"enum": [SPOKEN]}}}),
+        ("{{ messages | tojson }}{# tool_calls #}", {"arguments": {SPOKEN: {SPOKEN: 1}}}),
+        ("{{ documents | tojson }}", {"documents": [{SPOKEN: SPOKEN}]}),
+        ("{{ mood }}", {"chat_template_kwargs": {"mood": SPOKEN}}),
+        ("{{ mood | tojson }}", {"chat_template_kwargs": {"mood": [{SPOKEN: {SPOKEN: [SPOKEN]}}]}}),
+    ],
+)
+async def test_item_9_special_tokens_in_names_and_variables_are_text(
+    serve: Serve, template: str, fields: dict[str, Any]
+) -> None:
+    server = serve(chat_template="{{ messages[0].content }}" + template)
+    body: dict[str, Any] = {"messages": [*HI]}
+    for name, value in fields.items():
+        if name == "arguments":
+            body["messages"].append(calling(json.dumps(value)))
+        elif name == "tools":
+            body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": value}}]
+        else:
+            body[name] = value
+    answer = await server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert SPOKEN in prompt_of(server)
+    assert "\ue000" not in prompt_of(server)
+    assert server.engine.tokenizer.eos_token_id not in server.engine.requests[0].prompt_token_ids
+
+
+async def test_item_13_calls_that_the_template_does_not_show_are_refused(serve: Serve) -> None:
+    body = {"messages": [*HI, calling("{}"), {"role": "tool", "content": "1", "tool_call_id": "1"}]}
+    answer = await serve().post("/v1/chat/completions", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].tool_calls")
+    assert "template" in answer.json()["error"]["message"]
+    assert (await serve(chat_template=SHOWS_CALLS).post("/v1/chat/completions", body)).status_code == 200
