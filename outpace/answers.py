@@ -113,7 +113,7 @@ def make_group(
             grammar=grammar,
         )
         text = _detokenizer(params, tokenizer, prompt_token_ids)
-        completion = CompletionOutput(index, source=text, logprobs=None if params.logprobs is None else [])
+        completion = CompletionOutput(index, source=text, logprobs=[] if params.wants_logprobs else None)
         group.answers.append(Answer(request, completion, group, text))
     group.output.outputs = [answer.completion for answer in group.answers]
     return group

@@ -87,6 +87,7 @@ class LLMEngine:
             request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=ends, grammar=grammar, **options
         )
         self._check_vocabulary(group.answers[0].request.prompt_token_ids, params)
+        self._check_logprobs(params)
         self._scheduler.check(group.answers[0].request)
         return group
 
@@ -191,6 +192,8 @@ class LLMEngine:
             group, metrics = answer.group, answer.group.output.metrics
             metrics.first_token_time = metrics.first_token_time or now
             metrics.last_token_time = now
+            if group.output.num_cached_tokens is None:
+                group.output.num_cached_tokens = new.num_cached
             reason = answer.add(new, output.logprobs.get(new.request_id))
             if reason is not None:
                 self._end(answer, reason)
@@ -231,12 +234,29 @@ class LLMEngine:
                 self._compiler = Compiler(Vocabulary.of(self.tokenizer, parts.vocab_size, parts.eos_token_ids))
         return self._compiler.compile(asked)
 
+    @property
+    def max_logprobs(self) -> int:
+        """Most log-probabilities of a token that a request may ask for."""
+        most, size = self._config.max_logprobs, self._parts.vocab_size or 2**31
+        return size if most < 0 else min(most, size)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        size = self._parts.vocab_size or 2**31
+        counts = (("logprobs", None if params.logprob_token_ids else params.logprobs),)
+        for name, asked in (*counts, ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and (size if asked < 0 else min(asked, size)) > self.max_logprobs:
+                raise InputError(
+                    f"{name}: {asked if asked >= 0 else 'the whole vocabulary'} is more than "
+                    f"max_logprobs={self.max_logprobs}; ask for fewer, or start with a larger max_logprobs (-1: all)"
+                )
+
     def _check_vocabulary(self, prompt: Sequence[int], params: SamplingParams) -> None:
         named: dict[str, Sequence[int]] = {
             "prompt_token_ids": prompt,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": list(dict(params.logit_bias or ())),
             "allowed_token_ids": params.allowed_token_ids or (),
+            "logprob_token_ids": params.logprob_token_ids or (),
         }
         size = self._parts.vocab_size
         for name, ids in named.items():

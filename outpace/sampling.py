@@ -22,16 +22,19 @@ BANNED = -1e30
 """Added to the logit of a banned token. It is finite: a row of which all is banned still draws an allowed token."""
 _FOREVER = 2**62
 _CHUNK_BYTES = 2**28  # of fp32 that log-probabilities may take at once
+FEW_LOGPROBS = 20
+"""Rows that want this many or fewer are computed together; those that want more do not make the others pay for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """How likely tokens were by the logits as the model gave them, and the likeliest K in their place."""
+    """How likely tokens were by the logits as the model gave them, and K others: the likeliest, or those asked for."""
 
     token_logprobs: Tensor  # [S] fp32
     token_ranks: Tensor  # [S] int64, 1 + how many logits are larger
-    top_ids: Tensor  # [S, K] int64, likeliest first
+    top_ids: Tensor  # [S, K] int64, likeliest first, or as they were asked for
     top_logprobs: Tensor  # [S, K] fp32
+    top_ranks: Tensor | None = None  # [S, K] int64 of those asked for; the likeliest are in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,17 @@ class Sampled:
     """What `sample` chose."""
 
     token_ids: Tensor  # [S] int64
-    logprobs: Logprobs | None
+    logprobs: "tuple[tuple[LogprobRows, Logprobs], ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Rows of a batch whose log-probabilities are computed together."""
+
+    places: tuple[int, ...]
+    rows: Tensor | None  # [R] int64, the same on the device; None: all rows in their order
+    num: int  # the most that any of them wants
+    token_ids: Tensor | None = None  # [R, K] int64, those asked for, instead of the likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +113,8 @@ class SamplingBatch:
     vocab_size: int
     greedy: bool
     """Every row is a plain argmax of its logits, and nobody wants log-probabilities."""
-    num_logprobs: int | None
-    """The most that any row wants; None: nobody wants any."""
+    logprobs: tuple[LogprobRows, ...]
+    """Rows that want log-probabilities."""
     argmax: bool
     """Every row takes its highest score, though scores may differ from logits."""
     filtered: bool
@@ -135,12 +148,12 @@ class SamplingBatch:
         ints = [[len(each.prompt_token_ids) for each in requests], top_k, [_key(each, salt) for each in requests]]
         temperature, top_p, min_p = _upload_rows(floats, torch.float32, device)
         prompt_lengths, top_ks, keys = _upload_rows(ints, torch.int64, device)
-        wanted = [each.logprobs for each in params if each.logprobs is not None]
+        wanted = _logprob_rows(params, vocab_size, device)
         edits = _edits(requests, bad_words, vocab_size, device)
         return cls(
             vocab_size=vocab_size,
             greedy=not any(heat) and not wanted and edits is None and all(each.grammar is None for each in requests),
-            num_logprobs=min(max(wanted), vocab_size) if wanted else None,
+            logprobs=wanted,
             argmax=not any(heat),
             filtered=any(h > 0 and (k > 0 or each.top_p < 1) for h, k, each in zip(heat, top_k, params, strict=True)),
             prompt_lengths=prompt_lengths,
@@ -156,7 +169,8 @@ class SamplingBatch:
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Refuses tokens that the model does not have, where they mean something."""
     biased = dict(params.logit_bias or ())
-    for name, tokens in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", biased)):
+    named = ("allowed_token_ids", params.allowed_token_ids), ("logit_bias", biased)
+    for name, tokens in (*named, ("logprob_token_ids", params.logprob_token_ids)):
         if tokens and max(tokens) >= vocab_size:
             raise InputError(f"{name}: {max(tokens)} is not a token; the vocabulary has {vocab_size}")
 
@@ -185,27 +199,40 @@ def sample(
         draw = draw_triton if default_kernels(logits.device)[0] == "triton" else draw_ref
         rows = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys, generated)
         tokens = draw(scores, *rows, filtered=batch.filtered)
-    found = None if batch.num_logprobs is None else logprobs_of(logits, tokens, batch.num_logprobs)
-    return Sampled(tokens, found)
+    return Sampled(tokens, tuple((wanted, _logprobs_of_rows(logits, tokens, wanted)) for wanted in batch.logprobs))
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, num: int) -> Logprobs:
-    """Log-probabilities of tokens [S] by logits [S, V], and of the `num` likeliest. Some rows at a time: they take
-    fp32 twice."""
+def logprobs_of(logits: Tensor, token_ids: Tensor, num: int, others: Tensor | None = None) -> Logprobs:
+    """Log-probabilities of tokens [S] by logits [S, V], and of the `num` likeliest (-1: all), or of `others` [S, K].
+
+    Some rows at a time: they take fp32 twice.
+    """
     rows = max(1, _CHUNK_BYTES // (2 * 4 * logits.shape[1]))
-    starts = range(0, max(1, len(logits)), rows)
-    parts = [_logprobs(logits[start : start + rows], token_ids[start : start + rows], num) for start in starts]
+    parts = []
+    for start in range(0, max(1, len(logits)), rows):
+        some = slice(start, start + rows)
+        parts.append(_logprobs(logits[some], token_ids[some], num, None if others is None else others[some]))
     if len(parts) == 1:
         return Logprobs(*parts[0])
     return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _logprobs(logits: Tensor, token_ids: Tensor, num: int, others: Tensor | None) -> tuple[Tensor, ...]:
     logprobs = logits.log_softmax(dim=1, dtype=torch.float32)
     own = token_ids[:, None]  # [S, 1]
-    ranks = (logits > logits.gather(1, own)).sum(dim=1) + 1
-    top = logprobs.topk(min(num, logits.shape[1]), dim=1)
-    return logprobs.gather(1, own).squeeze(1), ranks, top.indices, top.values
+    chosen = logprobs.gather(1, own).squeeze(1), (logits > logits.gather(1, own)).sum(dim=1) + 1
+    if others is None:
+        top = logprobs.topk(num if 0 <= num < logits.shape[1] else logits.shape[1], dim=1)
+        return *chosen, top.indices, top.values
+    ordered = logits.sort(dim=1).values
+    larger = logits.shape[1] - torch.searchsorted(ordered, logits.gather(1, others), right=True)
+    return *chosen, others, logprobs.gather(1, others), larger + 1
+
+
+def _logprobs_of_rows(logits: Tensor, tokens: Tensor, wanted: LogprobRows) -> Logprobs:
+    if wanted.rows is not None:
+        logits, tokens = logits.index_select(0, wanted.rows), tokens.index_select(0, wanted.rows)
+    return logprobs_of(logits, tokens, wanted.num, wanted.token_ids)
 
 
 def _mask(scores: Tensor, masks: Masks) -> None:
@@ -255,6 +282,29 @@ def _penalize(flat: Tensor, penalties: _Penalties, history: Tensor, lengths: Ten
     x = torch.where(x > 0, x / penalties.repetition, x * penalties.repetition)
     x.addcmul_(times, penalties.frequency, value=-1).addcmul_(times.clamp(max=1), penalties.presence, value=-1)
     flat.scatter_(0, places.view(-1), x.view(-1))  # several of one token have one value
+
+
+def _logprob_rows(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> tuple[LogprobRows, ...]:
+    """Who wants log-probabilities, put together by how many: few, each larger number, and tokens by their ids."""
+    groups: dict[int | None, list[int]] = {}
+    for row, each in enumerate(params):
+        if each.logprob_token_ids is not None:
+            groups.setdefault(None, []).append(row)
+        elif each.logprobs is not None:
+            num = vocab_size if each.logprobs < 0 else min(each.logprobs, vocab_size)
+            groups.setdefault(max(num, FEW_LOGPROBS), []).append(row)
+    found = []
+    for most, places in groups.items():
+        rows = None if len(places) == len(params) else _upload(places, torch.int64, device)
+        if most is None:
+            ids = [list(params[row].logprob_token_ids or ()) for row in places]
+            longest = max(map(len, ids))
+            padded = _upload([row + row[-1:] * (longest - len(row)) for row in ids], torch.int64, device)
+            found.append(LogprobRows(tuple(places), rows, longest, padded))
+        else:
+            num = max(params[row].logprobs or 0 for row in places) if most == FEW_LOGPROBS else most
+            found.append(LogprobRows(tuple(places), rows, min(num, vocab_size)))
+    return tuple(found)
 
 
 def _key(request: Request, salt: int) -> int:

@@ -49,6 +49,7 @@ class _Sequence:
     num_pending: int = 0  # tokens that steps in flight sample
     num_computed: int = 0  # tokens in the cache once the steps in flight are done
     num_registered: int = 0  # full blocks that the pool has been told of
+    num_cached: int | None = None  # tokens that were in the cache when it first ran
     in_flight: int = 0  # steps
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
@@ -254,7 +255,7 @@ class Scheduler:
                 sequence.tokens.append(token)
                 sequence.num_pending -= 1
                 reason = self._finish_reason(sequence)
-                new.append(NewToken(sequence.request.request_id, token, reason))
+                new.append(NewToken(sequence.request.request_id, token, reason, sequence.num_cached or 0))
             full = end // self.pool.block_size
             if full > sequence.num_registered and sequence.status is _Status.RUNNING:
                 self._register(sequence, full)  # if it was preempted since, these blocks are not its own any more
@@ -350,6 +351,8 @@ class Scheduler:
         else:
             sequence.blocks, sequence.num_registered = cached, len(cached)
             sequence.num_computed = len(cached) * self.pool.block_size
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
             self.totals.prefix_queries += len(sequence.tokens)
             self.totals.prefix_hits += sequence.num_computed
         self._place(sequence, draft.room(sequence), draft, afresh=True)

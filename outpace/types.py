@@ -63,9 +63,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Tell the log-probability of each new token and of this many likeliest ones in its place."""
+    """Return the log-probability of each new token and of this many likeliest ones in its place; -1 is the whole
+    vocabulary. The engine's option `max_logprobs` is the limit."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    logprob_token_ids: tuple[int, ...] | list[int] | None = None
+    """Return the log-probabilities of exactly these tokens, and of the chosen one, instead of the likeliest."""
     structured_outputs: StructuredOutputs | None = None
     """Hold the answer to a JSON schema, a regular expression, a grammar or a choice."""
 
@@ -77,7 +80,7 @@ class SamplingParams:
             _check_number(name, getattr(self, name), low, high)
         for name in _COUNTS_OR_NONE:
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _check_number(name, getattr(self, name), -1, 2**31)
         if 0 < self.temperature < _COLDEST:
             raise InputError(
                 f"temperature: {self.temperature!r} is too small; use 0 for greedy, or {_COLDEST:g} or more"
@@ -110,6 +113,29 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _pairs("logit_bias", self.logit_bias))
+        if self.logprob_token_ids is not None:
+            object.__setattr__(self, "logprob_token_ids", self._checked_logprob_token_ids())
+
+    def _checked_logprob_token_ids(self) -> tuple[int, ...]:
+        ids = _token_ids("logprob_token_ids", self.logprob_token_ids)
+        if not 0 < len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+            raise InputError(f"logprob_token_ids: expected 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, got {len(ids)}")
+        if self.logprobs not in (None, len(ids)):
+            raise InputError(
+                f"logprobs: {self.logprobs} beside {len(ids)} logprob_token_ids; give one of the two: those tokens "
+                "take the place of the likeliest"
+            )
+        return ids
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether new tokens come with log-probabilities."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens beside the chosen one whose log-probabilities are wanted; -1: all."""
+        return self.logprobs or 0 if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
@@ -148,7 +174,8 @@ def _pairs(name: str, values: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-MAX_LOGPROBS = 20  # most that OpenAI and vLLM give
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Most entries of `SamplingParams.logprob_token_ids`."""
 _SAME: tuple[tuple[str, object, object], ...] = (("top_k", -1, 0), ("stop", None, ()), ("stop_token_ids", None, ()))
 _COLDEST = 1e-5  # logits divided by less overflow
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
@@ -239,6 +266,8 @@ class RequestOutput:
     """For each token of the prompt but the first, if `SamplingParams.prompt_logprobs` asks for them."""
     error: str | None = None
     """Why it ended early, where `finish_reason` is "error"."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that were in the prefix cache; None: the request has not run yet."""
 
     @property
     def num_tokens(self) -> int:
@@ -363,3 +392,5 @@ class NewToken:
     request_id: str
     token_id: int
     finish_reason: FinishReason | None = None
+    num_cached: int = 0
+    """Tokens of its prompt that were in the prefix cache when the request first ran."""

@@ -547,6 +547,53 @@ def test_log_probabilities_are_the_models_own_whatever_is_sampled_from(llm: LLM,
     assert_logprobs(plain, llm.generate(prompt(20), params)[0], 2)
 
 
+@pytest.mark.parametrize(("asked", "count"), [(40, 40), (-1, VOCAB)])
+def test_item_24_more_log_probabilities_where_an_option_allows_them(asked: int, count: int, plain: Any) -> None:
+    llm = make(max_logprobs=-1)
+    params = [greedy(3, logprobs=asked, prompt_logprobs=asked), greedy(3, logprobs=1, prompt_logprobs=1)]
+    outputs = llm.generate([prompt(9), prompt(5)], params, use_tqdm=False)
+    for output, each in zip(outputs, (count, 1), strict=True):
+        assert_logprobs(plain, output, each)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}]
+)
+def test_item_24_more_log_probabilities_than_the_option_allows(asked: dict[str, int], llm: LLM) -> None:
+    with pytest.raises(InputError, match=f"{min(asked)}: .* is more than max_logprobs=20; ask for fewer, or start"):
+        llm.generate(prompt(5), greedy(3, **asked))
+
+
+@torch.no_grad()
+def test_item_24_log_probabilities_of_named_tokens(llm: LLM, plain: Any) -> None:
+    output = llm.generate(prompt(9), sampled(4, n=2, logprob_token_ids=[11, 3]), use_tqdm=False)[0]
+    for answer in output.outputs:
+        text = [*output.prompt_token_ids, *answer.token_ids]
+        rows = plain(torch.tensor([text])).logits[0].log_softmax(-1)
+        assert answer.logprobs is not None
+        for place, entry in enumerate(answer.logprobs, 9):
+            assert list(entry) == list(dict.fromkeys([text[place], 11, 3]))
+            for token, found in entry.items():
+                assert found.logprob == pytest.approx(float(rows[place - 1, token]), abs=1e-4)
+                assert found.rank == 1 + int((rows[place - 1] > rows[place - 1, token]).sum())
+        assert answer.cumulative_logprob is not None
+    with pytest.raises(InputError, match=f"logprob_token_ids: {VOCAB} is outside the model's vocabulary"):
+        llm.generate(prompt(5), greedy(3, logprob_token_ids=[VOCAB]))
+
+
+def test_item_24_tokens_of_the_prompt_that_were_cached() -> None:
+    llm = make()
+    asked = prompt(3 * BLOCK + 5)
+    waiting = llm.engine.add_request("a", asked, greedy(2))
+    before = waiting.num_cached_tokens
+    finish(llm.engine)
+    assert (before, waiting.num_cached_tokens) == (None, 0)
+    outputs = llm.generate([asked, asked[: 2 * BLOCK + 1], prompt(9, seed=3)], greedy(2, n=2), use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [3 * BLOCK, 2 * BLOCK, 0]
+    uncached = make(enable_prefix_caching=False)
+    assert [uncached.generate(asked, greedy(2))[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
 def test_equals_share_a_rank_and_tokens_have_texts() -> None:
     tokenizer = byte_tokenizer()
     chain = LLM(chain_model(tokenizer), tokenizer=tokenizer, device="cpu")

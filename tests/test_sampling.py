@@ -252,7 +252,7 @@ def test_greedy_says_that_argmax_is_all(params: dict[str, Any], words: Words, gr
     assert batch.greedy is greedy
     if greedy:
         assert found.token_ids.tolist() == [int(np.argmax(row.logits)) for row in rows]
-    assert not greedy or batch.num_logprobs is None
+    assert not greedy or not batch.logprobs
 
 
 def test_no_requests() -> None:
@@ -275,9 +275,10 @@ def test_one_token_is_allowed_or_there(temperature: float, device: torch.device)
     lone = Row((0.3,), SamplingParams(temperature=temperature, logprobs=5), prompt=(0,))
     found, _ = sampled([lone, lone], device)
     assert found.token_ids.tolist() == [0, 0]
-    assert found.logprobs is not None
-    assert found.logprobs.token_logprobs.tolist() == [0.0, 0.0]
-    assert found.logprobs.top_ids.tolist() == [[0], [0]]
+    ((rows, details),) = found.logprobs
+    assert rows.places == (0, 1)
+    assert details.token_logprobs.tolist() == [0.0, 0.0]
+    assert details.top_ids.tolist() == [[0], [0]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 100.0])
@@ -319,16 +320,36 @@ def test_logprobs_of_a_batch(device: torch.device) -> None:
         row_with(logprobs=0, temperature=4.0, seed=2),
         row_with(logprobs=3, allowed_token_ids=[11], repetition_penalty=3.0),
     ]
-    found, batch = sampled(rows, device)
-    assert batch.num_logprobs == 3
-    assert found.logprobs is not None
-    assert found.logprobs.top_ids.shape == found.logprobs.top_logprobs.shape == (3, 3)
+    found, _ = sampled(rows, device)
+    ((wanted, details),) = found.logprobs
+    assert (wanted.places, wanted.num) == ((1, 2), 3)
+    assert details.top_ids.shape == details.top_logprobs.shape == (2, 3)
     raw = torch.tensor(rows[0].logits, dtype=torch.float64).log_softmax(0)
     tokens = found.token_ids.tolist()
     assert tokens[2] == 11
-    torch.testing.assert_close(found.logprobs.token_logprobs.cpu().double(), raw[tokens], rtol=1e-5, atol=1e-5)
-    assert found.logprobs.token_ranks.tolist() == [int((raw > raw[token]).sum()) + 1 for token in tokens]
-    assert sampled(rows[:1], device)[0].logprobs is None
+    torch.testing.assert_close(details.token_logprobs.cpu().double(), raw[tokens[1:]], rtol=1e-5, atol=1e-5)
+    assert details.token_ranks.tolist() == [int((raw > raw[token]).sum()) + 1 for token in tokens[1:]]
+    assert sampled(rows[:1], device)[0].logprobs == ()
+
+
+def test_item_24_who_wants_all_logprobs_costs_the_others_nothing(device: torch.device) -> None:
+    rows = [
+        row_with(logprobs=2),
+        row_with(logprobs=-1),
+        row_with(logprob_token_ids=[5, 1]),
+        row_with(logprobs=1),
+        row_with(logprob_token_ids=[7]),
+    ]
+    few, everything, named = sampled(rows, device)[0].logprobs
+    raw = torch.tensor(rows[0].logits, dtype=torch.float64).log_softmax(0)
+    assert [wanted.places for wanted, _ in (few, everything, named)] == [(0, 3), (1,), (2, 4)]
+    assert few[1].top_ids.shape == (2, 2)
+    torch.testing.assert_close(everything[1].top_logprobs[0].cpu().double(), raw.sort(descending=True).values)
+    assert named[1].top_ids.tolist() == [[5, 1], [7, 7]]
+    assert named[1].top_ranks is not None
+    for found, ranks, ids in zip(named[1].top_logprobs, named[1].top_ranks.tolist(), ([5, 1], [7, 7]), strict=True):
+        torch.testing.assert_close(found.cpu().double(), raw[ids], rtol=1e-5, atol=1e-5)
+        assert ranks == [int((raw > raw[token]).sum()) + 1 for token in ids]
 
 
 def test_tokens_that_the_model_does_not_have() -> None:
@@ -402,7 +423,7 @@ any_params: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 5),
         "stop_token_ids": st.lists(ids, max_size=3),
         "seed": st.none() | st.integers(-(2**63), 2**64 - 1),
-        "logprobs": st.none() | st.integers(0, 20),
+        "logprobs": st.none() | st.integers(-1, 30),
     }
 )
 

@@ -39,6 +39,8 @@ class LLMConfig(InferenceConfig):
     """Bitwise the same tokens for a request whatever shares its batch."""
     enforce_eager: bool | None = None
     """True, like enable_cuda_graph=False: no CUDA graphs."""
+    max_logprobs: int = Field(default=20, ge=-1)
+    """Most log-probabilities of a token that a request may ask for; -1: the whole vocabulary."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
     """Number of stages the layers are divided into."""
 

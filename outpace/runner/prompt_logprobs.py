@@ -44,7 +44,6 @@ class PromptLogprobs:
         """By request and position."""
         found: dict[str, dict[int, TokenLogprobs]] = {}
         for owner, positions, arriving in self._pieces:
-            rows = arriving.read([owner.request.params.prompt_logprobs] * len(positions))
-            entries = {position: row for position, row in zip(positions, rows, strict=True) if row is not None}
-            found.setdefault(owner.request.request_id, {}).update(entries)
+            rows = arriving.read([owner.request.params.prompt_logprobs or 0] * len(positions))
+            found.setdefault(owner.request.request_id, {}).update(zip(positions, rows, strict=True))
         return found

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outpace.sampling import Logprobs
+from outpace.sampling import LogprobRows, Logprobs
 from outpace.types import Logprob, Request, StepOutput, TokenLogprobs
 
 
@@ -30,23 +30,38 @@ class ArrivingLogprobs:
     """Log-probabilities on their way."""
 
     def __init__(self, token_ids: Tensor, found: Logprobs) -> None:
-        self._arriving = Arriving(
-            [token_ids, found.token_logprobs, found.token_ranks, found.top_ids, found.top_logprobs]
-        )
+        tensors = [token_ids, found.token_logprobs, found.token_ranks, found.top_ids, found.top_logprobs]
+        self._arriving = Arriving(tensors if found.top_ranks is None else [*tensors, found.top_ranks])
 
-    def read(self, counts: Sequence[int | None]) -> list[TokenLogprobs | None]:
-        """For each row the chosen token and so many of the likeliest; None where none are wanted."""
-        token_ids, logprobs, ranks, top_ids, top = (tensor.tolist() for tensor in self._arriving.read())
-        found: list[TokenLogprobs | None] = []
+    def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
+        """For each row the chosen token and this many others; -1 is all there are."""
+        token_ids, logprobs, ranks, others, values, *given = (tensor.tolist() for tensor in self._arriving.read())
+        found: list[TokenLogprobs] = []
         for row, count in enumerate(counts):
-            if count is None:
-                found.append(None)
-                continue
-            values = top[row][:count]
-            likeliest = zip(top_ids[row], values, strict=False)
-            entry = {token: Logprob(value, 1 + values.index(value)) for token, value in likeliest}
+            some = slice(None) if count < 0 else slice(count)
+            ordered = given[0][row] if given else _ranks(values[row])
+            rest = zip(others[row][some], values[row][some], ordered[some], strict=True)
+            entry = {token: Logprob(value, rank) for token, value, rank in rest}
             found.append({token_ids[row]: Logprob(logprobs[row], ranks[row])} | entry)
         return found
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    """Places of values that are in order, largest first; equal ones share the better place."""
+    ranks: list[int] = []
+    for place, value in enumerate(values):
+        ranks.append(ranks[-1] if place and value == values[place - 1] else place + 1)
+    return ranks
+
+
+def arriving_logprobs(
+    token_ids: Tensor, found: Sequence[tuple[LogprobRows, Logprobs]]
+) -> list[tuple[tuple[int, ...], ArrivingLogprobs]]:
+    """The log-probabilities of a step on their way, by the places of their rows."""
+    return [
+        (wanted.places, ArrivingLogprobs(token_ids if wanted.rows is None else token_ids[wanted.rows], details))
+        for wanted, details in found
+    ]
 
 
 def send_back(
@@ -54,7 +69,7 @@ def send_back(
     requests: Sequence[Request],
     chosen: Arriving,
     places: Sequence[int],
-    details: ArrivingLogprobs | None,
+    details: Sequence[tuple[tuple[int, ...], ArrivingLogprobs]],
     prompts: Callable[[], Mapping[str, Mapping[int, TokenLogprobs]]],
     failed: Mapping[str, str] | None = None,
 ) -> Callable[[], StepOutput]:
@@ -64,8 +79,10 @@ def send_back(
         tokens = chosen.read()[0].tolist()
         names = [request.request_id for request in requests]
         token_ids = {name: tokens[place] for name, place in zip(names, places, strict=True)}
-        found = [] if details is None else details.read([request.params.logprobs for request in requests])
-        wanted = {name: entry for name, entry in zip(names, found, strict=False) if entry is not None}
+        wanted: dict[str, TokenLogprobs] = {}
+        for rows, arriving in details:
+            found = arriving.read([requests[row].params.num_logprobs for row in rows])
+            wanted.update(zip((names[row] for row in rows), found, strict=True))
         return StepOutput(step_id, token_ids, wanted, prompts(), failed or {})
 
     return output

@@ -12,7 +12,7 @@ from outpace.inject.paged import Batch, BatchModel
 from outpace.kernels.ragged import ragged_inputs
 from outpace.runner.grammars import Grammars
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
-from outpace.runner.results import Arriving, ArrivingLogprobs, send_back
+from outpace.runner.results import Arriving, arriving_logprobs, send_back
 from outpace.runner.rows import Header, Layout, Rows
 from outpace.runner.step_graphs import Shape, StepGraphs
 from outpace.sampling import SamplingBatch, sample
@@ -160,7 +160,7 @@ class Runner:
         if sampling is None or sampling.greedy:
             arriving = Arriving([ran.likeliest])
             self._grammars.chosen(requests, picked, arriving)
-            return send_back(step_id, requests, arriving, picked, None, prompts.read)
+            return send_back(step_id, requests, arriving, picked, (), prompts.read)
         if len(picked) < len(layout.owners):
             index = torch.tensor(picked, device=ran.logits.device)
             ran = _Ran(*(part.index_select(0, index) for part in ran))
@@ -169,9 +169,9 @@ class Runner:
         masks, failed = self._grammars.masks([layout.owners[index] for index in picked], ran.logits.shape[1])
         sampled = sample(ran.logits, sampling, history, ran.places.long(), masks)
         self._rows.write(ran.rows, ran.places, sampled.token_ids)
-        arriving, places, told = Arriving([sampled.token_ids]), range(len(picked)), sampled.logprobs
+        arriving, places = Arriving([sampled.token_ids]), range(len(picked))
         self._grammars.chosen(requests, places, arriving)
-        details = None if told is None else ArrivingLogprobs(sampled.token_ids, told)
+        details = arriving_logprobs(sampled.token_ids, sampled.logprobs)
         return send_back(step_id, requests, arriving, places, details, prompts.read, failed)
 
     def _sampling_batch(self, requests: list[Request], vocab_size: int) -> SamplingBatch:

@@ -66,6 +66,8 @@ class Delta:
     """Once, with the first delta, when asked for."""
     times: tuple[float, float] | None = None
     """Once, with the first delta: seconds in the queue, and from its end to the first token."""
+    num_cached_tokens: int | None = None
+    """Once, with the first delta of the request: tokens of the prompt that were in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class ModelCard:
     device: str
     created: int
     """When it was loaded, in seconds since 1970."""
+    max_logprobs: int = 20
+    """Most log-probabilities of a token that a request may ask for; at most the vocabulary."""
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

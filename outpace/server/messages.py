@@ -120,13 +120,18 @@ class Tokens(msgspec.Struct, array_like=True):
     prompt_logprobs: list[WireLogprobs | None] | None = None
     times: tuple[float, float] | None = None
     """With the first of a request: see `Delta`."""
+    num_cached_tokens: int | None = None
+    """The same."""
 
     def delta(self) -> Delta:
         """The same for the HTTP side."""
         logprobs = None if self.logprobs is None else [_logprobs(entry) for entry in self.logprobs]
         prompt = self.prompt_logprobs
         told = None if prompt is None else [None if entry is None else _logprobs(entry) for entry in prompt]
-        return Delta(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told, self.times)
+        return Delta(
+            *(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told, self.times),
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class Failure(msgspec.Struct, array_like=True):

@@ -83,8 +83,6 @@ class ServerConfig(ConfigModel):
     """Most stop strings, and most stop tokens."""
     max_stop_chars: int = Field(default=256, ge=1)
     """Longest stop string."""
-    max_logprobs: int = Field(default=20, ge=0, le=20)
-    """Most log-probabilities of each token."""
     max_logit_bias: int = Field(default=1024, ge=0)
     """Most tokens with a bias."""
     max_allowed_tokens: int = Field(default=1024, ge=1)

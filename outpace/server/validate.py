@@ -224,10 +224,9 @@ class Validator:
         _at_most("n", request.n or 1, options.max_n, "answers")
         self._check_stops(request.stop or [])
         _at_most("stop_token_ids", len(request.stop_token_ids or ()), options.max_stop, "entries")
-        _at_most(
-            "top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, options.max_logprobs
-        )
-        _at_most("prompt_logprobs", request.prompt_logprobs or 0, options.max_logprobs)
+        most = self._card.max_logprobs
+        _at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, most)
+        _at_most("prompt_logprobs", request.prompt_logprobs or 0, most)
         _at_most("logit_bias", len(request.logit_bias or ()), options.max_logit_bias, "entries")
         _at_most("allowed_token_ids", len(request.allowed_token_ids or ()), options.max_allowed_tokens, "entries")
         _at_most("bad_words", len(request.bad_words or ()), options.max_bad_words, "entries")

@@ -57,6 +57,7 @@ from outpace.types import CompletionOutput, FinishReason, RequestOutput, Samplin
 NUMBERS_EVERY = 0.1  # seconds
 MAX_FAILURES = 2  # steps that fail one after the other
 LAST_WORDS = 1.0  # seconds to send what is left
+MAX_LOGPROBS = 1 << 22  # in one frame: 20 bytes each at most, far below the longest frame
 _PR_SET_PDEATHSIG = 1
 
 
@@ -119,7 +120,8 @@ class Worker:
 
     def turn(self) -> None:
         """Take in what was asked, do one step of it, and tell what came of it. Sleeps while there is nothing to do."""
-        for message in self._channel.receive(wait=not self._busy):
+        unsent = self._changed and self._channel.free  # more log-probabilities than one frame holds
+        for message in self._channel.receive(wait=not self._busy and not unsent):
             self._handle(message)
         if self._busy:  # though it may be over in this turn
             self._told_idle = False
@@ -151,6 +153,7 @@ class Worker:
     def _add(self, message: Add) -> None:
         salt = message.cache_salt.decode("utf-8", "surrogatepass")
         params = SamplingParams(**message.params)
+        self._check_prompt_logprobs(len(message.prompt_token_ids), params.prompt_logprobs)
         grammar = self._grammars.get(message.grammar)
         options = {"priority": message.priority, "cache_salt": salt}
         group = self._engine.make(str(message.number), message.prompt_token_ids, params, grammar, **options)
@@ -163,6 +166,15 @@ class Worker:
                 answer.request = replace(answer.request, bad_words=words)
         self._engine.submit(group)
         self._live[message.number] = self._queued[message.number] = _Live(group, [0] * params.n)
+
+    def _check_prompt_logprobs(self, num_tokens: int, wanted: int | None) -> None:
+        """They go in one frame."""
+        each = 0 if wanted is None else 1 + (self._engine.max_logprobs if wanted < 0 else wanted)
+        if num_tokens * each > MAX_LOGPROBS:
+            raise InputError(
+                f"prompt_logprobs: {each} for each of {num_tokens} tokens are more than {MAX_LOGPROBS}; ask for fewer, "
+                "or shorten the prompt"
+            )
 
     def _cancel(self, number: int, index: int | None) -> None:
         """End a request wherever it is, and say so; one that has ended meanwhile has been told of or will be."""
@@ -248,9 +260,10 @@ class Worker:
     def _publish(self) -> None:
         """Send what is new, if anything is."""
         news, now = self._news, time.monotonic()
-        for number in self._changed:
-            self._collect(number, news.tokens)
-        self._changed.clear()
+        room = MAX_LOGPROBS
+        for number in list(self._changed):
+            if room > 0:  # the rest goes in the next frame
+                room -= self._collect(number, news.tokens, room)
         idle = not self._busy
         if (idle and not self._told_idle) or (not idle and now - self._told_at > NUMBERS_EVERY):
             news.numbers = self._numbers()
@@ -259,26 +272,32 @@ class Worker:
             self._news = News()
             self._channel.send(news)
 
-    def _collect(self, number: int, tokens: list[Tokens]) -> None:
-        """The tokens of a request that have not been sent."""
-        live = self._live[number]
-        prompt = times = None
+    def _collect(self, number: int, tokens: list[Tokens], room: int) -> int:
+        """Tokens of a request that have not been sent, with about `room` log-probabilities; how many those are."""
+        live, taken = self._live[number], 0
+        prompt = times = cached = None
         if not live.begun:
-            live.begun, times = True, live.times()
+            live.begun, times, cached = True, live.times(), live.output.num_cached_tokens
             self._prompt_tokens += len(live.output.prompt_token_ids)
             if (found := live.output.prompt_logprobs) is not None:
                 prompt = [None if entry is None else wire_logprobs(entry) for entry in found]
         for index, completion in enumerate(live.output.outputs):
             sent = live.sent[index]
-            if len(completion.token_ids) > sent:
-                entry = _tokens(number, completion, sent)
+            if len(completion.token_ids) > sent and taken < room:
+                entry = _tokens(number, completion, sent, room - taken)
+                taken += sum(map(len, entry.logprobs or ()))
                 entry.prompt_logprobs, prompt = prompt, None
                 entry.times, times = times, None
+                entry.num_cached_tokens, cached = cached, None
                 live.sent[index] += len(entry.token_ids)
                 self._generated_tokens += len(entry.token_ids)
                 tokens.append(entry)
-        if live.output.finished:
-            self._live.pop(number)
+        lengths = [len(completion.token_ids) for completion in live.output.outputs]
+        if lengths == live.sent:
+            del self._changed[number]
+            if live.output.finished:
+                self._live.pop(number)
+        return taken
 
     def _numbers(self) -> Numbers:
         scheduler, totals = self._engine.scheduler, self._engine.totals
@@ -300,12 +319,18 @@ class Worker:
         )
 
 
-def _tokens(number: int, completion: CompletionOutput, sent: int) -> Tokens:
-    entry = Tokens(number, completion.index, completion.token_ids[sent:], completion.finish_reason)
-    if isinstance(completion.stop_reason, int):
-        entry.stop_reason = completion.stop_reason
+def _tokens(number: int, completion: CompletionOutput, sent: int, room: int) -> Tokens:
+    """What has not been sent, or as many tokens as have this many log-probabilities."""
+    end = len(completion.token_ids)
     if completion.logprobs is not None:
-        entry.logprobs = [wire_logprobs(found) for found in completion.logprobs[sent:]]
+        end = min(end, sent + max(1, room // max(1, len(completion.logprobs[sent]))))
+    entry = Tokens(number, completion.index, completion.token_ids[sent:end])
+    if end == len(completion.token_ids):
+        entry.finish_reason = completion.finish_reason
+        entry.stop_reason = completion.stop_reason if isinstance(completion.stop_reason, int) else None
+    if completion.logprobs is not None:
+        entry.logprobs = [wire_logprobs(found) for found in completion.logprobs[sent:end]]
+        completion.logprobs[sent:end] = [{}] * (end - sent)  # nobody here needs them again
     return entry
 
 
@@ -329,6 +354,7 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         dtype=str(parts.dtype).removeprefix("torch."),
         device=str(parts.device),
         created=int(time.time()),
+        max_logprobs=engine.max_logprobs,
     )
     scheduler, cache = engine.scheduler, parts.config.cache
     about = {

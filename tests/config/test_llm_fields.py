@@ -1,6 +1,7 @@
 """Promise 2 for the options that `LLM` has alone: each acts or raises. A new one without an entry here fails."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from outpace.cache.block_pool import BlockPool
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.rules import LATER_IN_LLM, LLM_COMPOSITIONS
 from outpace.errors import ConfigError, InputError, NotSupportedYet, Overloaded
+from outpace.llm_engine import LLMEngine
+from outpace.prepare import load_paged
 from outpace.scheduler import Scheduler
 from outpace.types import Request, SamplingParams, Step, StepOutput
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
+from tests.models import tiny
 
 SHARED, ALL = dict(leaves(InferenceConfig)), dict(leaves(LLMConfig))
 FIELDS = {
@@ -130,6 +134,13 @@ def max_out_tokens_acts() -> None:
     raises("min_out_tokens must be smaller than max_out_tokens", max_model_len=5, min_out_tokens=5)
 
 
+def max_logprobs_acts() -> None:
+    for most, asked, says in ((20, 21, "21 is more than"), (30, -1, "the whole vocabulary is more than"), (-1, -1, "")):
+        engine = LLMEngine(load_paged(tiny("llama"), of(device="cpu", max_logprobs=most)))
+        with pytest.raises(InputError, match=says) if says else nullcontext():
+            engine.make("a", [1, 2], SamplingParams(logprobs=asked))
+
+
 def arrives(path: str, value: Any) -> Callable[[], None]:
     """A field that the config only carries."""
 
@@ -145,6 +156,7 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "enforce_eager": lambda: raises("enforce_eager and enable_cuda", enforce_eager=False, enable_cuda_graph=False),
     "max_out_tokens": max_out_tokens_acts,
     "deterministic": arrives("deterministic", True),
+    "max_logprobs": max_logprobs_acts,
     "cache.block_size": block_size_acts,
     "cache.num_blocks": num_blocks_acts,
     "cache.gpu_memory_utilization": gpu_memory_utilization_acts,

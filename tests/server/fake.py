@@ -31,6 +31,9 @@ class FakeEngine:
     """Waited for before the delta of this number."""
     hold_at: int = 0
     max_model_len: int = 512
+    max_logprobs: int = 20
+    num_cached_tokens: int = 0
+    """What it says was in the prefix cache."""
     ready: bool = True
     requests: list[EngineRequest] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
@@ -42,7 +45,8 @@ class FakeEngine:
     def card(self) -> ModelCard:
         """A model of bytes."""
         end = self.tokenizer.eos_token_id
-        return ModelCard("fake", self.max_model_len, len(self.tokenizer), (end,), "float32", "cpu", 1_700_000_000)
+        about = ("fake", self.max_model_len, len(self.tokenizer), (end,), "float32", "cpu", 1_700_000_000)
+        return ModelCard(*about, max_logprobs=self.max_logprobs)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """One answer after the other, a few tokens at a time."""
@@ -79,8 +83,12 @@ class FakeEngine:
                 if not part:
                     continue
                 delta = Delta(index, part, finish_reason=reason if begin + len(part) == len(ids) else None)
-                if request.params.logprobs is not None:
+                if request.params.logprob_token_ids is not None:
+                    asked = {token: Logprob(-3.0, 3) for token in request.params.logprob_token_ids}
+                    delta.logprobs = [{token: Logprob(-0.5, 1), **asked} for token in part]
+                elif request.params.logprobs is not None:
                     delta.logprobs = [likely(token, request.params.logprobs) for token in part]
+                delta.num_cached_tokens = self.num_cached_tokens if first else None
                 if first and request.params.prompt_logprobs is not None:
                     rest = request.prompt_token_ids[1:]
                     delta.prompt_logprobs = [None, *(likely(token, request.params.prompt_logprobs) for token in rest)]
@@ -104,5 +112,5 @@ class FakeEngine:
 
 def likely(token: int, top: int) -> TokenLogprobs:
     """The token as the likeliest, and the ones behind it."""
-    others = {(token + number) % 256: Logprob(-1.0 - number, number + 1) for number in range(1, top)}
+    others = {(token + number) % 256: Logprob(-1.0 - number, number + 1) for number in range(1, top % 256)}
     return {token: Logprob(-0.5, 1), **others}

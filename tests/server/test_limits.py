@@ -30,8 +30,6 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         ("max_stop", 2, {"stop": ["a", "b", "c"]}),
         ("max_stop", 2, {"stop_token_ids": [1, 2, 3]}),
         ("max_stop_chars", 3, {"stop": ["abcd"]}),
-        ("max_logprobs", 2, {"logprobs": 3}),
-        ("max_logprobs", 2, {"prompt_logprobs": 3}),
         ("max_logit_bias", 1, {"logit_bias": {"1": 1, "2": 2}}),
         ("max_allowed_tokens", 1, {"allowed_token_ids": [1, 2]}),
         ("max_bad_words", 1, {"bad_words": ["a", "b"]}),
@@ -47,6 +45,16 @@ async def test_b2_each_limit_is_an_option(serve: Serve, option: str, limit: int,
     assert strict.engine.requests == []
     if option != "max_json_depth":
         assert (await loose.post("/v1/completions", {"prompt": "a", **fields})).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+async def test_b2_the_engine_says_how_many_logprobs(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, field: str
+) -> None:
+    for most, status in ((2, 400), (20, 200), (40, 200)):
+        server = serve(FakeEngine(tokenizer, max_logprobs=most))
+        answer = await server.post("/v1/completions", {"prompt": "ab", field: max(3, most)})
+        assert answer.status_code == status
 
 
 async def test_limits_of_chats(serve: Serve) -> None:

@@ -21,6 +21,7 @@ from outpace.errors import ConfigError, EngineDead, InputError, ModelError, NotS
 from outpace.llm import LLM
 from outpace.llm_engine import LLMEngine
 from outpace.prepare import PagedParts, load_paged
+from outpace.server import worker
 from outpace.server.channel import Channel
 from outpace.server.client import Admission, EngineClient
 from outpace.server.embed import Embedder
@@ -163,6 +164,22 @@ def test_log_probabilities_cross_the_socket(folder: Path, llm: LLM) -> None:
             token: (entry.logprob, entry.rank) for token, entry in ours.items()
         }
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+
+
+def test_item_24_cached_tokens_and_many_log_probabilities_cross_the_socket(folder: Path) -> None:
+    prompt = PROMPT * 7  # two blocks and three tokens
+
+    async def ask(**changes: Any) -> list[Delta]:
+        async with engine(folder, max_logprobs=-1) as client:
+            assert client.card.max_logprobs == VOCAB
+            params = [greedy(4), greedy(4, n=2, logprobs=-1), greedy(4, logprob_token_ids=[9, 1])]
+            return [delta for each in params async for delta in client.generate(request(prompt, each))]
+
+    deltas = run(ask())
+    assert [delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens is not None] == [0, 32, 32]
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert {len(entry) for entry in entries[:8]} == {VOCAB}
+    assert all({9, 1} <= entry.keys() and len(entry) <= 3 for entry in entries[8:])
 
 
 def test_a_stop_token_is_told(folder: Path, llm: LLM) -> None:
@@ -392,6 +409,31 @@ def test_f8_a_cancel_at_any_stage_frees_its_blocks_within_two_steps(drive: Drive
     told = [number for each in news for number in each.cancelled]
     ended = sum(tokens.finish_reason is not None for each in news for tokens in each.tokens)
     assert told == [1] or ended == n
+
+
+def test_item_24_many_log_probabilities_go_in_several_frames(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MAX_LOGPROBS", 3 * VOCAB)
+    driven = drive(max_logprobs=-1)
+    driven.ask(1, PROMPT[:1], 10, logprobs=-1, ignore_eos=True)
+    driven.ask(2, PROMPT[:2], 10, logprobs=-1, prompt_logprobs=1, ignore_eos=True)
+    driven.ask(3, PROMPT[:4], 10, prompt_logprobs=-1)  # four times the vocabulary in one frame
+    monkeypatch.setattr(Channel, "free", False)
+    driven.turns(30)  # nothing is sent meanwhile
+    monkeypatch.undo()
+    monkeypatch.setattr(worker, "MAX_LOGPROBS", 3 * VOCAB)
+    while driven.worker._changed:
+        driven.worker.turn()
+    news = driven.news()
+    assert [failure.message[:17] for each in news for failure in each.failures] == ["prompt_logprobs: "]
+    sizes = [sum(len(entry) for tokens in each.tokens for entry in tokens.logprobs or ()) for each in news]
+    assert max(sizes) <= 4 * VOCAB
+    assert sum(sizes) == 20 * VOCAB
+    found = [tokens for each in news for tokens in each.tokens]
+    for number in (1, 2):
+        parts = [tokens for tokens in found if tokens.number == number]
+        assert sum(len(part.token_ids) for part in parts) == 10
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [FinishReason.LENGTH]
+    driven.assert_nothing_is_held()
 
 
 def test_a_cancel_of_one_that_waits_lets_others_go_on(drive: Drive) -> None:
