@@ -3,22 +3,22 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from outpace.cli.batch_files import GO_ON, Batch, Line, append, opened
 from outpace.cli.talk import CONNECT_SECONDS, ApiKey, Device, DType, Url, base_of, given
 from outpace.errors import InputError, OutpaceError
 
 if TYPE_CHECKING:
     import httpx
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 LATER = (408, 429, 502, 503, 504)
 """Statuses after which the same request may work later."""
 TRIES = 6
@@ -38,6 +38,10 @@ def command(
     url: Url = None,
     api_key: ApiKey = None,
     max_concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that requests may give as their model. May be repeated.", show_default="MODEL"),
+    ] = None,
     dtype: DType = None,
     device: Device = None,
 ) -> None:
@@ -45,128 +49,34 @@ def command(
 
     A line that is wrong fails alone: its answer is an error record. The exit code is 1 if any failed.
     """
-    if url is not None and (model or dtype or device):
-        raise InputError("model, dtype, device: the server at url has its own; leave them out")
+    if url is not None and (model or dtype or device or served_model_name):
+        raise InputError("model, dtype, device, served-model-name: the server at url has its own; leave them out")
     if url is None and api_key is not None:
         raise InputError("api-key: only for a server; give its url too")
-    connected = _server(url, api_key) if url else _engine(model, given(dtype=dtype, device=device))
-    batch = Batch(source, target)
-    asyncio.run(_run(batch, connected, max_concurrency))
+    options, names = given(dtype=dtype, device=device), tuple(served_model_name or ())
+    connected = _server(url, api_key) if url else _engine(model, options, names)
+    with opened(source, target) as (batch, out):
+        asyncio.run(_run(batch, out, connected, max_concurrency))
     old = f" ({batch.failed_before} of them failed)" if batch.failed_before else ""
     said = f"{batch.answered} answered, {batch.failed} failed, {batch.skipped} were there{old}"
     Console(stderr=True).print(said, highlight=False)
     raise typer.Exit(1 if batch.failed or batch.failed_before else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One request, or what is wrong with it."""
-
-    name: str
-    """What its record is known by: the custom id, or the number of a line that has none."""
-    custom_id: str | None
-    url: str = ""
-    body: Any = None
-    problem: str | None = None
-
-
-@dataclass
-class Batch:
-    """The two files. Raises InputError if they cannot be used."""
-
-    source: Path
-    target: Path
-    done: set[str] = field(default_factory=set)
-    total: int = 0
-    answered: int = 0
-    failed: int = 0
-    skipped: int = 0
-    failed_before: int = 0
-    """Of those that are in the target already."""
-
-    def __post_init__(self) -> None:
-        try:
-            with self.source.open("rb") as file:
-                self.total = sum(1 for line in file if line.strip())
-        except OSError as error:
-            raise InputError(f"in: cannot read {self.source} ({error.strerror}); name a file of JSON lines") from None
-        if self.target.resolve() == self.source.resolve():
-            raise InputError("out: the same file as in; name another")
-        if not self.target.parent.is_dir():
-            raise InputError(f"out: there is no folder {self.target.parent}; make it first")
-        if self.target.exists():
-            self._read_done()
-
-    def _read_done(self) -> None:
-        """What has been answered; a last line that was cut off is taken away, to be asked again."""
-        whole = 0
-        with self.target.open("rb+") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    file.truncate(whole)
-                    return
-                whole += len(line)
-                try:
-                    record = json.loads(line)
-                    self.done.add(str(record["id"] if record["custom_id"] is None else record["custom_id"]))
-                    self.failed_before += record.get("error") is not None
-                except (ValueError, KeyError, TypeError):
-                    raise InputError(
-                        f"out: line {number} of {self.target} is no answer of a batch; name another file"
-                    ) from None
-
-    def lines(self) -> Iterator[Line]:
-        """The requests that have no answer yet, read as they are needed."""
-        seen: set[str] = set()
-        with self.source.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                line = parse(number, text, seen)
-                seen.add(line.name)
-                if line.name in self.done:
-                    self.skipped += 1
-                else:
-                    yield line
-
-
-def parse(number: int, text: bytes, seen: set[str]) -> Line:
-    """A line of the input."""
-    name = f"line-{number}"
-    try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Line(name, None, problem=f"line {number} is not JSON: {error}")
-    custom = entry.get("custom_id") if isinstance(entry, dict) else None
-    if not isinstance(custom, str) or not custom:
-        return Line(name, None, problem=f"line {number}: expected an object with custom_id, a string that is not empty")
-    if custom in seen:
-        return Line(name, None, problem=f"line {number}: custom_id: {custom!r} is in another line too")
-    url, body = entry.get("url"), entry.get("body")
-    problem = None
-    if entry.get("method") != "POST":
-        problem = f"method: expected POST, got {entry.get('method')!r}"
-    elif url not in ROUTES:
-        problem = f"url: expected one of {', '.join(ROUTES)}, got {url!r}"
-    elif not isinstance(body, dict):
-        problem = f"body: expected an object, got {body!r:.80}"
-    elif body.get("stream"):
-        problem = "stream: a batch has no streams; leave it out"
-    return Line(custom, custom, str(url), body, problem and f"line {number}: {problem}")
-
-
-async def _run(batch: Batch, connected: "contextlib.AbstractAsyncContextManager[httpx.AsyncClient]", most: int) -> None:
-    columns = (*(TextColumn("Answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),)
+async def _run(
+    batch: Batch, out: FileIO, connected: "contextlib.AbstractAsyncContextManager[httpx.AsyncClient]", most: int
+) -> None:
     lines = batch.lines()  # shared: each worker takes the next
     async with connected as client:
-        with batch.target.open("ab") as out, Progress(*columns, console=Console(stderr=True)) as bar:
+        with _progress() as bar:
             task = bar.add_task("", total=batch.total)
 
             async def work() -> None:
                 for line in lines:
                     record = await _record(client, line)
-                    _count(batch, record)
-                    _write(out, record)
+                    append(out, record)
+                    batch.answered += record["error"] is None
+                    batch.failed += record["error"] is not None
                     bar.update(task, completed=batch.answered + batch.failed + batch.skipped)
 
             try:
@@ -178,40 +88,44 @@ async def _run(batch: Batch, connected: "contextlib.AbstractAsyncContextManager[
             bar.update(task, completed=batch.total)
 
 
-def _count(batch: Batch, record: dict[str, Any]) -> None:
-    good = record["error"] is None
-    batch.answered += good
-    batch.failed += not good
-
-
-def _write(out: BinaryIO, record: dict[str, Any]) -> None:
-    out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-    out.flush()
+def _progress() -> Progress:
+    """A bar on standard error if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("Answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 async def _record(client: "httpx.AsyncClient", line: Line) -> dict[str, Any]:
     """The answer to a line as a record: it has either a response with status 200, or an error."""
+    import httpx
+
     if line.problem is not None:
         return _made(line, None, {"code": "invalid_line", "message": line.problem})
-    reply = await _ask(client, line)
     try:
-        body = reply.json()
-    except ValueError:
-        body = {"error": {"message": reply.text[:500]}}
-    response = {
-        "status_code": reply.status_code,
-        "request_id": reply.headers.get("x-request-id", ""),
-        "body": body,
-    }
-    if reply.status_code == 200:
+        reply = await _ask(client, line)
+    except httpx.DecodingError as broken:
+        return _made(line, None, {"code": "invalid_answer", "message": str(broken)})
+    body, is_json = _body(reply)
+    response = {"status_code": reply.status_code, "request_id": reply.headers.get("x-request-id", ""), "body": body}
+    if reply.status_code == 200 and is_json:
         return _made(line, response, None)
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else str(body)[:500]
-    return _made(line, response, {"code": str(reply.status_code), "message": message})
+    return _made(line, response, {"code": str(reply.status_code) if is_json else "invalid_answer", "message": message})
+
+
+def _body(reply: "httpx.Response") -> tuple[Any, bool]:
+    """The body of an answer, and whether it is JSON; if not, what it says as an error."""
+    try:
+        body = reply.json()
+        json.dumps(body, allow_nan=False)  # reading took NaN too
+    except (ValueError, RecursionError):
+        return {"error": {"message": reply.text[:500]}}, False
+    return body, True
 
 
 def _made(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
-    return {"id": line.name, "custom_id": line.custom_id, "response": response, "error": error}
+    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
 
 
 async def _ask(client: "httpx.AsyncClient", line: Line) -> "httpx.Response":
@@ -221,7 +135,7 @@ async def _ask(client: "httpx.AsyncClient", line: Line) -> "httpx.Response":
     delay = FIRST_DELAY
     for last in (*[False] * (TRIES - 1), True):
         try:
-            reply = await client.post(line.url.removeprefix("/v1"), json=line.body)
+            reply = await client.post(line.url.removeprefix("/v1"), content=line.body)
             if reply.status_code not in LATER or last:
                 return reply
             wait = reply.headers.get("retry-after", "")
@@ -229,19 +143,22 @@ async def _ask(client: "httpx.AsyncClient", line: Line) -> "httpx.Response":
         except httpx.TransportError as error:
             if last:
                 raise OutpaceError(
-                    f"url: the server cannot be reached ({error or type(error).__name__}); "
-                    "run the same command again to go on"
+                    f"url: the server cannot be reached ({error or type(error).__name__}); {GO_ON}"
                 ) from None
         await asyncio.sleep(delay)
         delay = min(2 * delay, LONGEST_DELAY)
     raise AssertionError("the last try returns or raises")
 
 
+def _headers(key: str | None) -> dict[str, str]:
+    return {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+
+
 @contextlib.asynccontextmanager
 async def _server(url: str, key: str | None) -> "AsyncIterator[httpx.AsyncClient]":
     import httpx
 
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = _headers(key)
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=base_of(url), headers=headers, timeout=timeout, limits=limits) as client:
@@ -249,7 +166,9 @@ async def _server(url: str, key: str | None) -> "AsyncIterator[httpx.AsyncClient
 
 
 @contextlib.asynccontextmanager
-async def _engine(model: str | None, options: dict[str, Any]) -> "AsyncIterator[httpx.AsyncClient]":
+async def _engine(
+    model: str | None, options: dict[str, Any], names: tuple[str, ...]
+) -> "AsyncIterator[httpx.AsyncClient]":
     """The server's app over an engine of its own, called without a port."""
     import httpx
 
@@ -258,15 +177,15 @@ async def _engine(model: str | None, options: dict[str, Any]) -> "AsyncIterator[
     from outpace.server.options import ServerConfig
     from outpace.server.supervisor import Supervisor
 
-    config = ServerConfig(request_timeout=7 * 24 * 3600.0, access_log=False)
+    config = ServerConfig(request_timeout=7 * 24 * 3600.0, access_log=False, served_model_name=names)
     keys = config.all_api_keys()
-    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    headers = _headers(keys[0] if keys else None)
     engine = Supervisor(model, options)
     await engine.start()
     try:
         app = create_app(engine, config, await asyncio.to_thread(load_tokenizer, model))
         try:
-            transport = httpx.ASGITransport(app)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # a failed request is a 500
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://outpace/v1", headers=headers, timeout=None
             ) as client:

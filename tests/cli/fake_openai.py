@@ -25,6 +25,8 @@ class FakeOpenAI:
     """Streams end with an error after the first piece."""
     delay: float = 0.0
     """Seconds before each piece."""
+    reply: bytes | None = None
+    """What whole answers are, instead of the words."""
     words: list[str] = field(default_factory=lambda: ["Hel", "lo ", "wörld"])
     bodies: list[Any] = field(default_factory=list)
     most: int = 0
@@ -59,6 +61,8 @@ class FakeOpenAI:
                 return _error(400, "prompt: bad")
             if body.get("stream"):
                 return StreamingResponse(self._pieces(body), media_type="text/event-stream")
+            if self.reply is not None:
+                return Response(self.reply)
             return JSONResponse({"route": route, "choices": [{"text": "".join(self.words)}]})
 
         return app
