@@ -9,6 +9,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from outpace.server.fields import STRICT
+
 _SHORT = 32 * 2**10  # bytes; more are parsed in a thread
 
 
@@ -89,6 +91,7 @@ class StrictRoute(APIRoute):
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if self.body_field is not None and kind != "application/json":
                 raise HTTPException(415, "Send the body as application/json.")
+            STRICT.set(request.app.state.options.strict_fields)
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return strict

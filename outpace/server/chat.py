@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import ModelError
 from outpace.server.body import parse
+from outpace.server.chat_protocol import ChatMessage, ToolSpec
 from outpace.server.child import Child
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
-from outpace.server.protocol import ChatMessage, ToolSpec
 from outpace.server.tokens import in_threads
 
 _SCRIPT = Path(__file__).with_name("render.py")
@@ -169,9 +169,11 @@ class ChatPrompts:
         """A message as templates expect it: a developer is a system, and arguments are an object."""
         shown: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
-            "content": message.content or "",
+            "content": message.text or "",
         }
         shown |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+        if reasoning := message.reasoning_content or message.reasoning:
+            shown |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one or the other
         if message.tool_calls:
             shown["tool_calls"] = [
                 {

@@ -1,10 +1,21 @@
 """Kinds of fields that requests have, checked so that a million wrong items cost milliseconds and one error."""
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Len
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 
 class FirstError(FailFast):
@@ -13,20 +24,36 @@ class FirstError(FailFast):
     __hash__ = object.__hash__
 
 
-def _known(data: object, fields: Mapping[str, Any], refused: Mapping[str, str]) -> object:
-    """Refuse the first field that is unknown, or known and not supported. One error, however many there are."""
-    if not isinstance(data, Mapping):
-        raise ValueError("expected an object")
-    for name, value in data.items():
-        if name in refused and value is not None:
-            raise ValueError(f"{name}: not supported: {refused[name]}")
-        if name not in fields and name not in refused:
-            raise ValueError(f"{str(name)[:80]}: unknown field; it is refused so that nothing is ignored in silence")
-    return {name: value for name, value in data.items() if name not in refused}
+STRICT: ContextVar[bool] = ContextVar("STRICT", default=False)
+"""Whether fields that are accepted only for the sake of other clients are refused: the option `strict_fields`."""
+
+
+def because(reason: str) -> WrapValidator:
+    """Refuses values other than those of the field's type with a reason, as one line."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            found: object = handler(value)
+        except ValidationError:
+            found = NotImplemented
+        if found is NotImplemented or isinstance(found, bool) != isinstance(value, bool):  # a Literal takes 0 for false
+            raise ValueError(f"not supported: {reason}")
+        return found
+
+    return WrapValidator(check)
+
+
+def _nullable(schema: dict[str, Any]) -> None:
+    """Says in a JSON schema that null is the same as leaving an optional field out."""
+    for name, field in schema.get("properties", {}).items():
+        forms = field.get("anyOf", [])
+        if name not in schema.get("required", ()) and {"type": "null"} not in forms:
+            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = {**about, "anyOf": [*(forms or [field]), {"type": "null"}]}
 
 
 class Body(BaseModel):
-    """Base of what clients send: exact types, finite numbers, no unknown names."""
+    """Base of what clients send: exact types, finite numbers, no unknown names. Null is the same as no value."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -35,14 +62,34 @@ class Body(BaseModel):
         frozen=True,
         protected_namespaces=(),
         use_attribute_docstrings=True,
+        json_schema_extra=_nullable,
     )
     refused: ClassVar[Mapping[str, str]] = {}
     """Fields that people know from elsewhere -> why they are refused, unless they are null."""
+    lenient: ClassVar[frozenset[str]] = frozenset()
+    """Fields that other clients send, accepted at values that change nothing; refused with `strict_fields`."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: object) -> object:
-        return _known(data, cls.model_fields, cls.refused)
+        """Refuse the first field that is unknown, or known and not supported. One error, however many there are."""
+        if not isinstance(data, Mapping):
+            raise ValueError("expected an object")
+        strict, fields = STRICT.get(), cls.model_fields
+        for name, value in data.items():
+            if name in cls.refused and value is not None:
+                raise ValueError(f"{name}: not supported: {cls.refused[name]}")
+            if name not in fields and name not in cls.refused:
+                raise ValueError(
+                    f"{str(name)[:80]}: unknown field; it is refused so that nothing is ignored in silence"
+                )
+            if strict and name in cls.lenient and value is not None:
+                raise ValueError(f"{name}: refused by this server (strict_fields); remove it")
+        return {
+            name: value
+            for name, value in data.items()
+            if name in fields and (value is not None or fields[name].is_required())
+        }
 
 
 def _strings(value: object) -> list[str]:

@@ -46,6 +46,9 @@ class ServerConfig(ConfigModel):
     """Let requests bring their own chat template. It runs in a sandbox, but costs up to `template_timeout` each."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
     """How tool calls are written in the model's answers; auto looks at the chat template."""
+    strict_fields: bool = False
+    """Refuse fields that are otherwise accepted because other clients send them: history echoed back with fields of
+    answers, and fields of other servers at values that change nothing."""
     response_role: str = Field(default="assistant", min_length=1)
     """Role of chat answers."""
 

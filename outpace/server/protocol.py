@@ -3,18 +3,24 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from outpace.server.fields import Biases, Body, FirstError, Prompt, Prompts, Strings, Text, TokenIds
+from outpace.server.chat_protocol import ChatMessage, NamedTool, ToolSpec
+from outpace.server.fields import Biases, Body, FirstError, Prompt, Prompts, Strings, Text, TokenIds, because
+
+_One = Annotated[float, Field(ge=1, le=1)]
 
 
 class StreamOptions(Body):
     """What a stream tells beside the answer."""
 
+    lenient: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
     """A last chunk with the usage."""
     continuous_usage_stats: bool = False
     """The usage so far in each chunk."""
+    include_obfuscation: Annotated[Literal[False] | None, because("chunks are not padded")] = None
 
 
 class ResponseFormat(Body):
@@ -49,16 +55,25 @@ class SamplingFields(Body):
     """Fields that completions and chat share."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "best_of": "ask for n answers instead",
-        "use_beam_search": "beam search is not in this release",
-        "length_penalty": "beam search is not in this release",
-        "early_stopping": "beam search is not in this release",
-        "logits_processors": "code from requests is never run",
-        "guided_decoding_backend": "there is one; leave it out",
-        "guided_whitespace_pattern": "leave it out",
+        **dict.fromkeys(("logits_processors", "vllm_xargs", "lora_path"), "requests cannot extend this server"),
+        **dict.fromkeys(
+            ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video"), "this server takes text alone"
+        ),
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "data_parallel_rank"), "there is one engine"),
+        "guided_decoding_backend": "there is one; remove it",
+        "guided_whitespace_pattern": "remove it",
         "structural_tag": "use tools",
         "prompt_embeds": "send text or token ids",
+        "request_id": "send it as the header x-request-id",
+        "thinking_token_budget": "not in this release",
+        "repetition_detection": "not in this release",
     }
+    lenient: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("best_of", "use_beam_search", "length_penalty", "early_stopping", "store", "metadata", "service_tier"),
+            *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        }
+    )
 
     model: str | None = None
     """One of the served names; null is the only model."""
@@ -112,6 +127,19 @@ class SamplingFields(Body):
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as "token_id:7"."""
 
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    """As cache_salt, where that is not given."""
+    best_of: Annotated[Literal[1] | None, because("ask for n answers instead")] = None
+    """This and the fields below are accepted at values that change nothing."""
+    use_beam_search: Annotated[Literal[False] | None, because("beam search is not in this release")] = None
+    length_penalty: Annotated[_One | None, because("beam search is not in this release")] = None
+    early_stopping: Annotated[Literal[False] | None, because("beam search is not in this release")] = None
+    store: Annotated[Literal[False] | None, because("nothing is stored")] = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Annotated[Literal["auto", "default"] | None, because("there is one tier")] = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
@@ -122,112 +150,14 @@ class SamplingFields(Body):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    refused: ClassVar[Mapping[str, str]] = {**SamplingFields.refused, "suffix": "the model writes forward only"}
+    lenient: ClassVar[frozenset[str]] = SamplingFields.lenient | {"suffix"}
 
     prompt: Prompt
     """Text, token ids, or a list of either."""
     echo: bool | None = None
     """The prompt in front of each answer."""
     logprobs: int | None = Field(default=None, ge=0)
-
-
-def _as_text(value: object) -> object:
-    """Content given as parts, as one text."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
-            raise ValueError('expected text, or parts {"type": "text", "text": ...} alone: no images, audio or files')
-        if not isinstance(part["text"], str):
-            raise ValueError("expected a string as the text of a part")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[TextPart])]
-
-
-class CalledFunction(Body):
-    """What an assistant called."""
-
-    name: Text
-    arguments: str
-    """JSON object as text."""
-
-
-class CalledTool(Body):
-    """A call in an assistant's message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None
-
-
-class ChatMessage(Body):
-    """One message of a conversation."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "audio": "this server takes text alone",
-        "refusal": "write it as content",
-        "function_call": "use tool_calls",
-        "annotations": "this server takes text alone",
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[CalledTool], FirstError()] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _fits_its_role(self) -> "ChatMessage":
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content: missing; only an assistant's message with tool_calls can do without")
-        if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError("tool_calls: only in messages of the assistant")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("tool_call_id: only in messages of a tool")
-        return self
-
-
-class FunctionSpec(Body):
-    """A function that the model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments."""
-    strict: bool | None = None
-    """Hold calls to the schema of the arguments also where the model is free to call or not."""
-
-
-class ToolSpec(Body):
-    """A tool; only functions are known."""
-
-    type: Literal["function"]
-    function: FunctionSpec
-
-
-class NamedFunction(Body):
-    """The name of a function."""
-
-    name: Text
-
-
-class NamedTool(Body):
-    """The tool that has to be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
+    suffix: Annotated[Literal[""] | None, because("the model writes forward only")] = None
 
 
 class ChatRequest(SamplingFields):
@@ -238,14 +168,13 @@ class ChatRequest(SamplingFields):
         "functions": "use tools",
         "function_call": "use tool_choice",
         "audio": "this server makes text alone",
-        "modalities": "this server makes text alone",
-        "prediction": "leave it out",
-        "reasoning_effort": "use chat_template_kwargs, if the template knows it",
-        "service_tier": "there is one tier",
-        "store": "nothing is stored",
-        "metadata": "nothing is stored",
+        "prediction": "remove it",
+        "moderation": "there is none",
+        "prompt_cache_options": "use cache_salt",
         "web_search_options": "this server fetches nothing",
-        "echo": "use /v1/completions",
+    }
+    lenient: ClassVar[frozenset[str]] = SamplingFields.lenient | {
+        *("modalities", "echo", "reasoning_effort", "verbosity", "include_reasoning"),
     }
 
     messages: Annotated[list[ChatMessage], FirstError(), Field(min_length=1)]
@@ -265,6 +194,14 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template."""
     documents: Annotated[list[dict[str, str]], FirstError()] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable for the template; it also sets enable_thinking, unless chat_template_kwargs does."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable for the template."""
+    modalities: Annotated[list[Literal["text"]] | None, because("this server makes text alone")] = None
+    """This and the fields below are accepted at values that change nothing."""
+    echo: Annotated[Literal[False] | None, because("use /v1/completions")] = None
+    include_reasoning: Annotated[Literal[True] | None, because("reasoning stays in the content")] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
@@ -280,9 +217,17 @@ class ChatRequest(SamplingFields):
                 raise ValueError(f"tool_choice: {wanted[:64]!r} is not among the tools")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: not with add_generation_prompt=true")
-        if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].content):
+        if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].text):
             raise ValueError("continue_final_message: the last message must be the assistant's, with content")
         return self
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given beside the conversation."""
+        effort = self.reasoning_effort
+        given: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
+        given |= self.chat_template_kwargs or {}
+        named = {"reasoning_effort": effort, "verbosity": self.verbosity}
+        return given | {name: value for name, value in named.items() if value is not None}
 
 
 class EmbeddingRequest(Body):

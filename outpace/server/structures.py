@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import InputError
+from outpace.server.chat_protocol import NamedTool
 from outpace.server.engine import WireGrammar
 from outpace.server.grammars import Grammars
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
-from outpace.server.protocol import ChatRequest, NamedTool, SamplingFields
+from outpace.server.protocol import ChatRequest, SamplingFields
 from outpace.server.tools import Style, call_format
 from outpace.structure import STRUCTURES, StructuredOutputs
 from outpace.structured.schema import checked_schema

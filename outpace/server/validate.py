@@ -5,18 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.server.chat import ChatPrompts
+from outpace.server.chat_protocol import ChatMessage, ToolSpec
 from outpace.server.engine import EngineRequest, ModelCard, WireGrammar
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
-from outpace.server.protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    MiiRequest,
-    SamplingFields,
-    ToolSpec,
-)
+from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, SamplingFields
 from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
 from outpace.types import SamplingParams
@@ -113,7 +106,7 @@ class Validator:
             continue_final_message=bool(request.continue_final_message),
             chat_template=request.chat_template,
             documents=request.documents,
-            variables=request.chat_template_kwargs,
+            variables=request.template_variables(),
         )
         ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
         asked = request.max_completion_tokens or request.max_tokens
@@ -216,7 +209,7 @@ class Validator:
             text=text,
             bad_words=self._tokens.bad_words(request.bad_words or ()),
             priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
+            cache_salt=request.cache_salt or request.prompt_cache_key or "",
         )
 
     def _check_limits(self, request: SamplingFields, logprobs: int | None) -> None:

@@ -29,7 +29,9 @@ END, BEGIN = 256, 257
 A, B = 64, 65  # the tokens of "a" and "b"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}{{ mood }}"
-    "{% for m in messages %}{{ m.role }}{{ '(' ~ m.name ~ ')' if m.name }}={{ m.content }}"
+    "{{ reasoning_effort }}{{ '!' if enable_thinking }}{{ verbosity }}"
+    "{% for m in messages %}{{ m.role }}{{ '(' ~ m.name ~ ')' if m.name }}="
+    "{{ '<' ~ m.reasoning_content ~ '>' if m.reasoning_content }}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.id }}:{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{{ '#' ~ m.tool_call_id if m.tool_call_id }};{% endfor %}{% if add_generation_prompt %}assistant={% endif %}"
 )

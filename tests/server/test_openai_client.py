@@ -15,7 +15,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from outpace import __version__
-from outpace.server import protocol
+from outpace.server import chat_protocol, protocol
 from outpace.server.fields import Body
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine, says
@@ -289,15 +289,15 @@ def hits(live: Live) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("outpace:prefix_cache_hits_total{"))
 
 
-def shared_by_salt(asked: Asked) -> None:
+def shared_by_salt(asked: Asked, name: str = "cache_salt") -> None:
     """The same prompt is found in the cache only with the same salt."""
     text = "a prompt of several blocks " * 4
     long: dict[str, Any] = {"max_tokens": 1}
     long |= {"messages": [{"role": "user", "content": text}]} if asked.route == CHAT else {"prompt": text}
     found = []
-    for salt in (f"x-{asked.route}", f"x-{asked.route}", f"y-{asked.route}"):
+    for salt in (f"x-{name}-{asked.route}", f"x-{name}-{asked.route}", f"y-{name}-{asked.route}"):
         before = hits(asked.live)
-        asked.ask({**long, "cache_salt": salt})
+        asked.ask({**long, name: salt})
         found.append(hits(asked.live) - before)
     assert found[1] >= 64
     assert found[::2] == [0, 0]
@@ -386,7 +386,22 @@ class Case:
     check: Callable[[Asked], None]
 
 
+NEUTRAL: Mapping[str, Any] = {
+    "best_of": 1,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "store": False,
+    "metadata": {"run": "7"},
+    "service_tier": "auto",
+    "safety_identifier": "somebody",
+    "prompt_cache_retention": "24h",
+}
+"""Fields of other servers at values that change nothing."""
+NEUTRAL_IN_CHAT: Mapping[str, Any] = {"modalities": ["text"], "echo": False, "include_reasoning": True}
 SHARED = {
+    **{name: Case({name: value}, as_base) for name, value in NEUTRAL.items()},
+    "prompt_cache_key": Case({"prompt_cache_key": "s"}, lambda asked: shared_by_salt(asked, "prompt_cache_key")),
     "model": Case({"model": NAMES[1]}, served_by_alias),
     "n": Case({"n": 3, **RANDOM}, of_three),
     "max_tokens": Case({"max_tokens": 5}, five_tokens),
@@ -435,6 +450,7 @@ OF_COMPLETIONS = {
     "prompt of ids": Case({"prompt": [BEGIN, 71, 68, 75, 75, 78]}, as_base),
     "prompt in a list": Case({"prompt": ["hello"]}, as_base),
     "prompt of ids in a list": Case({"prompt": [[BEGIN, 71, 68, 75, 75, 78]]}, as_base),
+    "suffix": Case({"suffix": ""}, as_base),
     "echo": Case({"echo": True}, prompt_first),
     "logprobs": Case({"logprobs": 2}, two_likeliest),
     "logprobs of none": Case({"logprobs": 0}, own_alone),
@@ -442,9 +458,43 @@ OF_COMPLETIONS = {
     "add_special_tokens": Case({"add_special_tokens": False}, begin_token),
     "return_tokens_as_token_ids": Case({"return_tokens_as_token_ids": True, "logprobs": 1}, names_are_ids),
 }
-CALLS = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"x": 1}'}, "index": 0}
+CALLS = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "find", "arguments": '{"x": 1}'},
+    "index": 0,
+    "provider_specific_fields": {"thought": "t"},
+}
+CACHED_PART = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+ECHOED_PROMPT = "user=hello;assistant=<r>a;user=hello;assistant="
+ECHOED: Mapping[str, Any] = {
+    "role": "assistant",
+    "content": "a",
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+    "reasoning": "r",
+    "reasoning_content": "r",
+    "id": "msg_1",
+    "provider_specific_fields": {"refusal": None},
+}
+"""An answer as clients send it back."""
 OF_CHAT = {
     **SHARED,
+    **{name: Case({name: value}, as_base) for name, value in NEUTRAL_IN_CHAT.items()},
+    "reasoning_effort": Case({"reasoning_effort": "low"}, has_prompt("low!user=hello;assistant=")),
+    "reasoning_effort, none": Case({"reasoning_effort": "none"}, has_prompt("noneuser=hello;assistant=")),
+    "verbosity": Case({"verbosity": "high"}, has_prompt("highuser=hello;assistant=")),
+    "messages echoed back": Case({"messages": [*HI, ECHOED, *HI]}, has_prompt(ECHOED_PROMPT)),
+    "messages with a refusal": Case(
+        {"messages": [*HI, {"role": "assistant", "content": None, "refusal": "no"}, *HI]},
+        has_prompt("user=hello;assistant=no;user=hello;assistant="),
+    ),
+    "messages to be cached": Case(
+        {"messages": [{"role": "user", "content": [CACHED_PART], "cache_control": {"type": "ephemeral"}}]}, as_base
+    ),
     "max_completion_tokens": Case({"max_completion_tokens": 5, "max_tokens": 5}, five_tokens),
     "logprobs": Case({"logprobs": True}, none_but_the_token),
     "top_logprobs": Case({"logprobs": True, "top_logprobs": 3}, three_likeliest_of_chat),
@@ -771,7 +821,7 @@ async def test_fields_that_are_not_supported_are_named(serve: Serve, route: str)
         "/v1/embeddings": {"input": "a"},
     }[route]
     names = [name for other, name in UNSUPPORTED if other == route]
-    assert len(names) > 20
+    assert len(names) > 10
     server = serve(access_log=False)
     async with server.http() as client:
         for name in names:
@@ -798,6 +848,7 @@ def used(value: Any) -> Iterator[tuple[str, str]]:
 SENT: Mapping[type[Body], Sequence[Mapping[str, Any]]] = {
     protocol.CompletionRequest: [
         {**START[COMPLETIONS], **STREAM},
+        {**START[COMPLETIONS], "stream": True, "stream_options": {"include_obfuscation": False}},
         *({**START[COMPLETIONS], **case.body} for case in OF_COMPLETIONS.values()),
     ],
     protocol.ChatRequest: [
@@ -813,7 +864,7 @@ SENT: Mapping[type[Body], Sequence[Mapping[str, Any]]] = {
 
 def kinds() -> Iterator[type[Body]]:
     """The models of protocol.py that no other inherits from."""
-    for kind in vars(protocol).values():
+    for kind in {**vars(chat_protocol), **vars(protocol)}.values():
         if isinstance(kind, type) and issubclass(kind, Body) and kind is not Body and not kind.__subclasses__():
             yield kind
 
@@ -822,7 +873,7 @@ def test_every_field_of_the_protocol_has_a_case() -> None:
     covered = {pair for kind, bodies in SENT.items() for body in bodies for pair in used(kind.model_validate(body))}
     covered |= {("StreamOptions", "continuous_usage_stats")}  # test_usage_in_each_chunk
     covered |= {
-        (kind.__name__, name) for kind in (protocol.TextPart,) for name in kind.model_fields
+        (kind.__name__, name) for kind in (chat_protocol.TextPart,) for name in kind.model_fields
     }  # joined to a text
     declared = {(kind.__name__, name) for kind in kinds() for name in kind.model_fields}
     assert declared - covered == set()
