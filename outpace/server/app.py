@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from outpace._version import __version__
@@ -56,7 +59,9 @@ def create_app(
         docs_url=None,  # FastAPI's page is loaded from elsewhere; `routes.page` has one of our own
         redoc_url=None,
         separate_input_output_schemas=False,
+        redirect_slashes=False,  # Starlette's redirect leads to whatever host the client names
     )
+    app.router.default = _without_slash(app.router)
     app.state.serving, app.state.options, app.state.running = serving, options, Counter()
     for routes in (openai, text, mii, health, page):
         app.include_router(routes.router(serving))
@@ -79,6 +84,23 @@ def create_app(
     )
     app.openapi = _schema(app)  # type: ignore[method-assign]
     return app
+
+
+def _without_slash(router: Router) -> ASGIApp:
+    """Answers where there is no route: a path with a slash too many leads to the one without, relative to itself."""
+    not_found = router.default
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        bare = {**scope, "path": path[:-1]}
+        if path.endswith("/") and any(route.matches(bare)[0] is not Match.NONE for route in router.routes):
+            last = quote(path.split("/")[-2], safe="")
+            response = Response(status_code=307, headers={"location": f"../{last}"})
+            await response(scope, receive, send)
+        else:
+            await not_found(scope, receive, send)
+
+    return answer
 
 
 def _schema(app: FastAPI) -> Any:

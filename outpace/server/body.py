@@ -8,8 +8,10 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from outpace.server.fields import STRICT
+from outpace.server.problems import ClientGone
 
 _SHORT = 32 * 2**10  # bytes; more are parsed in a thread
 
@@ -92,6 +94,12 @@ class StrictRoute(APIRoute):
             if self.body_field is not None and kind != "application/json":
                 raise HTTPException(415, "Send the body as application/json.")
             STRICT.set(request.app.state.options.strict_fields)
-            return await handle(_StrictRequest(request.scope, request.receive))
+            strictly = _StrictRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                try:
+                    await strictly.body()  # FastAPI would make a 400 of a client that leaves meanwhile
+                except ClientDisconnect:
+                    raise ClientGone from None
+            return await handle(strictly)
 
         return strict

@@ -201,10 +201,13 @@ class EngineClient:
     def status(self) -> EngineStatus:
         """The newest numbers."""
         last = self._last
+        # the engine's own numbers are those of its last step: what came since waits
+        sequences = sum(entry.open for entry in self._entries.values())
+        running = min(last.running, sequences)
         return EngineStatus(
             ready=not self.lost.is_set(),
-            running=last.running,
-            waiting=last.waiting,
+            running=running,
+            waiting=sequences - running,
             free_blocks=last.free_blocks,
             num_blocks=self.ready.num_blocks,
             steps=last.steps,

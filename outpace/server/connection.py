@@ -1,30 +1,37 @@
 """uvicorn's HTTP/1.1 protocol, with an end for requests that never end."""
 
 import asyncio
+import ipaddress
+from collections import Counter
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
-def limited(seconds: float, most: int, connections: int) -> type[H11Protocol]:
+def limited(seconds: float, most: int, connections: int, each: int) -> type[H11Protocol]:
     """The protocol for `uvicorn.Config(http=...)`: how long a head, and then a body, may take, and their bytes.
 
-    connections: so many may be open; one more is closed before it can say anything.
+    connections: how many may be open in all; each: how many from one address. One more is closed at once.
 
     uvicorn itself waits without end for the rest of a head, or of a body that nobody wants any more. The app counts
     what is in a body; here the bytes that carry it count: three megabytes of chunks of one byte are half a minute of
     work.
     """
 
+    held: Counter[str] = Counter()  # open connections by address
+
     class Limited(H11Protocol):
+        _address = ""
         _deadline: asyncio.TimerHandle | None = None
         _awaited: Any = None  # the state of the client that the deadline is for
         _received = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > connections:
+            self._address = network_of(self.client[0] if self.client else "")
+            held[self._address] += 1
+            if len(self.connections) > connections or held[self._address] > each:
                 transport.close()
             else:
                 self._watch()
@@ -37,6 +44,9 @@ def limited(seconds: float, most: int, connections: int) -> type[H11Protocol]:
                 self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            held[self._address] -= 1
+            if not held[self._address]:
+                del held[self._address]
             self._forget()
             super().connection_lost(exc)
 
@@ -57,3 +67,16 @@ def limited(seconds: float, most: int, connections: int) -> type[H11Protocol]:
             self._deadline = self._awaited = None
 
     return Limited
+
+
+def network_of(host: str) -> str:
+    """What counts as one address: an IPv4 address, or the /64 network of an IPv6 address, which one client owns."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return host if address.is_loopback else str(ipaddress.ip_network((address, 64), strict=False))

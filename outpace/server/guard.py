@@ -22,11 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outpace.log import logger
 from outpace.server.caller import CALLER
 from outpace.server.options import ServerConfig, host_name
-from outpace.server.problems import AMBIGUOUS, LOST, ApiError, as_api_error, error_response
-from outpace.server.stream import DONE, ClientGone
+from outpace.server.problems import AMBIGUOUS, LOST, ApiError, ClientGone, as_api_error, error_response
+from outpace.server.stream import DONE
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
 """Paths that need no key."""
+PROBES = OPEN | {"/metrics", "/status"}
+"""Paths that are asked every few seconds, and would fill the access log."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 256  # characters of a path in the access log
 _GONE = 499  # what nginx writes in its log when the client did not wait
@@ -129,7 +131,7 @@ class Guard:
         finally:
             if scope["method"] == "POST":
                 self._ended(_outcome(status, sent.status, lost))
-            if self._options.access_log:
+            if self._is_logged(scope, status):
                 self._log(scope, request_id, status, key, time.perf_counter() - begin)
 
     def _check_headers(self, scope: Scope) -> None:
@@ -223,6 +225,10 @@ class Guard:
         elif sent.is_stream:
             body = b"data: " + msgspec.json.encode(problem.body) + b"\n\n" + DONE
             await sent({"type": "http.response.body", "body": body})
+
+    def _is_logged(self, scope: Scope, status: int) -> bool:
+        is_probe = status < 400 and _path(scope) in PROBES
+        return self._options.access_log and (self._options.access_log_probes or not is_probe)
 
     def _log(self, scope: Scope, request_id: str, status: int, key: int | None, seconds: float) -> None:
         client = scope.get("client")

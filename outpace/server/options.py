@@ -107,6 +107,9 @@ class ServerConfig(ConfigModel):
     """Seconds a client may take to send its body."""
     max_connections: int = Field(default=4096, ge=1)
     """Open connections; one more is closed at once."""
+    max_connections_per_address: int | None = Field(default=None, ge=1)
+    """Open connections from one address (of IPv6, one /64 network); one more is closed at once. None: half of
+    `max_connections`. Clients behind one proxy share its address."""
     keep_alive_timeout: float = Field(default=60.0, gt=0)
     """Seconds until an idle connection is closed, or (on Linux) one whose client reads nothing of what waits for it."""
     sse_ping_seconds: float = Field(default=15.0, ge=0)
@@ -116,6 +119,9 @@ class ServerConfig(ConfigModel):
     stall_timeout: float = Field(default=120.0, gt=0)
     """Seconds without a step of the engine while it has work, or without a sign of life while it has none, until it
     counts as dead and is restarted."""
+    ready_timeout: float = Field(default=5.0, gt=0)
+    """Seconds without a sign of life of the engine (a message, or on Linux work of its process) until /health/ready
+    is 503. It stays as it is until `stall_timeout`; if it goes on, it is ready again."""
     template_timeout: float = Field(default=2.0, gt=0)
     """Seconds a chat template may take."""
     template_max_chars: int = Field(default=4 * 2**20, ge=1024)
@@ -132,7 +138,9 @@ class ServerConfig(ConfigModel):
     """Memory for compiled grammars that are kept."""
 
     access_log: bool = True
-    """One log line for each request."""
+    """One log line for each request; /health*, /metrics and /status have one only if they fail."""
+    access_log_probes: bool = False
+    """A log line also for each request of /health*, /metrics and /status."""
     log_json: bool = False
     """Log lines as JSON."""
     metrics: bool = True
@@ -170,12 +178,30 @@ class ServerConfig(ConfigModel):
             raise ConfigError("api_keys: a key has characters that no header can carry; use printable ASCII")
         return tuple(dict.fromkeys(keys))
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the server listens on a loopback address."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    def open_door(self) -> str | None:
+        """A warning if anyone who reaches the port may use the server."""
+        if self.is_local or self.all_api_keys():
+            return None
+        return (
+            f"WARNING: this server listens on {self.host} port {self.port} without an API key: anyone who can reach it "
+            "may use it. Set --api-key-file, or --host 127.0.0.1."
+        )
+
+    @property
+    def connections_per_address(self) -> int:
+        """`max_connections_per_address`, or its default."""
+        return self.max_connections_per_address or (self.max_connections + 1) // 2
+
     def hosts(self) -> tuple[str, ...]:
         """The names in `Host` that are taken by a server that listens on `host`; empty: all are."""
-        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        if "*" in self.allowed_hosts or not (self.allowed_hosts or is_loopback):
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or self.is_local):
             return ()
-        own = (self.host, "localhost", "127.0.0.1", "::1") if is_loopback else ()
+        own = (self.host, "localhost", "127.0.0.1", "::1") if self.is_local else ()
         return tuple(dict.fromkeys((*own, *self.allowed_hosts)))
 
     def template_text(self) -> str | None:

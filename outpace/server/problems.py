@@ -42,6 +42,10 @@ class ApiError(Exception):
 _KINDS: Mapping[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class ClientGone(Exception):
+    """The client has closed the connection: nobody is there to read the answer."""
+
+
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)

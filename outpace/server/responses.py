@@ -252,9 +252,13 @@ class Status(TypedDict):
     max_model_len: int
     dtype: str
     device: str
+    in_flight: int
+    """POST requests that have not been answered whole, in whatever state."""
     ready: bool
     running: int
+    """Sequences that the engine computes."""
     waiting: int
+    """Sequences that it has been given and does not compute yet."""
     free_blocks: int
     num_blocks: int
     steps: int

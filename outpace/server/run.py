@@ -41,6 +41,8 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
         _check_model(model)
         _allow_files(config.max_connections + SPARE_FILES)
         with _bound(config) as sock:
+            if (warning := config.open_door()) is not None:
+                console.print(warning, style="bold red")
             from outpace.server.serve import serve  # seconds of imports, which what cannot work need not wait for
 
             return asyncio.run(serve(model, llm_options, asked, config, sock, console))

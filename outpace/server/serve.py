@@ -54,7 +54,8 @@ async def serve(
         max_waiting=asked.scheduler.max_waiting,
         max_waiting_tokens=config.max_waiting_tokens,
     )
-    engine = Supervisor(model, options, admission=admission, healing=Healing(stall_timeout=config.stall_timeout))
+    healing = Healing(stall_timeout=config.stall_timeout, ready_timeout=config.ready_timeout)
+    engine = Supervisor(model, options, admission=admission, healing=healing)
     traces = tracing.make_provider(config.otlp_traces_endpoint)
     front = Front(lambda: engine.starting, config.retry_after)
     server = _Server(_uvicorn(front, config))
@@ -179,6 +180,7 @@ def _uvicorn(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
             config.body_timeout,
             config.max_header_bytes + 5 * config.max_body_bytes // 4 + 2**16,
             config.max_connections,
+            config.connections_per_address,
         ),
         ws="none",
         lifespan="off",
@@ -218,6 +220,7 @@ def _greeting(
     key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
     parts = ", ".join(f"{part} {took:.2f} s" for part, took in status.startup_seconds.items())
     return [
+        *filter(None, [config.open_door()]),  # once more: the lines before it may be far up by now
         f"{served} is ready ({parts})",
         url,
         f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",

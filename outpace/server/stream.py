@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from outpace.errors import InputError
 from outpace.server.engine import Delta, Engine, EngineDead
+from outpace.server.problems import ClientGone
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
 from outpace.structure import FIELD
@@ -236,10 +237,6 @@ class Reply(Response):
         if body:
             self._sent_at = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-class ClientGone(Exception):
-    """Nobody is there to read the answer."""
 
 
 async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -3,6 +3,9 @@
 A worker counts as dead when its process ended, its socket closed, or it has work and has done none of it for
 `stall_timeout` seconds: what proves that it lives is work done. One without work is asked now and then whether it is
 there, and has as long to answer. Requests in flight get EngineDead at once.
+
+After `ready_timeout` seconds without any sign of life (a message, or CPU time: a long step on a CPU uses it, a stopped
+process does not) it is not ready, and may still recover.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from outpace.errors import EngineDead, EngineUnavailable, OutpaceError, StateError
@@ -28,6 +32,8 @@ GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
 DUMP = 1.0  # seconds a worker that hangs gets to write where
 TICK = 0.25  # seconds between looks at a worker
 PINGS = 4  # times that an idle worker is asked in `stall_timeout`
+READY_PINGS = 2  # times in `ready_timeout`
+SILENT = "the engine shows no sign of life"
 RESTARTING = "the engine is being restarted"
 DRAINING = "the server is shutting down"
 _TOTALS = ("steps", "prompt_tokens", "generated_tokens", "preemptions", "prefix_hits", "prefix_queries", "step_tokens")
@@ -39,6 +45,8 @@ class Healing:
 
     stall_timeout: float = 120.0
     """Without a step while there is work, or without an answer while there is none."""
+    ready_timeout: float = 5.0
+    """Without a sign of life, until it is not ready."""
     start_timeout: float = 1800.0
     """Until the model is loaded."""
     first_delay: float = 0.5
@@ -76,6 +84,7 @@ class Supervisor:
         self._past = EngineStatus()  # totals of the workers that are gone
         self._draining = False
         self._newest: EngineClient | None = None  # of the worker that was started last
+        self._silent = False  # the worker shows no sign of life
 
     async def start(self) -> None:
         """Start the first worker; what is wrong with the model or its options is raised."""
@@ -125,6 +134,8 @@ class Supervisor:
             now.ready, now.why = False, DRAINING
         elif not now.ready:
             now.why = RESTARTING
+        elif self._silent:
+            now.ready, now.why = False, SILENT
         now.restarts = past.restarts
         now.step_sizes = [sum(each) for each in zip_longest(now.step_sizes, past.step_sizes, fillvalue=0)]
         for name in _TOTALS:
@@ -205,13 +216,15 @@ class Supervisor:
 
     async def _end_of(self, worker: _Worker) -> str:
         """How a worker ended, as soon as it did."""
-        client, process, stall = worker.client, worker.process, self._healing.stall_timeout
+        client, process, healing = worker.client, worker.process, self._healing
+        pulse, tick = _Pulse(process.pid, client), min(TICK, healing.stall_timeout / 4, healing.ready_timeout / 4)
         while not client.lost.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.lost.wait(), min(TICK, stall / 4))
+                await asyncio.wait_for(client.lost.wait(), tick)
             if process.returncode is not None:
                 return f"ended with code {process.returncode}"
-            if _hangs(client, stall):
+            self._silent = pulse.silence() > healing.ready_timeout
+            if _hangs(client, healing):
                 return "hangs"
         with contextlib.suppress(TimeoutError):
             return f"ended with code {await asyncio.wait_for(process.wait(), 1.0)}"
@@ -220,21 +233,47 @@ class Supervisor:
     def _bury(self, worker: _Worker, reason: str) -> None:
         """Fail the requests of a worker, and keep its totals."""
         status = self.status()
-        self._worker = None
+        self._worker, self._silent = None, False
         worker.client.lose(f"the engine process {reason}")
         self._past = replace(
             status, ready=False, running=0, waiting=0, free_blocks=status.num_blocks, restarts=status.restarts + 1
         )
 
 
-def _hangs(client: EngineClient, stall: float) -> bool:
+class _Pulse:
+    """When a worker last showed that it lives: it said something, or computed."""
+
+    def __init__(self, pid: int, client: EngineClient) -> None:
+        self._pid, self._client = pid, client
+        self._computed, self._at = cpu_ticks(pid), time.monotonic()
+
+    def silence(self) -> float:
+        """Seconds since then. 0 if the worker has nothing to do and does not answer pings: silence says nothing."""
+        now, computed = time.monotonic(), cpu_ticks(self._pid)
+        if computed != self._computed:
+            self._computed, self._at = computed, now
+        if not self._client.in_flight and not self._client.ready.answers_pings:
+            return 0.0
+        return now - max(self._at, self._client.heard_at)
+
+
+def cpu_ticks(pid: int) -> int:
+    """What a process has computed, in ticks of the system's clock; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def _hangs(client: EngineClient, healing: Healing) -> bool:
     """Whether an engine has work and does none, or has none and does not answer. Asks one that was silent for long."""
-    now = time.monotonic()
+    now, stall = time.monotonic(), healing.stall_timeout
     if client.in_flight:
         return now - client.progress_at > stall
     if client.pinged_at is not None:
-        return now - client.pinged_at > stall * (1 - 1 / PINGS)
-    if now - client.heard_at > stall / PINGS:
+        return now - client.heard_at > stall
+    if now - client.heard_at > min(stall / PINGS, healing.ready_timeout / READY_PINGS):
         client.ping()
     return False
 

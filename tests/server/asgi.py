@@ -18,6 +18,8 @@ class Call:
     body: Any = None
     pieces: list[bytes] | None = None
     """Pieces of the body instead; an empty list: it never comes."""
+    whole: bool = True
+    """Whether the last piece ends the body."""
     headers: dict[str, str] = field(default_factory=dict)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     sent: list[Message] = field(default_factory=list)
@@ -57,7 +59,7 @@ class Call:
     def _messages(self) -> list[Message]:
         pieces = [json.dumps(self.body).encode()] if self.pieces is None else self.pieces
         return [
-            {"type": "http.request", "body": piece, "more_body": number < len(pieces) - 1}
+            {"type": "http.request", "body": piece, "more_body": not self.whole or number < len(pieces) - 1}
             for number, piece in enumerate(pieces)
         ]
 

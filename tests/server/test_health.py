@@ -160,6 +160,15 @@ async def test_ready_says_why_it_is_not(serve: Serve, monkeypatch: pytest.Monkey
     assert why in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/healthz"])
+async def test_item_19_probes_may_ask_with_head(serve: Serve, path: str) -> None:
+    server = serve()
+    async with server.http() as client:
+        assert (await client.head(path)).status_code == 200
+        server.engine.ready = False
+        assert (await client.head(path)).status_code == (200 if path == "/health/live" else 503)
+
+
 # An engine process with nothing to do
 
 
@@ -195,6 +204,22 @@ async def test_f6_an_idle_engine_that_does_not_answer_is_replaced(worker: Path) 
         assert engine.status().restarts == 1
         engine.drain()
         assert "shutting down" in engine.status().why
+    finally:
+        await engine.close()
+
+
+async def test_item_12_an_idle_engine_that_was_stopped_is_not_ready_until_it_goes_on(worker: Path) -> None:
+    engine = Supervisor(None, healing=Healing(ready_timeout=0.2))
+    await engine.start()
+    try:
+        pid = engine.pid
+        assert pid is not None
+        for number, ready in ((signal.SIGSTOP, False), (signal.SIGCONT, True)):
+            os.kill(pid, number)
+            while engine.status().ready is not ready:
+                await asyncio.sleep(0.01)
+            assert engine.status().why == ("" if ready else "the engine shows no sign of life")
+        assert (engine.pid, engine.status().restarts) == (pid, 0)
     finally:
         await engine.close()
 

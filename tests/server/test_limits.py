@@ -283,6 +283,53 @@ async def test_the_log_has_a_line_for_each_request(serve: Serve, caplog: pytest.
     assert caplog.records[0].__dict__["request_id"] == "r-1"
 
 
+@pytest.mark.parametrize("probes", [False, True])
+async def test_item_19_probes_are_not_in_the_log_unless_asked_for(
+    serve: Serve, caplog: pytest.LogCaptureFixture, probes: bool
+) -> None:
+    server = serve(api_keys=["k"], access_log_probes=probes)
+    paths = ["/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/status"]
+    with caplog.at_level(logging.INFO, "outpace.access"):
+        await server.get("/status")
+        server.headers = {"authorization": "Bearer k"}
+        for path in (*paths, "/version"):
+            await server.get(path)
+    logged = [record.__dict__["path"] for record in caplog.records]
+    assert logged == ["/status", *(paths if probes else []), "/version"], "one that fails is always there"
+
+
+async def test_item_13_a_client_that_leaves_in_the_middle_of_its_body_has_cancelled(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve()
+    call = Call(server.app, "/v1/completions", pieces=[b'{"prompt"'], whole=False)
+    call.leave.set()
+    with caplog.at_level(logging.INFO, "outpace.access"):
+        await call.run()
+    assert call.sent == []
+    assert [record.__dict__["status"] for record in caplog.records] == [499]
+    metrics = (await server.get("/metrics")).text
+    assert 'outpace:http_requests_total{model_name="fake",outcome="cancelled"} 1.0' in metrics
+    assert 'outcome="invalid"' not in metrics
+
+
+async def test_item_13_status_counts_requests_that_have_not_been_answered(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = FakeEngine(tokenizer, hold=asyncio.Event())
+    server = serve(engine)
+    calls = [Call(server.app, "/v1/completions", {"prompt": "a"}) for _ in range(3)]
+    calls.append(Call(server.app, "/v1/completions", pieces=[]))  # its body has not come
+    running = [asyncio.create_task(call.run()) for call in calls]
+    while len(engine.open) < 3:
+        await asyncio.sleep(0)
+    assert (await server.get("/status")).json()["in_flight"] == 4
+    for call in calls:
+        call.leave.set()
+    await asyncio.gather(*running)
+    assert (await server.get("/status")).json()["in_flight"] == 0
+
+
 @pytest.mark.parametrize("given", ["", "a b", "x" * 200, "é"])
 async def test_odd_request_ids_are_replaced(serve: Serve, given: str) -> None:
     answer = await serve().get("/version", headers=[(b"x-request-id", given.encode())])

@@ -163,3 +163,18 @@ def test_the_lifespan_starts_and_ends_what_chats_and_grammars_need(tokenizer: Pr
     assert app.state.serving.renderer.closed
     assert app.state.serving.grammars._child is not None, "it is there before the first grammar"
     assert not app.state.serving.grammars._child.alive
+
+
+@pytest.mark.parametrize("path", ["/docs", "/health", "/v1/chat/completions", "/web/app.js"])
+async def test_item_13_a_slash_too_many_leads_to_the_same_server(serve: Serve, path: str) -> None:
+    server = serve()
+    answer = await server.get(f"{path}/", headers={"host": "evil.example"})
+    assert answer.status_code == 307
+    assert answer.headers["location"] == f"../{path.rpartition('/')[2]}"
+    assert (await server.get(f"{path}/", follow_redirects=True)).url.path == path
+    assert "evil" not in answer.text + str(answer.headers)
+
+
+@pytest.mark.parametrize("path", ["/nothing/", "/docs//", "/web/a%0d%0ab/c/"])
+async def test_item_13_other_paths_lead_nowhere(serve: Serve, path: str) -> None:
+    assert (await serve().get(path)).status_code == 404

@@ -22,7 +22,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 import outpace
-from outpace.server.connection import limited
+from outpace.server.connection import limited, network_of
 from outpace.server.options import ServerConfig
 from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, run
 from outpace.server.serve import DRAIN_TICK, _drained
@@ -154,7 +154,7 @@ async def test_a_connection_too_many_is_closed() -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    config = uvicorn.Config(app, http=limited(60, 10**6, 2), lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=limited(60, 10**6, 2, 2), lifespan="off", log_config=None)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -167,6 +167,81 @@ async def test_a_connection_too_many_is_closed() -> None:
             writer.close()
         server.should_exit = True
         await asyncio.wait_for(serving, 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+async def test_item_10_one_address_cannot_hold_all_connections() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def answered(address: str) -> tuple[bool, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(*sock.getsockname(), local_addr=(address, 0))
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            return await reader.read(12) == b"HTTP/1.1 204", writer
+        return False, writer
+
+    config = uvicorn.Config(app, http=limited(60, 10**6, 10, 2), lifespan="off", log_config=None)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        found = [await answered(address) for address in ["127.0.0.2"] * 4 + ["127.0.0.3"]]
+        assert [good for good, _ in found] == [True, True, False, False, True]
+        found[0][1].close()  # one that ends makes room for one
+        while not (again := await answered("127.0.0.2"))[0]:
+            again[1].close()
+        for _, writer in (*found, again):
+            writer.close()
+        server.should_exit = True
+        await asyncio.wait_for(serving, 20)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("192.0.2.1", "::ffff:192.0.2.1", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("", "::1", False),
+    ],
+)
+def test_item_10_an_ipv6_network_counts_as_one_address(one: str, other: str, same: bool) -> None:
+    assert (network_of(one) == network_of(other)) == same
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"), [({}, 2048), ({"max_connections": 1}, 1), ({"max_connections_per_address": 5}, 5)]
+)
+def test_item_10_half_of_the_connections_unless_told(options: dict[str, Any], limit: int) -> None:
+    assert ServerConfig(**options).connections_per_address == limit
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "192.0.2.1"}, True),
+        ({"host": "0.0.0.0", "api_keys": "k"}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "localhost"}, False),
+    ],
+)
+def test_item_19_a_server_without_a_key_that_others_can_reach_warns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: dict[str, Any], warns: bool
+) -> None:
+    monkeypatch.delenv("OUTPACE_API_KEYS", raising=False)
+
+    async def serve(*arguments: object) -> int:
+        return FINISHED
+
+    monkeypatch.setattr("outpace.server.serve.serve", serve)
+    monkeypatch.setattr("outpace.server.run._bound", lambda config: contextlib.nullcontext())
+    assert run(None, {}, ServerConfig(port=0, **options)) == FINISHED
+    assert ("WARNING" in capsys.readouterr().err) == warns
 
 
 @pytest.mark.slow

@@ -118,6 +118,42 @@ def test_f1_a_worker_that_dies_is_replaced_and_its_requests_fail_soon(number: si
 
 
 @pytest.mark.usefixtures("fake")
+def test_item_12_a_stopped_worker_with_work_is_not_ready_until_it_goes_on() -> None:
+    async def go() -> None:
+        async with started(None, healing=Healing(ready_timeout=0.2)) as engine:
+            assert engine.pid is not None
+            stream = engine.generate(request())
+            await anext(stream)
+            os.kill(engine.pid, signal.SIGSTOP)
+            await until(lambda: not engine.status().ready)
+            assert "no sign of life" in engine.status().why
+            os.kill(engine.pid, signal.SIGCONT)
+            await until(lambda: engine.status().ready)
+            assert (await anext(stream)).token_ids, "its requests go on"
+            await stream.aclose()
+            assert engine.status().restarts == 0
+
+    run(go())
+
+
+@pytest.mark.usefixtures("fake")
+def test_item_13_requests_that_the_engine_has_not_begun_are_counted_as_waiting() -> None:
+    async def go() -> None:
+        async with started(None, healing=Healing()) as engine:
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGSTOP)
+            firsts = [asyncio.ensure_future(anext(engine.generate(request()))) for _ in range(200)]
+            await until(lambda: engine.in_flight == 200)
+            assert (engine.status().running, engine.status().waiting) == (0, 200)
+            os.kill(engine.pid, signal.SIGCONT)
+            await asyncio.gather(*firsts)
+            await until(lambda: engine.status().running == 200 or not engine.in_flight)
+            assert engine.status().waiting == 0
+
+    run(go())
+
+
+@pytest.mark.usefixtures("fake")
 def test_f6_a_worker_that_hangs_with_work_is_killed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
         async with started(None) as engine:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from statistics import median
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outpace._version import __version__
@@ -47,6 +47,8 @@ def router(serving: Serving) -> APIRouter:
     routes.add_api_route("/health/live", live, response_model=None, responses=answers(Health, "It lives."))
     for path in ("/health/ready", "/health", "/healthz"):
         routes.add_api_route(path, ready, response_model=None, responses=answers(Health, "It is ready."))
+        routes.add_api_route(path, ready, methods=["HEAD"], response_model=None, include_in_schema=False)
+    routes.add_api_route("/health/live", live, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     @routes.get("/version", response_model=None, responses=answers(Version, "The version."))
     async def version() -> Response:
@@ -55,10 +57,14 @@ def router(serving: Serving) -> APIRouter:
         return json_response(result)
 
     @routes.get("/status", response_model=None, responses=answers(Status, "The numbers."))
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
         """The model, and the newest numbers of the engine."""
         card, now = serving.engine.card, serving.engine.status()
-        about = {"model": serving.validator.names[0], "max_model_len": card.max_model_len}
+        about = {
+            "model": serving.validator.names[0],
+            "max_model_len": card.max_model_len,
+            "in_flight": request.app.state.running.total(),
+        }
         # `asdict` makes a copy of each step; as tuples they are arrays in JSON
         numbers = {**asdict(now), "step_limit_ms": step_limit_ms(now)}
         return json_response({**about, "dtype": card.dtype, "device": card.device, **numbers})
