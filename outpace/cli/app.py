@@ -10,13 +10,18 @@ from rich.logging import RichHandler
 
 from outpace._version import __version__
 from outpace.cli import bench, chat, complete, generate, info, models, run_batch, serve, verify
-from outpace.errors import OutpaceError
+from outpace.cli.suggest import Group
+from outpace.errors import ConfigError, InputError, NotSupportedYet, OutpaceError
+
+WRONG_OPTION = 2
+"""Exit code: an argument or an option cannot work, as for those that are unknown."""
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # tables would cut long names off, and write <bool> after flags
     help="Run and serve PyTorch models near the speed of the hardware.",
 )
 app.add_typer(bench.app, name="bench")
@@ -53,14 +58,14 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; an error is one line and exit code 1, with a traceback only after --debug."""
+    """Run the command; an error is one line, with a traceback only after --debug, and exit code 2 or 1."""
     try:
         app()
     except OutpaceError as error:
         if "--debug" in sys.argv:
             raise
         Console(stderr=True).print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(WRONG_OPTION if isinstance(error, ConfigError | InputError | NotSupportedYet) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

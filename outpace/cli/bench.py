@@ -10,7 +10,9 @@ from rich.console import Console
 from outpace.bench.workload import COUNT, SEED, Source, Workload
 from outpace.cli import bench_serve
 from outpace.cli.bench_serve import Lengths
+from outpace.cli.model import DEFAULT, KINDS, SameModel, one_model
 from outpace.cli.results import Files, progress, write_json
+from outpace.cli.talk import Device, DType
 from outpace.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,20 +20,20 @@ if TYPE_CHECKING:
     from outpace.bench.subject import Subject
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure a model on this machine, beside the machine's own limit, or a server."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure a model or a server. Figures of a model are beside the limit of this machine.",
 )
 
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A folder, a .gguf file, a Hugging Face id, or a shape with random weights: "
-        "llama-3.1-8b, llama-3.2-1b, qwen3-0.6b.",
-        show_default="SmolLM2-135M-Instruct",
+        metavar="MODEL",
+        help=f"{KINDS}, or a shape with random weights: llama-3.1-8b, llama-3.2-1b, qwen3-0.6b.",
+        show_default=DEFAULT,
     ),
 ]
 Random = Annotated[bool, typer.Option("--random", help="Random weights for the config.json of a folder.")]
-DType = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.", show_default="the checkpoint's own")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
 MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Most requests in a step.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]
 MaxLen = Annotated[int | None, typer.Option("--max-model-len", help="Most tokens of a request.")]
@@ -39,7 +41,6 @@ Eager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="No token depends on its batch.")]
 Prefixes = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share equal prefixes.")]
 Json = Annotated[Path | None, typer.Option("--output-json", help="Write every figure into this file.")]
-SPLITFUSE = "With --splitfuse"
 OF_SPLITFUSE = ("decoders", "decoder_prompt", "long_prompt", "num_long")
 OF_WORKLOADS = (
     *("concurrency", "profile", "dataset", "input_len", "output_len", "workload", "num_prompts", "seed"),
@@ -53,6 +54,7 @@ app.command("serve")(bench_serve.command)
 def throughput(
     context: typer.Context,
     model: Model = None,
+    same_model: SameModel = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default=str(COUNT))] = None,
     workload: Annotated[Lengths, typer.Option(help="How lengths are drawn.")] = Lengths.UNIFORM,
     input_len: Annotated[int | None, typer.Option(help="Prompt tokens of every request.")] = None,
@@ -73,12 +75,13 @@ def throughput(
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Profile decode steps into this .json file.")] = None,
     splitfuse: Annotated[bool, typer.Option("--splitfuse", help="Decodes beside long prompts, in two ways.")] = False,
-    decoders: Annotated[int, typer.Option(help="Sequences that decode.", rich_help_panel=SPLITFUSE)] = 32,
-    decoder_prompt: Annotated[int, typer.Option(help="Tokens of their prompts.", rich_help_panel=SPLITFUSE)] = 64,
-    long_prompt: Annotated[int, typer.Option(help="Tokens of a long prompt.", rich_help_panel=SPLITFUSE)] = 2600,
-    num_long: Annotated[int, typer.Option(help="Long prompts that arrive.", rich_help_panel=SPLITFUSE)] = 24,
+    decoders: Annotated[int, typer.Option(help="With --splitfuse: sequences that decode.")] = 32,
+    decoder_prompt: Annotated[int, typer.Option(help="With --splitfuse: tokens of their prompts.")] = 64,
+    long_prompt: Annotated[int, typer.Option(help="With --splitfuse: tokens of a long prompt.")] = 2600,
+    num_long: Annotated[int, typer.Option(help="With --splitfuse: long prompts that arrive.")] = 24,
 ) -> None:
     """Many requests at once (or, with --concurrency, so many at a time): tokens/s, latencies, and their limit."""
+    model = one_model(model, same_model)
     files = Files(output_json, plot, profile)
     options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
     options |= {"max_num_seqs": max_num_seqs, "prefix_caching": prefix_caching}
@@ -98,6 +101,7 @@ def throughput(
 @app.command("latency")
 def latency(
     model: Model = None,
+    same_model: SameModel = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
     output_len: Annotated[int, typer.Option(min=2, help="New tokens.")] = 256,
@@ -112,6 +116,7 @@ def latency(
     output_json: Json = None,
 ) -> None:
     """One request alone: time to the first token, tokens/s after it, and their limits."""
+    model = one_model(model, same_model)
     files = Files(output_json)
     options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
     from outpace.bench.latency import latency as measure

@@ -43,7 +43,10 @@ class Arrivals(StrEnum):
 
 def command(
     url: Annotated[str, typer.Option(help="The server: http://host:port.")],
-    model: Annotated[str | None, typer.Option(help="One of its models.", show_default="its first")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="MODEL", help="One of its models.", show_default="its first"),
+    ] = None,
     api_key: ApiKey = None,
     endpoint: Annotated[Route, typer.Option(help="completions (prompts as token ids) or chat.")] = Route.COMPLETIONS,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests, of each rate.")] = COUNT,

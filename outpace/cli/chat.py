@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from outpace.cli.model import DEFAULT, KINDS, SameModel, one_model
 from outpace.cli.talk import (
     ApiKey,
     Device,
@@ -32,10 +33,12 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder, a .gguf file or a Hugging Face id; with --url the name of one of the server's models.",
-            show_default="SmolLM2-135M-Instruct, or the server's first",
+            metavar="MODEL",
+            help=f"{KINDS}; with --url the name of one of the server's models.",
+            show_default=f"{DEFAULT}, or the server's first",
         ),
     ] = None,
+    same_model: SameModel = None,
     url: Url = None,
     api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
@@ -46,13 +49,14 @@ def command(
     dtype: DType = None,
     device: Device = None,
 ) -> None:
-    """Talk with a model, or with a server: answers come as they are made, and the conversation is remembered."""
+    """Talk with a model or a server. Answers come as they are made, and the conversation is remembered."""
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # arrow keys and earlier lines
     console = Console(stderr=True)
-    with contextlib.closing(talker(model, url, api_key, dtype=dtype, device=device)) as partner:
+    chosen = one_model(model, same_model)
+    with contextlib.closing(talker(chosen, url, api_key, dtype=dtype, device=device)) as partner:
         console.print(f"{partner.name} · {HELP}", style="dim", markup=False, highlight=False)
         talk(Conversation(partner, options, system), console)
 

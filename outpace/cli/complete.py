@@ -1,4 +1,4 @@
-"""`outpace complete`: go on with a text."""
+"""`outpace complete`: continue a text."""
 
 from contextlib import closing
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from outpace.cli.generate import _standard_input
+from outpace.cli.model import DEFAULT, KINDS
 from outpace.cli.talk import ApiKey, Device, DType, Seed, Temperature, TopP, Url, given, talker
 
 
@@ -16,8 +17,9 @@ def command(
         typer.Option(
             "--model",
             "-m",
-            help="A folder, a .gguf file or a Hugging Face id; with --url the name of one of the server's models.",
-            show_default="SmolLM2-135M-Instruct, or the server's first",
+            metavar="MODEL",
+            help=f"{KINDS}; with --url the name of one of the server's models.",
+            show_default=f"{DEFAULT}, or the server's first",
         ),
     ] = None,
     url: Url = None,
@@ -29,7 +31,7 @@ def command(
     dtype: DType = None,
     device: Device = None,
 ) -> None:
-    """Go on with a text as it is, without a chat template, on standard output as it comes."""
+    """Continue a text as it is. There is no chat template; the text is on standard output as it comes."""
     text = _standard_input() if prompt == "-" else prompt
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(talker(model, url, api_key, dtype=dtype, device=device)) as partner:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from outpace.cli.model import OnlyModel
+from outpace.cli.talk import Device, DType
+
 if TYPE_CHECKING:
     from outpace.llm import LLM
     from outpace.types import RequestOutput, SamplingParams
@@ -15,12 +18,7 @@ if TYPE_CHECKING:
 
 def command(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="A folder, a .gguf file or a Hugging Face id. [default: SmolLM2-135M-Instruct]"
-        ),
-    ] = None,
+    model: OnlyModel = None,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this much probability.")] = 1.0,
@@ -30,13 +28,13 @@ def command(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16. [default: the checkpoint's own]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: the first GPU]")] = None,
+    dtype: DType = None,
+    device: Device = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Without CUDA graphs: ready sooner, slower.")
     ] = False,
 ) -> None:
-    """Answer a prompt: text on standard output as it comes, figures on standard error."""
+    """Answer a prompt. The text is on standard output as it comes, figures are on standard error."""
     from outpace.llm import LLM
     from outpace.types import SamplingParams
 

@@ -13,7 +13,7 @@ PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "ggu
 
 
 def command() -> None:
-    """Print the device, the versions, and what would be chosen on this machine, with the reasons."""
+    """Print the machine, the versions, and what is used here. Each choice is shown with its reason."""
     console = Console()
     console.print(_table("Machine", ("", ""), _machine()))
     console.print(_table("Versions", ("", ""), _versions()))

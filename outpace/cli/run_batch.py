@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outpace.cli.batch_files import GO_ON, Batch, Line, append, opened
+from outpace.cli.model import DEFAULT, KINDS, SameModel, one_model
 from outpace.cli.talk import CONNECT_SECONDS, ApiKey, Device, DType, Url, base_of, given
 from outpace.errors import InputError, OutpaceError
 
@@ -30,17 +31,17 @@ def command(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; those it has are not asked for.")],
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A folder, a .gguf file or a Hugging Face id, unless there is a --url.",
-            show_default="SmolLM2-135M-Instruct",
-        ),
+        typer.Argument(metavar="MODEL", help=f"{KINDS}, unless there is a --url.", show_default=DEFAULT),
     ] = None,
+    same_model: SameModel = None,
     url: Url = None,
     api_key: ApiKey = None,
     max_concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="A name that requests may give as their model. May be repeated.", show_default="MODEL"),
+        typer.Option(
+            metavar="NAME", help="A name that requests may give as their model. May be repeated.", show_default="MODEL"
+        ),
     ] = None,
     dtype: DType = None,
     device: Device = None,
@@ -49,6 +50,7 @@ def command(
 
     A line that is wrong fails alone: its answer is an error record. The exit code is 1 if any failed.
     """
+    model = one_model(model, same_model)
     if url is not None and (model or dtype or device or served_model_name):
         raise InputError("model, dtype, device, served-model-name: the server at url has its own; leave them out")
     if url is None and api_key is not None:

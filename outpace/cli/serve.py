@@ -1,6 +1,5 @@
 """`outpace serve`: an OpenAI-compatible server; its flags are the fields of its two configs."""
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli.model import Model, SameModel, one_model
+from outpace.cli.suggest import Command, nearest
 from outpace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,16 +24,17 @@ def command(ctx: typer.Context) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     # no rich tables: they would cut long names off
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    inner.command()(make_command())
+    inner.command(cls=Command)(make_command())
     inner(args=spread_names(ctx.args), prog_name=ctx.command_path)
 
 
 def spread_names(args: Sequence[str]) -> list[str]:
     """`MODEL --served-model-name a b` as vLLM takes it, with the flag before each name.
 
-    Behind a model, which comes first and is one, a word can only be a name. Without it the second could be the model.
+    After a model, which comes first, or with --model, a word can only be a name. Otherwise it could be the model.
     """
-    if not args or args[0].startswith("-"):
+    is_named = any(arg.partition("=")[0] in ("--model", "-m") for arg in args)
+    if not args or (args[0].startswith("-") and not is_named):
         return list(args)
     spread: list[str] = []
     names = 0  # of the flag that the last words belong to; 0: they are not names
@@ -51,10 +53,8 @@ def make_command() -> Any:
 
 
 def _serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a .gguf file or a Hugging Face id.", show_default="SmolLM2-135M-Instruct"),
-    ] = None,
+    model: Model = None,
+    same_model: SameModel = None,
     config: Annotated[
         Path | None, typer.Option(help="A .yaml or .json file with any of these options; flags win over it.")
     ] = None,
@@ -66,6 +66,7 @@ def _serve(
     Names are vLLM's where they mean the same. A config file may hold every option, also the sections of
     docs/configuration.md.
     """
+    model = one_model(model, same_model)
     name, llm, server = options_of({} if config is None else read_config(config), flags)
 
     from outpace.server.logs import set_up  # seconds of imports, which a wrong option need not wait for
@@ -141,6 +142,6 @@ def _read_yaml(text: str) -> Any:
 def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f": did you mean {near[0]!r}?" if near else "; `outpace serve --help` lists the options"
+            near = nearest(name, known)
+            hint = f": did you mean {near!r}?" if near else "; `outpace serve --help` lists the options"
             raise ConfigError(f"unknown name {name!r}{hint}")

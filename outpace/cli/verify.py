@@ -10,21 +10,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outpace.cli.model import Model, SameModel, one_model
+from outpace.cli.talk import Device, DType
+
 if TYPE_CHECKING:
     from outpace.verify import PromptReport, Report
 
 
 def command(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder, a .gguf file or a Hugging Face id. [default: SmolLM2-135M-Instruct]"),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16. [default: the checkpoint's own]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. [default: the first GPU]")] = None,
+    model: Model = None,
+    same_model: SameModel = None,
+    dtype: DType = None,
+    device: Device = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the error of each layer into this .png file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything into this file.")] = None,
 ) -> None:
-    """Compare plain Hugging Face with Outpace's fused layers: hidden states, logits, greedy tokens.
+    """Check that fused layers do not change a model. Hidden states, logits and greedy tokens are compared.
 
     This loads the model and runs it several times, which can take minutes on a CPU.
     """
@@ -32,7 +33,7 @@ def command(
 
     _check_files(plot, json_file)
     with _progress(Console(stderr=True)) as say:
-        report = verify(model, progress=say, dtype=dtype, device=device)
+        report = verify(one_model(model, same_model), progress=say, dtype=dtype, device=device)
     _show(Console(), report)
     _write(report, plot, json_file)
     raise typer.Exit(0 if report.passed else 1)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from outpace.errors import ModelError
+from outpace.loading.bars import bars_on_terminals_only
 from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
@@ -75,7 +76,8 @@ def _load_folder(folder: Path, name: str, dtype: torch.dtype | None, device: tor
     config = _read_config(folder)
     dtype, reason = _decide_dtype(dtype, _own_dtype(config, checkpoint), device)
     tokenizer = _read_tokenizer(checkpoint)  # before the weights: it fails sooner
-    model = _read_weights(checkpoint, config, dtype).to(device)  # type: ignore[arg-type]
+    with bars_on_terminals_only():
+        model = _read_weights(checkpoint, config, dtype).to(device)  # type: ignore[arg-type]
     return Loaded(_ready(model), tokenizer, name, folder, dtype, reason)
 
 

@@ -21,7 +21,9 @@ from outpace.server.options import ServerConfig
 FINISHED = 0
 """Exit code: ended by a signal, and every request was answered."""
 NOT_STARTED = 1
-"""Exit code: the model, an option or the port cannot be used; standard error says why in one line."""
+"""Exit code: the model or the port cannot be used; standard error says why in one line."""
+WRONG_OPTION = 2
+"""Exit code: the value of an option cannot work; standard error says why in one line."""
 CUT_OFF = 3
 """Exit code: ended by a signal, and requests were cut off."""
 INTERRUPTED = 130
@@ -38,6 +40,10 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
     try:
         asked = LLMConfig.of(dict(llm_options))
         _check(config)
+    except (OutpaceError, OSError) as error:
+        console.print(f"error: {error}")
+        return WRONG_OPTION
+    try:
         _check_model(model)
         _allow_files(config.max_connections + SPARE_FILES)
         with _bound(config) as sock:

@@ -225,6 +225,98 @@ def test_a_wrong_command_is_exit_code_2(args: tuple[str, ...]) -> None:
     assert "Usage" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("serve", "--port", "99999"), 2, "error: port: input should be less than or equal to 65535, got 99999"),
+        (("serve", "--dtype", "int4"), 2, "error: dtype: 'int4' is not a dtype Outpace runs in; use one of"),
+        (("serve", "--tensor-parallel-size", "2"), 2, "error: tensor_parallel_size: "),
+        (("serve", "/no/such/model"), 1, "error: model: no such file or folder"),
+        (("generate", "hi", "--dtype", "int4"), 2, "error: dtype: 'int4'"),
+        (("generate", "hi", "--temperature", "-1"), 2, "error: temperature: "),
+        (("bench", "serve", "--url", "localhost"), 2, "error: url: expected http"),
+    ],
+)
+def test_item_19_exit_code_2_is_an_option_that_cannot_work_and_1_all_else(
+    args: tuple[str, ...], code: int, said: str, run_main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.server.logs.set_up", lambda as_json: None)
+    found, out, err = run_main(*args)
+    assert (found, out) == (code, "")
+    assert err.startswith(said)
+    assert len(err.splitlines()) == 1
+
+
+COMMANDS = ("chat", "complete", "generate", "info", "models", "run-batch", "serve", "verify")
+BENCHES = ("bench throughput", "bench latency", "bench serve")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench", *BENCHES])
+def test_item_19_help_shows_flags_without_a_type(command: str) -> None:
+    shown = run(*command.split(), "--help")
+    assert shown.exit_code == 0
+    assert "bool" not in shown.stdout
+    assert re.search(r"^  --help  +Show this message and exit\.$", shown.stdout, re.MULTILINE)
+
+
+def test_item_19_the_list_of_commands_says_whole_sentences() -> None:
+    lines = run("--help").stdout.split("Commands:\n")[1].strip().splitlines()
+    assert len(lines) == len(COMMANDS) + 1
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["chat", "complete", "generate", "run-batch", "serve", "verify", *BENCHES])
+def test_item_19_every_command_takes_the_model_by_the_same_name(command: str) -> None:
+    shown = run(*command.split(), "--help").stdout
+    assert "-m, --model MODEL" in shown
+    if "The same as MODEL." not in shown:
+        assert "[MODEL]" not in shown
+        return
+    files = ["in", "out"] if command == "run-batch" else []
+    result = run(*command.split(), *files, "/no/one", "--model", "/no/other")
+    assert "model: given twice, '/no/one' and --model '/no/other'; give it once" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["verify", "bench latency", "bench throughput", "chat"])
+def test_item_19_the_model_that_is_named_is_used(command: str) -> None:
+    for words in (("-m", "/no/one"), ("--model=/no/one",), ("/no/one",)):
+        result = run(*command.split(), *words, "--device", "cpu")
+        assert "model: no such file or folder '/no/one'" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (("--verison",), "--version"),
+        (("serve", "--prot", "3"), "--port"),
+        (("serve", "--max-model-length", "3"), "--max-model-len"),
+        (("serve", "--max-num-sequences", "3"), "--max-num-seqs"),
+        (("serve", "--max-len", "3"), "--max-model-len"),
+        (("serve", "--enable-chunked-prefill"), None),
+        (("serve", "--trust-remote-code"), None),
+        (("generate", "hi", "--token", "3"), "--max-tokens"),
+        (("bench", "throughput", "--num-prompt", "3"), "--num-prompts"),
+        (("models", "--all"), None),
+    ],
+)
+def test_item_19_an_unknown_flag_is_refused_with_the_one_that_was_meant(
+    args: tuple[str, ...], meant: str | None
+) -> None:
+    result = run(*args)
+    name = next(arg for arg in args if arg.startswith("--"))
+    assert result.exit_code == 2
+    said = result.stderr.splitlines()[-1]
+    assert said == f"Error: No such option: {name}." + (f" Did you mean {meant}?" if meant else "")
+
+
+def test_item_19_no_progress_bars_where_standard_error_is_no_terminal(chain_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("{}")
+    result = run("run-batch", tmp_path / "in", tmp_path / "out", "--url", "http://127.0.0.1:9")
+    assert result.stderr == "0 answered, 1 failed, 0 were there\n"
+    result = run("generate", "?", "--raw", "-m", chain_folder, "--device", "cpu")
+    assert len(result.stderr.splitlines()) == 2, result.stderr
+
+
 def test_verbose_says_every_choice(chain_folder: Path) -> None:
     import logging
 
@@ -251,7 +343,7 @@ def test_the_text_is_written_as_it_comes(chain_folder: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["outpace", "generate", "?", "--raw", "-m", str(chain_folder), "--device", "cpu"])
     with pytest.raises(SystemExit):
         main()
-    assert shown[:4] == ["", "w", "wo", "wor"]
+    assert [text for text in shown if text][:3] == ["w", "wo", "wor"]
 
 
 # as people run it

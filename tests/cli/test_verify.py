@@ -106,7 +106,7 @@ def test_a_plot(folder: Path, tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib(run_main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = run_main("verify", tmp_path / "nothing", "--plot", tmp_path / "error.png")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err == "error: plot: matplotlib is not installed; pip install outpace[bench]\n"
 
 
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said_before_the_model_is_looked_for(
     options: tuple[str, ...], said: str, run_main: Main
 ) -> None:
     code, _, err = run_main("verify", "/no/such/model", *options)
-    assert code == 1
+    assert code == 2
     assert err.startswith(f"error: {said}")
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 import outpace
 from outpace.server.connection import limited, network_of
 from outpace.server.options import ServerConfig
-from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, run
+from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, WRONG_OPTION, run
 from outpace.server.serve import DRAIN_TICK, _drained
 from tests.models import tiny
 
@@ -121,11 +121,11 @@ def test_f11_what_cannot_be_served_is_said_in_one_line(tmp_path: Path, capsys: p
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run(None, {}, ServerConfig(port=port)) == NOT_STARTED
-    assert run(None, {"no_such_option": 1}, ServerConfig(port=0)) == NOT_STARTED
-    assert run(None, {}, ServerConfig(port=0, api_key_file=str(tmp_path / "none"))) == NOT_STARTED
+    assert run(None, {"no_such_option": 1}, ServerConfig(port=0)) == WRONG_OPTION
+    assert run(None, {}, ServerConfig(port=0, api_key_file=str(tmp_path / "none"))) == WRONG_OPTION
     (tmp_path / "cert.pem").write_text("no certificate")
     cert = str(tmp_path / "cert.pem")
-    assert run(None, {}, ServerConfig(port=0, ssl_certfile=cert, ssl_keyfile=cert)) == NOT_STARTED
+    assert run(None, {}, ServerConfig(port=0, ssl_certfile=cert, ssl_keyfile=cert)) == WRONG_OPTION
     first, second, third, fourth = capsys.readouterr().err.strip().splitlines()
     assert first.startswith(f"error: port: cannot listen on 127.0.0.1 port {port}")
     assert "no_such_option" in second

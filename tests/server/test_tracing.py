@@ -19,7 +19,7 @@ from outpace.errors import EngineDead
 from outpace.server import tracing
 from outpace.server.app import create_app
 from outpace.server.options import ServerConfig
-from outpace.server.run import NOT_STARTED, run
+from outpace.server.run import WRONG_OPTION, run
 from outpace.server.stream import Ended
 from outpace.types import SamplingParams
 from tests.server.asgi import Call
@@ -99,7 +99,7 @@ def test_what_the_engine_tells_is_in_the_span() -> None:
 
 
 def test_a_wrong_endpoint_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(None, {}, ServerConfig(port=0, otlp_traces_endpoint="collector:4317")) == NOT_STARTED
+    assert run(None, {}, ServerConfig(port=0, otlp_traces_endpoint="collector:4317")) == WRONG_OPTION
     assert capsys.readouterr().err.startswith("error: otlp_traces_endpoint: expected a URL")
 
 
@@ -108,7 +108,7 @@ def test_without_the_extra_the_remedy_is_named(
 ) -> None:
     monkeypatch.setattr("outpace.server.run.PACKAGES", ("no_such_package.trace",))
     asked = ServerConfig(port=0, otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
-    assert run(None, {}, asked) == NOT_STARTED
+    assert run(None, {}, asked) == WRONG_OPTION
     assert "pip install 'outpace[tracing]'" in capsys.readouterr().err
 
 
