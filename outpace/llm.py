@@ -84,7 +84,7 @@ class LLM:
 
         An answer that could not be held to its structure has the `finish_reason` "error"; the others are not touched.
         """
-        work = _pair(_as_prompts(prompts), sampling_params)
+        work = _pair(_as_prompts(prompts), sampling_params or self.get_default_sampling_params())
         groups = [self._make(prompt, params) for prompt, params in work]  # all are checked before any runs
         return self._run(groups, use_tqdm=use_tqdm)
 
@@ -126,7 +126,12 @@ class LLM:
 
         Stop early by leaving the loop.
         """
-        return self._follow(self._make(prompt, SamplingParams() if sampling_params is None else sampling_params))
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return self._follow(self._make(prompt, params))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no parameters are given: the model's generation config, see `generation_config`."""
+        return self.engine.default_sampling_params
 
     def shutdown(self) -> None:
         """Let go of the model, the pages and the graphs. Requests that run are lost."""
@@ -259,10 +264,10 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _pair(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[tuple[Prompt, SamplingParams]]:
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params or SamplingParams()) for prompt in prompts]
+    if isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in prompts]
     if not isinstance(params, Sequence):
         raise InputError(f"sampling_params: expected SamplingParams, or a list of them, got {params!r:.80}")
     if len(params) != len(prompts):

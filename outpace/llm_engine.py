@@ -4,7 +4,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,16 @@ class LLMEngine:
         return self._scheduler
 
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """What the model's generation config sets of SamplingParams, see the option `generation_config`."""
+        return self._parts.sampling
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Parameters of a request that has none."""
+        return SamplingParams(**self.sampling_defaults)
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work
@@ -106,7 +116,7 @@ class LLMEngine:
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
         """Queue a request, or say why it cannot be; its output is brought up to date in place."""
-        given = SamplingParams() if params is None else params
+        given = self.default_sampling_params if params is None else params
         return self.submit(self.make(request_id, prompt_token_ids, given, **options))
 
     def abort(self, request_id: str) -> bool:

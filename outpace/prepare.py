@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.build import Loaded, load
 from outpace.loading.inspect import ModelInfo, check_model, describe, generation_config, token_list
 from outpace.loading.place import default_dtype, to_dtype
+from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.log import chosen, logger
 
 DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
@@ -71,6 +72,8 @@ class PagedParts:
     device: torch.device
     seconds: dict[str, float]
     """What this took, by part."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What requests get where they do not say, by names of SamplingParams."""
 
 
 def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfig) -> PagedParts:
@@ -92,20 +95,21 @@ def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfi
     prepared = prepare(loaded.model, config, deterministic=config.deterministic, check=check)
     paged = None if prepared.injection is None else prepared.injection.paged()
     assert paged is not None, "checked before"
-    length, end = _max_model_len(prepared.info, config), generation_config(prepared.module).eos_token_id
+    length, own = _max_model_len(prepared.info, config), generation_config(prepared.module)
     return PagedParts(
         model=paged(length),
         module=prepared.module,
         config=config,
         name=loaded.name,
         tokenizer=loaded.tokenizer,
-        eos_token_ids=tuple(token_list("eos_token_id", end)),
+        eos_token_ids=tuple(token_list("eos_token_id", own.eos_token_id)),
         vocab_size=prepared.info.vocab_size,
         max_model_len=length,
         dtype=prepared.dtype,
         dtype_reason=loaded.dtype_reason,
         device=prepared.device,
         seconds={"load": at_load - begin, "inject": time.perf_counter() - at_load},
+        sampling=sampling_defaults(config.generation_config, own, loaded.sampling),
     )
 
 

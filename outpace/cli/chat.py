@@ -14,6 +14,7 @@ from outpace.cli.talk import (
     ApiKey,
     Device,
     DType,
+    GenerationConfig,
     MaxTokens,
     Message,
     Seed,
@@ -46,17 +47,19 @@ def command(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
+    generation_config: GenerationConfig = None,
     dtype: DType = None,
     device: Device = None,
 ) -> None:
     """Talk with a model or a server. Answers come as they are made, and the conversation is remembered."""
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    of_engine = {"dtype": dtype, "device": device, "generation_config": generation_config}
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # arrow keys and earlier lines
     console = Console(stderr=True)
     chosen = one_model(model, same_model)
-    with contextlib.closing(talker(chosen, url, api_key, dtype=dtype, device=device)) as partner:
+    with contextlib.closing(talker(chosen, url, api_key, **of_engine)) as partner:
         console.print(f"{partner.name} · {HELP}", style="dim", markup=False, highlight=False)
         talk(Conversation(partner, options, system), console)
 

@@ -7,7 +7,7 @@ import typer
 
 from outpace.cli.generate import _standard_input
 from outpace.cli.model import DEFAULT, KINDS
-from outpace.cli.talk import ApiKey, Device, DType, Seed, Temperature, TopP, Url, given, talker
+from outpace.cli.talk import ApiKey, Device, DType, GenerationConfig, Seed, Temperature, TopP, Url, given, talker
 
 
 def command(
@@ -28,13 +28,15 @@ def command(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
+    generation_config: GenerationConfig = None,
     dtype: DType = None,
     device: Device = None,
 ) -> None:
     """Continue a text as it is. There is no chat template; the text is on standard output as it comes."""
     text = _standard_input() if prompt == "-" else prompt
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with closing(talker(model, url, api_key, dtype=dtype, device=device)) as partner:
+    of_engine = {"dtype": dtype, "device": device, "generation_config": generation_config}
+    with closing(talker(model, url, api_key, **of_engine)) as partner:
         for piece in partner.complete(text, options):
             typer.echo(piece, nl=False)
     typer.echo()

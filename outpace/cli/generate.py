@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from outpace.cli.model import OnlyModel
-from outpace.cli.talk import Device, DType
+from outpace.cli.talk import Device, DType, GenerationConfig, Temperature, TopP, given
 
 if TYPE_CHECKING:
     from outpace.llm import LLM
@@ -20,14 +20,15 @@ def command(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
     model: OnlyModel = None,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this much probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")] = 0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
+    generation_config: GenerationConfig = None,
     dtype: DType = None,
     device: Device = None,
     enforce_eager: Annotated[
@@ -38,12 +39,14 @@ def command(
     from outpace.llm import LLM
     from outpace.types import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    options = {"max_tokens": max_tokens, **given(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)}
+    SamplingParams(**options)  # wrong values are refused before the model is loaded
     asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
-    llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1)
+    more = given(generation_config=generation_config)
+    llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1, **more)
     ready = time.perf_counter() - begin
-    output = _answer(llm, asked, system, raw, params)
+    output = _answer(llm, asked, system, raw, SamplingParams(**{**llm.engine.sampling_defaults, **options}))
     _report(Console(stderr=True), llm, output, ready)
 
 

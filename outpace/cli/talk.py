@@ -22,9 +22,13 @@ KEY_VARIABLE = "OUTPACE_API_KEY"
 Url = Annotated[str | None, typer.Option(help="An OpenAI-compatible server, instead of a model in this process.")]
 ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="The server's key.", show_default=False)]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most new tokens.", show_default="as many as there is room")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's own; a model: 0")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the model's own")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens with this much probability.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+GenerationConfig = Annotated[
+    str | None,
+    typer.Option(help="Sampling defaults: auto (the model's generation_config.json), none, or a folder."),
+]
 DType = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.", show_default="the checkpoint's own")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
 
@@ -44,17 +48,15 @@ class Talker(Protocol):
         """Let go of it."""
 
 
-def talker(
-    model: str | None, url: str | None, key: str | None, *, dtype: str | None = None, device: str | None = None
-) -> Talker:
-    """A server if there is a URL, else a model."""
+def talker(model: str | None, url: str | None, key: str | None, **options: str | None) -> Talker:
+    """A server if there is a URL, else a model, with these options of the engine."""
     if url is not None:
-        if dtype is not None or device is not None:
-            raise InputError("dtype, device: the server at url has its own; leave them out")
+        if first := next(iter(given(**options)), None):
+            raise InputError(f"{first}: the server at url has its own; remove it")
         return Remote(url, key, model)
     if key is not None:
         raise InputError("api-key: only for a server; give its url too")
-    return Local(model, dtype=dtype, device=device)
+    return Local(model, **given(**options))
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -144,10 +146,10 @@ class Remote:
 class Local:
     """A model in this process."""
 
-    def __init__(self, model: str | None, *, dtype: str | None = None, device: str | None = None) -> None:
+    def __init__(self, model: str | None, **options: Any) -> None:
         from outpace.llm import LLM
 
-        self._llm = LLM(model, max_num_seqs=1, **given(dtype=dtype, device=device))
+        self._llm = LLM(model, max_num_seqs=1, **options)
         self.name = self._llm.name
 
     def close(self) -> None:
@@ -169,7 +171,8 @@ class Local:
         room = self._llm.max_model_len - len(ids)
         if room < 1:
             raise InputError(f"prompt: its {len(ids)} tokens leave no room in {self._llm.max_model_len}; say less")
-        params = SamplingParams(**{"max_tokens": room, "temperature": 0.0, **options})
+        usual = self._llm.engine.sampling_defaults
+        params = SamplingParams(**{**usual, "max_tokens": min(room, int(usual.get("max_tokens", room))), **options})
         shown = 0
         with _interrupts_wait() as interrupted:
             for output in self._llm.stream(ids, params):

@@ -39,6 +39,8 @@ class LLMConfig(InferenceConfig):
     """Bitwise the same tokens for a request whatever shares its batch."""
     enforce_eager: bool | None = None
     """True, like enable_cuda_graph=False: no CUDA graphs."""
+    generation_config: str = "auto"
+    """Sampling defaults: auto, the model's generation_config.json; none, neutral values; or another's folder."""
     max_logprobs: int = Field(default=20, ge=-1)
     """Most log-probabilities of a token that a request may ask for; -1: the whole vocabulary."""
     pipeline_parallel_size: int = Field(default=1, ge=1)

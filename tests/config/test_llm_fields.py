@@ -156,6 +156,7 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "enforce_eager": lambda: raises("enforce_eager and enable_cuda", enforce_eager=False, enable_cuda_graph=False),
     "max_out_tokens": max_out_tokens_acts,
     "deterministic": arrives("deterministic", True),
+    "generation_config": arrives("generation_config", "none"),
     "max_logprobs": max_logprobs_acts,
     "cache.block_size": block_size_acts,
     "cache.num_blocks": num_blocks_acts,

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from transformers import PreTrainedTokenizerFast
 
+from outpace.types import SamplingParams
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
+from tests.server.fake import FakeEngine
 
 pytestmark = pytest.mark.anyio
 ROUTES = ("/v1/completions", "/v1/chat/completions")
@@ -231,3 +234,21 @@ async def test_what_json_cannot_say_never_reaches_an_answer(serve: Serve, value:
     server.engine.embed = embed  # type: ignore[method-assign]
     answer = await server.post("/v1/embeddings", {"input": "a"})
     assert answer.status_code == 500
+
+
+async def test_item_17_the_server_takes_the_values_of_the_model(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    values: dict[str, int | float] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 7}
+    server = serve(FakeEngine(tokenizer, sampling=values))
+    for path in reversed(ROUTES):
+        assert (await server.post(path, body_of(path))).status_code == 200
+        explicit = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0.5, "max_tokens": 9}
+        assert (await server.post(path, body_of(path, **explicit))).status_code == 200
+    params = [request.params for request in server.engine.requests]
+    usual = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, max_tokens=7)
+    asked = SamplingParams(temperature=1, top_p=1, top_k=0, min_p=0.5, max_tokens=9)
+    assert params[0] == usual
+    assert params[2].max_tokens == 16  # that is the default of /v1/completions, as with OpenAI and vLLM
+    assert params[1] == params[3] == asked
+    assert (await server.get("/status")).json()["sampling"] == values

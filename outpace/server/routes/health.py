@@ -63,6 +63,7 @@ def router(serving: Serving) -> APIRouter:
         about = {
             "model": serving.validator.names[0],
             "max_model_len": card.max_model_len,
+            "sampling": card.sampling,
             "in_flight": request.app.state.running.total(),
         }
         # `asdict` makes a copy of each step; as tuples they are arrays in JSON
