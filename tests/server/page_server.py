@@ -46,6 +46,7 @@ class Script:
     """End the stream with an error after so many pieces."""
     hold: threading.Event | None = None
     """Stop after two pieces until this is set."""
+    models: Sequence[str] = MODELS
     status: dict[str, Any] = field(default_factory=dict)
     chats: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -99,7 +100,7 @@ class PageServer:
         return FileResponse(WEB / "index.html")
 
     def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]}
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.script.models]}
 
     def _status(self) -> dict[str, Any]:
         return self.script.status

@@ -110,7 +110,7 @@ def test_streams_an_answer_with_its_numbers(page: Page, script: Script) -> None:
     expect(text).to_have_text("You said: one two three")
     expect(text).to_have_attribute("aria-busy", "false")
     expect(_answer(page).locator("footer p")).to_have_text(
-        re.compile(r"^5 tokens · [\d.\u2009]+ tokens/s · first token [\d.\u2009]+ m?s · prompt 13$")
+        re.compile(r"^5 tokens · [\d.\u202f]+ tokens/s · first token [\d.\u202f]+ m?s · prompt 13$")
     )
     expect(page.locator("#announce")).to_have_text("Answer complete")
     assert script.chats[0]["stream_options"] == {"include_usage": True}
@@ -229,6 +229,55 @@ def test_side_by_side_asks_both_at_once_and_keeps_two_histories(page: Page, scri
     assert boxes[1] is not None
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+
+
+LONG = "an-organisation/a-model-with-a-long-name-that-was-tuned-for-something-special"
+
+
+def test_item_19_long_names_of_models_can_be_told_apart_side_by_side(
+    open_page: Callable[..., Page], script: Script
+) -> None:
+    script.models = (f"{LONG}-v1", f"{LONG}-v2")
+    page = open_page(viewport={"width": 1000, "height": 700})
+    _press(page, "Compare")
+    page.get_by_label("Model, B").select_option(script.models[1])
+    widths = [page.get_by_label(f"Model, {letter}").evaluate("one => one.clientWidth") for letter in "AB"]
+    assert min(widths) > 200
+    assert page.locator("#settings").evaluate("one => one.scrollWidth <= one.clientWidth")
+    _say(page, "hello")
+    for letter, name in zip("AB", script.models, strict=True):
+        expect(page.get_by_label(f"Model, {letter}")).to_have_attribute("title", name)
+        shown = _answer(page, f"Answer {letter}").locator("header .muted")
+        expect(shown).to_contain_text(name)
+        assert shown.evaluate("one => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight")
+
+
+def test_item_19_a_number_and_its_name_stay_in_one_line(open_page: Callable[..., Page], script: Script) -> None:
+    script.status = engine_status([(1, 0, 4, 1500.0)], step_limit_ms=1991.0)
+    page = open_page()
+    shown = page.locator("#numbers small", has_text="limit")
+    expect(shown).to_have_text("limit 1\u202f991")
+    assert shown.evaluate("one => one.getClientRects().length") == 1
+
+
+@pytest.mark.parametrize("width", [320, 1360])
+def test_item_19_the_page_leads_to_the_description_of_the_api(
+    browser: Browser, tokenizer: PreTrainedTokenizerFast, width: int
+) -> None:
+    with real_server(tokenizer) as url:
+        page, faults, _ = _visit(browser, url, "/", viewport={"width": width, "height": 700})
+        page.get_by_role("link", name="API", exact=True).click()
+        expect(page.locator("details.route")).not_to_have_count(0)
+        page.context.close()
+    assert faults == []
+
+
+def test_item_19_without_the_description_there_is_no_link(browser: Browser, tokenizer: PreTrainedTokenizerFast) -> None:
+    with real_server(tokenizer, docs=False) as url:
+        page, _, _ = _visit(browser, url, "/")
+        expect(page.locator("#card")).to_have_text("fake")
+        expect(page.get_by_role("link", name="API")).to_have_count(0)
+        page.context.close()
 
 
 def test_markdown_becomes_elements_and_html_stays_text(page: Page, script: Script) -> None:
@@ -372,7 +421,7 @@ def test_live_view_draws_the_steps(open_page: Callable[..., Page], script: Scrip
     )
     page = open_page(clock=True)
     numbers = page.locator("#numbers")
-    expect(numbers).to_contain_text("250 of 1\u2009000")
+    expect(numbers).to_contain_text("250 of 1\u202f000")
     expect(numbers).to_contain_text("10.5 ms limit 8")
     expect(page.locator("#state")).to_have_text("Working")
     expect(page.locator("#tokens-plot rect.decode")).to_have_count(64)
@@ -386,7 +435,7 @@ def test_live_view_draws_the_steps(open_page: Callable[..., Page], script: Scrip
     page.get_by_text("Steps as a table").click()
     script.status = {**script.status, "generated_tokens": 1500}
     page.clock.run_for(1000)
-    expect(numbers).to_contain_text("Generated1\u2009000 tokens/s")
+    expect(numbers).to_contain_text("Generated1\u202f000 tokens/s")
     expect(page.locator("#step-rows tr")).to_have_count(64)
     expect(page.locator("#step-rows tr").first).to_have_text("16301611")
 
@@ -527,7 +576,7 @@ def test_a_narrow_page_shows_one_panel_at_a_time(open_page: Callable[..., Page],
 
 def test_page_is_small_and_has_nothing_inline() -> None:
     files = [Path(path) for path in WEB.iterdir()]
-    assert sum(path.stat().st_size for path in files if path.stem != "docs") < 61 * 1024
+    assert sum(path.stat().st_size for path in files if path.stem != "docs") < 62 * 1024
     assert sum(path.stat().st_size for path in files if path.stem == "docs") < 8 * 1024
     for path in files:
         text = path.read_text()

@@ -18,11 +18,16 @@ _HEADERS = {
 }
 
 
+_DOCS_LINK = b'<a href="docs">API</a>'
+
+
 def router(serving: Serving) -> APIRouter:
     """The routes."""
     routes = APIRouter()
     folder = files("outpace.server").joinpath("web")
     contents = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()} if folder.is_dir() else {}
+    if not serving.options.docs and "index.html" in contents:
+        contents["index.html"] = contents["index.html"].replace(_DOCS_LINK, b"")
 
     @routes.get("/web/{name}", include_in_schema=False, response_model=None)
     async def file(name: str) -> Response:

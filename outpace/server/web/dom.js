@@ -46,9 +46,9 @@ export function copyButton(read, name) {
   return made;
 }
 
-/** A number for people: 1 234, 12.3, 0.45. */
+/** A number for people: 1 234 (never broken over two lines), 12.3, 0.45. */
 export function show(value) {
   if (!Number.isFinite(value)) return "–";
   const digits = Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2;
-  return value.toLocaleString("en", { maximumFractionDigits: Number.isInteger(value) ? 0 : digits }).replaceAll(",", "\u2009");
+  return value.toLocaleString("en", { maximumFractionDigits: Number.isInteger(value) ? 0 : digits }).replaceAll(",", "\u202f");
 }

@@ -25,9 +25,12 @@ export function createSettings(changed) {
   const models = { name: "model", label: "Model" };
   byId("fields").append(el("div", { className: "field letters", "aria-hidden": true }, el("span"), ...LETTERS.map(badge)));
   for (const spec of [models, AREAS[0], ...NUMBERS, AREAS[1]]) byId("fields").append(row(spec, fields));
-  byId("fields").addEventListener("input", changed);
+  byId("fields").addEventListener("input", ({ target }) => {
+    if (target.tagName === "SELECT") target.title = target.value; // it shows the beginning of a long name only
+    changed();
+  });
   byId("reset").addEventListener("click", () => {
-    for (const field of all(fields)) field.value = field.tagName === "SELECT" ? field.options[0]?.value : "";
+    for (const field of all(fields)) field.value = field.tagName === "SELECT" ? (field.title = field.options[0]?.value) : "";
     changed();
   });
 
@@ -38,6 +41,7 @@ export function createSettings(changed) {
         const before = model.dataset.wanted ?? model.value;
         model.replaceChildren(...names.map((name) => el("option", { value: name, textContent: name })));
         if (names.includes(before)) model.value = before;
+        model.title = model.value;
       }
     },
     /** Show the fields of setting B, or hide them. */
@@ -59,7 +63,7 @@ export function createSettings(changed) {
 }
 
 /** The sign of a setting, the same over its fields and its answers. */
-export const badge = (letter) => el("span", { className: `letter ${letter}`, textContent: letter });
+export const badge = (letter) => el("span", { className: `letter ${letter}`, textContent: letter, "aria-hidden": true });
 
 const all = (fields) => fields.flatMap((set) => Object.values(set));
 const named = (field, name) => field.setAttribute("aria-label", name);
@@ -67,7 +71,7 @@ const named = (field, name) => field.setAttribute("aria-label", name);
 function row(spec, fields) {
   const label = el("label", { htmlFor: `${spec.name}-A`, textContent: spec.label });
   if (spec.note) label.append(" ", el("small", { textContent: spec.note }));
-  const made = el("div", { className: spec.step ? "field" : "field wide" }, label);
+  const made = el("div", { className: spec.step ? "field" : `field wide ${spec.name}` }, label);
   LETTERS.forEach((letter, column) => {
     const field = control(spec);
     field.id = `${spec.name}-${letter}`;
@@ -75,6 +79,7 @@ function row(spec, fields) {
     field.hidden = column === 1;
     if (column === 1) named(field, `${spec.label}, B`);
     fields[column][spec.name] = field;
+    if (spec.name === "model") made.append(badge(letter)); // two models stand one under the other
     made.append(field);
   });
   return made;
