@@ -2,7 +2,8 @@
 
 There are no phases. A request has tokens and a number of them computed; a step gives each running request its next
 tokens out of one budget, then lets waiting ones in with what is left, so a long prompt is chopped and a decode is a
-request that misses one token. Requests are ordered by (priority, arrival); "first" below means in that order.
+request that misses one token. Requests are ordered by (priority, arrival); where several callers share the steps, by
+(priority, rank, arrival), see `outpace.shares`. "First" below means in that order.
 
 Why it cannot deadlock. (1) `add` refuses a request that alone, grown to its end, would not fit the pool. (2) The budget
 is at least `max_num_seqs` and one token is kept for each running request, so tokens never run out before requests do.
@@ -10,7 +11,10 @@ is at least `max_num_seqs` and one token is kept for each running request, so to
 while blocks are held by ended requests of steps in flight, and `update` brings these back: it computes a token in every
 step, is never preempted, and ends. (4) Nobody overtakes the first waiting request, and it needs no more than the pool,
 so it comes in at the latest when the running ones have ended. Hence by induction over the order every request ends, if
-requests of smaller priority do not arrive for ever.
+requests of smaller priority do not arrive for ever. (5) Ranks change only when a request comes or ends, and one that
+arrives later comes before another only if fewer of its own caller are before it. A waiting request takes the place of
+running ones of a strictly higher rank alone, which cannot take it back before a request of theirs has ended; and among
+waiting ones of equal rank the turn goes to the caller served least, so each has it in the end.
 
 One step ahead. `schedule` may be called again before `update`: tokens in flight are counted though they are not known.
 Steps run in order on the device, so the blocks of a preempted request can be given away at once: what was in flight is
@@ -20,49 +24,14 @@ written before the next step writes. Those of an ended request are kept until it
 from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from outpace.cache.block_pool import BlockPool, block_hashes
 from outpace.errors import ConfigError, InputError, Overloaded
+from outpace.sequence import Order, Sequence, Status, order_of
+from outpace.shares import Shares
 from outpace.types import FinishReason, NewToken, Preemption, Request, ScheduledSequence, Step, StepOutput
 
 MAX_CHUNK = 384  # tokens of one prompt beside decodes, unless asked otherwise
-
-
-class _Status(Enum):
-    WAITING = auto()  # new, or preempted: by recompute (nothing computed) or by swap (its blocks are host blocks)
-    RUNNING = auto()
-    ENDED = auto()  # and kept only for the steps in flight
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request and how far it has come."""
-
-    request: Request
-    order: tuple[int, int]
-    limit: int  # most tokens it can have
-    stops: frozenset[int]
-    salt: str
-    tokens: list[int]  # known ones: the prompt and the answer so far
-    status: _Status = _Status.WAITING
-    num_pending: int = 0  # tokens that steps in flight sample
-    num_computed: int = 0  # tokens in the cache once the steps in flight are done
-    num_registered: int = 0  # full blocks that the pool has been told of
-    num_cached: int | None = None  # tokens that were in the cache when it first ran
-    in_flight: int = 0  # steps
-    blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
-
-    @property
-    def target(self) -> int:
-        """Tokens to compute so far; the last one it can have is never read again."""
-        return min(len(self.tokens) + self.num_pending, self.limit - 1)
-
-
-def _order(sequence: _Sequence) -> tuple[int, int]:
-    return sequence.order
 
 
 @dataclass(slots=True)
@@ -72,14 +41,20 @@ class _Draft:
     step: Step
     budget: int  # tokens
     chunk: int  # most of them for one request
-    unserved: int  # running requests still to come, each of which has one token kept for it
+    turns: list[Sequence]  # running requests in the order of service; the last give way first
+    num_served: int = 0  # of these
     claimed: int = 0  # blocks that requests in this step will need for the tokens they have
     prefill: int = 0  # tokens of prompts, and of answers that are computed once more
-    flying: list[tuple[_Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
+    flying: list[tuple[Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
 
-    def room(self, sequence: _Sequence) -> int:
-        """Tokens that this request may have."""
-        return min(sequence.target - sequence.num_computed, self.chunk, self.budget - self.unserved)
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that this request may have: one is kept for each running request that is still to come."""
+        kept = len(self.turns) - self.num_served
+        return min(sequence.target - sequence.num_computed, self.chunk, self.budget - kept)
+
+    def after(self, rank: tuple[int, float]) -> list[Sequence]:
+        """Running requests of a higher rank that have not been served."""
+        return [each for each in self.turns[self.num_served :] if each.rank > rank]
 
 
 @dataclass(slots=True)
@@ -139,11 +114,12 @@ class Scheduler:
         self.max_chunk_beside_decodes = chunk
         self.model = model
         self.totals = totals or Totals()
-        self._sequences: dict[str, _Sequence] = {}
-        self._running: list[_Sequence] = []  # both in order
-        self._waiting: list[_Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._shares = Shares()
+        self._running: list[Sequence] = []  # both in order
+        self._waiting: list[Sequence] = []
         self._ended: list[str] = []  # since the last step
-        self._in_flight: deque[tuple[int, list[tuple[_Sequence, int, bool]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[Sequence, int, bool]]]] = deque()
         self._num_added = 0
         self._num_steps = 0
 
@@ -165,49 +141,52 @@ class Scheduler:
     def is_waiting(self, request_id: str) -> bool:
         """Whether a request of that name waits for its first step, or to be taken in again."""
         sequence = self._sequences.get(request_id)
-        return sequence is not None and sequence.status is _Status.WAITING
+        return sequence is not None and sequence.status is Status.WAITING
 
     def check(self, request: Request) -> None:
         """Say why a request could never run, if that is so."""
-        num_prompt, params = len(request.prompt_token_ids), request.params
-        limit = num_prompt + params.max_tokens
-        what = f"max_tokens: {num_prompt} prompt tokens and max_tokens={params.max_tokens}"
-        if num_prompt >= self.max_model_len:
-            raise InputError(
-                f"prompt: its {num_prompt} tokens leave no room for an answer in max_model_len={self.max_model_len}; "
-                "shorten it"
-            )
-        if limit > self.max_model_len:
+        num_prompt, new = len(request.prompt_token_ids), 0 if request.prompt_only else request.params.max_tokens
+        what = f"max_tokens: {num_prompt} prompt tokens and max_tokens={new}"
+        if num_prompt > self.max_model_len or (new and num_prompt == self.max_model_len):
+            room = f"leave no room for an answer in max_model_len={self.max_model_len}"
+            too_many = room if new else f"are more than max_model_len={self.max_model_len}"
+            raise InputError(f"prompt: its {num_prompt} tokens {too_many}; shorten it")
+        if num_prompt + new > self.max_model_len:
             raise InputError(f"{what} are more than max_model_len={self.max_model_len}; ask for fewer")
-        if self.pool.blocks_for(limit - 1) > self.pool.num_blocks:
+        if self.pool.blocks_for(_limit(request) - 1) > self.pool.num_blocks:
             room = self.pool.num_blocks * self.pool.block_size
             raise InputError(f"{what} do not fit the cache of {room} tokens; ask for fewer or raise num_blocks")
 
-    def add(self, request: Request, *, limited: bool = True) -> None:
-        """Queue a request, or say why it cannot be; `limited` by max_waiting."""
+    def add(self, request: Request, *, arrival: int | None = None) -> int:
+        """Queue a request, or say why it cannot be; its arrival.
+
+        arrival: that of another request, whose place in the queue this one shares, and whose room in `max_waiting`.
+        """
         self.check(request)
-        params, limit = request.params, len(request.prompt_token_ids) + request.params.max_tokens
+        params = request.params
         if request.request_id in self._sequences:
             raise InputError(f"request_id: {request.request_id!r} is in use, or its last step has not been read yet")
-        if limited and len(self._waiting) >= self.max_waiting:
+        if arrival is None and len(self._waiting) >= self.max_waiting:
             raise Overloaded(f"{len(self._waiting)} requests are waiting (max_waiting={self.max_waiting}); try later")
-        sequence = _Sequence(
+        sequence = Sequence(
             request,
-            order=(request.priority, self._num_added),
-            limit=limit,
+            order=Order(request.priority, self._num_added if arrival is None else arrival, self._num_added),
+            limit=_limit(request),
             stops=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else request.eos_token_ids),
             salt=f"{self.model}\0{request.cache_salt}",
             tokens=list(request.prompt_token_ids),
         )
         self._hash(sequence)
-        insort(self._waiting, sequence, key=_order)
+        insort(self._waiting, sequence, key=order_of)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
+        self._shares.add(sequence)
+        return sequence.order.arrival
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False if it has ended before."""
         sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.status is _Status.ENDED:
+        if sequence is None or sequence.status is Status.ENDED:
             return False
         self._end(sequence)
         return True
@@ -215,25 +194,18 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step: running requests first, then waiting ones; empty if all have to wait for an `update`."""
         step, self._ended = Step(self._num_steps, ended=self._ended), []
-        decoding = any(sequence.target - sequence.num_computed == 1 for sequence in self._running)
-        chunk = self.max_chunk_beside_decodes if decoding else self.max_num_batched_tokens
-        draft = _Draft(step, self.max_num_batched_tokens, chunk, unserved=len(self._running))
-        for sequence in tuple(self._running):
-            draft.unserved -= 1
-            if sequence.status is not _Status.RUNNING:
+        turns = self._shares.turns(self._running)
+        draft = _Draft(step, self.max_num_batched_tokens, self._chunk(), turns)
+        for sequence in tuple(turns):
+            if self._shares.contended:
+                self._admit_before(sequence, draft)
+            if sequence.status is not Status.RUNNING:
                 continue  # it has just given way to one before it
-            if self._decode(sequence, draft):
-                continue
-            wanted = draft.room(sequence)
-            fitting = self._fitting(sequence, wanted)
-            while wanted and not fitting and self._running[-1] is not sequence:
-                self._preempt(self._running[-1], draft)
-                fitting = self._fitting(sequence, wanted)
-            if fitting:
-                self._place(sequence, fitting, draft)
-            draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
+            draft.num_served += 1
+            if not self._decode(sequence, draft):
+                self._serve(sequence, draft)
         while self._waiting and len(self._running) < self.max_num_seqs and draft.budget and not step.preempted:
-            if not self._admit(self._waiting[0], draft):
+            if not self._admit(self._shares.first(self._waiting), draft):
                 break  # nobody overtakes it
         self._num_steps += 1
         self._count(draft)
@@ -247,17 +219,14 @@ class Scheduler:
         new = []
         for sequence, end, samples in flying:
             sequence.in_flight -= 1
-            if sequence.status is _Status.ENDED:
+            if sequence.status is Status.ENDED:
                 self._free(sequence)
                 continue
             if samples:
-                token = output.token_ids[sequence.request.request_id]
-                sequence.tokens.append(token)
-                sequence.num_pending -= 1
-                reason = self._finish_reason(sequence)
+                token, reason = self._take(sequence, output)
                 new.append(NewToken(sequence.request.request_id, token, reason, sequence.num_cached or 0))
             full = end // self.pool.block_size
-            if full > sequence.num_registered and sequence.status is _Status.RUNNING:
+            if full > sequence.num_registered and sequence.status is Status.RUNNING:
                 self._register(sequence, full)  # if it was preempted since, these blocks are not its own any more
             if samples and reason is not None:
                 self._end(sequence)
@@ -269,30 +238,85 @@ class Scheduler:
         self.pool.check(Counter(block for sequence in sequences for block in sequence.blocks))
         self.host_pool.check(Counter(block for sequence in sequences for block in sequence.host_blocks))
         assert len(self._running) <= self.max_num_seqs
-        for queue, status in ((self._running, _Status.RUNNING), (self._waiting, _Status.WAITING)):
-            assert queue == sorted((each for each in sequences if each.status is status), key=_order)
+        for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
+            assert queue == sorted((each for each in sequences if each.status is status), key=order_of)
         flying = Counter(id(sequence) for _, step in self._in_flight for sequence, _, _ in step)
         for each in sequences:
-            held, running = self.pool.blocks_for(each.num_computed), each.status is _Status.RUNNING
+            held, running = self.pool.blocks_for(each.num_computed), each.status is Status.RUNNING
             assert each.in_flight == flying[id(each)]
-            assert each.in_flight or each.status is not _Status.ENDED
+            assert each.in_flight or each.status is not Status.ENDED
             assert 0 <= each.num_computed <= each.target
-            if each.status is not _Status.ENDED:
+            if each.status is not Status.ENDED:
                 assert (len(each.blocks), len(each.host_blocks)) == ((held, 0) if running else (0, held))
 
+    def _take(self, sequence: Sequence, output: StepOutput) -> tuple[int | None, FinishReason | None]:
+        """The token that was sampled for a request, and the reason if it is the last."""
+        sequence.num_pending -= 1
+        if sequence.request.prompt_only:
+            return None, FinishReason.LENGTH
+        token = output.token_ids[sequence.request.request_id]
+        sequence.tokens.append(token)
+        return token, self._finish_reason(sequence)
+
+    def _chunk(self) -> int:
+        """Most tokens of one prompt in the next step."""
+        budget, running = self.max_num_batched_tokens, self._running
+        decoding = any(sequence.target - sequence.num_computed == 1 for sequence in running)
+        chunk = self.max_chunk_beside_decodes if decoding else budget
+        if self._shares.contended:
+            share = (budget - len(running)) // max(1, self._shares.hungry(running))
+            chunk = max(1, min(chunk, share))
+        return chunk
+
     def _count(self, draft: _Draft) -> None:
+        self._shares.charge(
+            (sequence, entry.num_new_tokens)
+            for (sequence, _, _), entry in zip(draft.flying, draft.step.sequences, strict=True)
+        )
         totals, num_tokens = self.totals, self.max_num_batched_tokens - draft.budget
         totals.steps += num_tokens > 0
         totals.prefill_tokens += draft.prefill
         totals.decode_tokens += num_tokens - draft.prefill
         totals.preemptions += len(draft.step.preempted)
 
-    def _fitting(self, sequence: _Sequence, wanted: int) -> int:
+    def _serve(self, sequence: Sequence, draft: _Draft) -> None:
+        """Give a running request its next tokens; the last ones give way if there are no blocks."""
+        wanted = draft.room(sequence)
+        fitting = self._fitting(sequence, wanted)
+        while wanted and not fitting and draft.turns[-1] is not sequence:
+            self._preempt(draft.turns[-1], draft)
+            fitting = self._fitting(sequence, wanted)
+        if fitting:
+            self._place(sequence, fitting, draft)
+        draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
+
+    def _admit_before(self, running: Sequence, draft: _Draft) -> None:
+        """Let waiting requests of other callers in whose turn is before that of a running one."""
+        while self._waiting and running.status is Status.RUNNING:
+            first = self._shares.first(self._waiting)
+            if first.request.caller == running.request.caller or first.rank >= running.rank:
+                return
+            if not self._admit(first, draft):
+                return
+
+    def _make_room(self, sequence: Sequence, needed: int, draft: _Draft) -> bool:
+        """Whether there is a slot and so many blocks. Running requests of a higher rank give way if that is enough."""
+        later = draft.after(sequence.rank) if self._shares.contended else []
+        held = sum(len(each.blocks) for each in later)
+        if needed > self.pool.num_free + held or len(self._running) - len(later) >= self.max_num_seqs:
+            return False
+        while needed > self.pool.num_free or len(self._running) >= self.max_num_seqs:
+            if not later:
+                return False  # they shared blocks with others
+            self._preempt(later.pop(), draft)
+        return True
+
+    def _fitting(self, sequence: Sequence, wanted: int) -> int:
         """How many of the wanted tokens fit its blocks and the free ones."""
         room = (len(sequence.blocks) + self.pool.num_free) * self.pool.block_size
         return min(wanted, room - sequence.num_computed)
 
-    def _decode(self, sequence: _Sequence, draft: _Draft) -> bool:
+    def _decode(self, sequence: Sequence, draft: _Draft) -> bool:
         """Place the one token of a request whose last block has room for it: what nearly all do in nearly all steps."""
         start = sequence.num_computed
         end = start + 1
@@ -308,7 +332,7 @@ class Scheduler:
         draft.flying.append((sequence, end, True))
         return True
 
-    def _place(self, sequence: _Sequence, count: int, draft: _Draft, *, afresh: bool = False) -> None:
+    def _place(self, sequence: Sequence, count: int, draft: _Draft, *, afresh: bool = False) -> None:
         """Put its next tokens into the step, and count them as computed."""
         start, end = sequence.num_computed, sequence.num_computed + count
         samples = end == len(sequence.tokens) + sequence.num_pending
@@ -331,21 +355,21 @@ class Scheduler:
         draft.step.sequences.append(entry)
         draft.flying.append((sequence, end, samples))
 
-    def _admit(self, sequence: _Sequence, draft: _Draft) -> bool:
+    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
         """Let a request in, or back in, if all its tokens fit beside those of the running ones."""
-        if sequence.in_flight:
-            return False  # it was preempted, and its last token is not known yet
+        if sequence.in_flight or draft.room(sequence) < 1:
+            return False  # it was preempted, and its last token is not known yet; or no tokens are left
         most = (len(sequence.tokens) - 1) // self.pool.block_size  # at least one token has to be computed
-        if sequence.request.params.prompt_logprobs is not None:
-            most = 0  # and here all of them, for their logits
+        if sequence.request.reads_whole_prompt:
+            most = 0  # and here all of them
         cached = [] if sequence.host_blocks else self.pool.match(sequence.hashes[:most])
         self.pool.share(cached)
-        if self.pool.blocks_for(sequence.target) - len(cached) + draft.claimed > self.pool.num_free:
+        if not self._make_room(sequence, self.pool.blocks_for(sequence.target) - len(cached) + draft.claimed, draft):
             self.pool.release(cached)
             return False
-        del self._waiting[0]
-        insort(self._running, sequence, key=_order)
-        sequence.status = _Status.RUNNING
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=order_of)
+        sequence.status = Status.RUNNING
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         else:
@@ -359,7 +383,7 @@ class Scheduler:
         draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
         return True
 
-    def _preempt(self, sequence: _Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Take its blocks; their contents go to host memory if there is room, as copying is faster than computing."""
         host = self.host_pool.allocate(len(sequence.blocks)) if self.host_pool.num_blocks else None
         if host is None:
@@ -370,44 +394,52 @@ class Scheduler:
         draft.step.preempted[sequence.request.request_id] = Preemption.RECOMPUTE if host is None else Preemption.SWAP
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_registered = [], 0
-        sequence.status = _Status.WAITING
+        sequence.status = Status.WAITING
+        last = draft.turns.pop()
+        assert last is sequence, "the last one gives way"
         self._running.remove(sequence)
-        insort(self._waiting, sequence, key=_order)
+        insort(self._waiting, sequence, key=order_of)
 
-    def _swap_in(self, sequence: _Sequence, draft: _Draft) -> None:
+    def _swap_in(self, sequence: Sequence, draft: _Draft) -> None:
         blocks = self.pool.allocate(len(sequence.host_blocks))
         assert blocks is not None
         draft.step.swap_in += zip(sequence.host_blocks, blocks, strict=True)
         self.host_pool.release(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = blocks, []
 
-    def _end(self, sequence: _Sequence) -> None:
-        (self._running if sequence.status is _Status.RUNNING else self._waiting).remove(sequence)
-        sequence.status = _Status.ENDED
+    def _end(self, sequence: Sequence) -> None:
+        (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
+        sequence.status = Status.ENDED
+        self._shares.remove(sequence)
         self._ended.append(sequence.request.request_id)
         self._free(sequence)
 
-    def _free(self, sequence: _Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         """Forget an ended request, unless a step in flight still writes to its blocks."""
         if not sequence.in_flight:
             self.pool.release(sequence.blocks)
             self.host_pool.release(sequence.host_blocks)
             del self._sequences[sequence.request.request_id]
 
-    def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         num_new = len(sequence.tokens) - len(sequence.request.prompt_token_ids)
         if sequence.tokens[-1] in sequence.stops and num_new > sequence.request.params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) == sequence.limit else None
 
-    def _hash(self, sequence: _Sequence) -> None:
+    def _hash(self, sequence: Sequence) -> None:
         if self.pool.enable_prefix_caching:
             block_hashes(sequence.tokens, self.pool.block_size, sequence.salt, sequence.hashes)
 
-    def _register(self, sequence: _Sequence, full: int) -> None:
+    def _register(self, sequence: Sequence, full: int) -> None:
         """Tell the pool of so many of its blocks, which are full and computed."""
         if self.pool.enable_prefix_caching:
             self._hash(sequence)
             for index in range(sequence.num_registered, full):
                 self.pool.register(sequence.blocks[index], sequence.hashes[index])
             sequence.num_registered = full
+
+
+def _limit(request: Request) -> int:
+    """Most tokens of a request; one that is for the prompt alone ends where others would have their first."""
+    return len(request.prompt_token_ids) + max(1, 0 if request.prompt_only else request.params.max_tokens)

@@ -4,10 +4,13 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from outpace.errors import InputError
 from outpace.structure import Grammar, StructuredOutputs
+
+Pooling = Literal["mean", "last"]
+"""Which hidden states of the last layer make the vector of a prompt."""
 
 
 class FinishReason(StrEnum):
@@ -27,7 +30,7 @@ class SamplingParams:
     n: int = 1
     """Answers to the prompt."""
     max_tokens: int = 16
-    """Most new tokens."""
+    """Most new tokens. 0 computes the prompt alone, for its log-probabilities."""
     min_tokens: int = 0
     """No end-of-sequence token before this many new tokens; stop strings end an answer all the same."""
     temperature: float = 1.0
@@ -183,7 +186,7 @@ _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prom
 _COUNTS_OR_NONE = ("logprobs", "prompt_logprobs")
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
-    ("max_tokens", 1, 2**31),
+    ("max_tokens", 0, 2**31),
     ("min_tokens", 0, 2**31),
     ("temperature", 0, 100),
     ("top_p", 1e-9, 1),
@@ -268,6 +271,8 @@ class RequestOutput:
     """Why it ended early, where `finish_reason` is "error"."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were in the prefix cache; None: the request has not run yet."""
+    pooled: list[float] | None = None
+    """The vector of the prompt, where one was asked for instead of an answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -297,10 +302,26 @@ class Request:
     """Smaller is sooner; first come, first served among equals."""
     cache_salt: str = ""
     """Prefixes are shared only between requests with the same salt."""
+    caller: str = ""
+    """Whose request it is: steps are shared fairly among callers."""
+    weight: float = 1.0
+    """The caller's share of them, relative to the others'."""
+    pooling: Pooling | None = None
+    """Give one vector of the hidden states of the prompt, and no answer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer must not contain."""
     grammar: Grammar | None = field(default=None, compare=False, repr=False)
     """What `params.structured_outputs` was compiled to."""
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is computed and nothing is sampled."""
+        return self.pooling is not None or self.params.max_tokens == 0
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether what is cached of its prompt does not help: every position has to be computed."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -335,7 +356,7 @@ class ScheduledSequence:
     num_new_tokens: int
     """Tokens to compute, from `start` on."""
     samples: bool
-    """All its tokens are computed then, and the next one is chosen."""
+    """All its tokens are computed then, and the next one is chosen, unless the request is for the prompt alone."""
     new_blocks: tuple[int, ...] = ()
     """Blocks to append to its table."""
     request: Request | None = None
@@ -381,6 +402,8 @@ class StepOutput:
     """Of the chosen token and the likeliest ones, for requests that want them."""
     prompt_logprobs: Mapping[str, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
     """Of the tokens of a prompt by position, as far as this step has computed them."""
+    pooled: Mapping[str, list[float]] = field(default_factory=dict)
+    """The vectors of requests that asked for one, whose prompts are computed."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that cannot go on, and why; their tokens mean nothing. The others are not touched."""
 
@@ -390,7 +413,8 @@ class NewToken:
     """A token of an answer, and the reason if it is the last."""
 
     request_id: str
-    token_id: int
+    token_id: int | None
+    """None: the prompt is computed, and nothing else was asked for."""
     finish_reason: FinishReason | None = None
     num_cached: int = 0
     """Tokens of its prompt that were in the prefix cache when the request first ran."""

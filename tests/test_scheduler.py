@@ -38,7 +38,7 @@ def alone(request: Request) -> tuple[list[int], FinishReason]:
     """The answer to a request that has the machine for itself, worked out without pages or steps."""
     tokens, params = list(request.prompt_token_ids), request.params
     answer: list[int] = []
-    while len(answer) < params.max_tokens:
+    while len(answer) < params.max_tokens:  # none at all where the request is for the prompt alone
         answer.append(next_token(list(enumerate(tokens + answer))))
         stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *request.eos_token_ids)
         if answer[-1] in stops and len(answer) > params.min_tokens:
@@ -53,6 +53,7 @@ class Row:
     tokens: list[int]
     table: list[int]
     num_computed: int
+    prompt_only: bool
 
 
 class Runner:
@@ -74,9 +75,8 @@ class Runner:
         for entry in step.sequences:
             self._write(entry)
         self._check_sharing()
-        return StepOutput(
-            step.step_id, {entry.request_id: self._sample(entry) for entry in step.sequences if entry.samples}
-        )
+        sampling = [entry for entry in step.sequences if entry.samples and not self.rows[entry.request_id].prompt_only]
+        return StepOutput(step.step_id, {entry.request_id: self._sample(entry) for entry in sampling})
 
     def _copy(self, source: dict[Any, Slot], block: int, target: dict[Any, Slot], to: int) -> None:
         for offset in range(self.block_size):
@@ -86,7 +86,7 @@ class Runner:
         if entry.request is not None:
             assert entry.request_id not in self.rows
             assert entry.token_ids[: len(entry.request.prompt_token_ids)] == entry.request.prompt_token_ids
-            self.rows[entry.request_id] = Row(list(entry.token_ids), [], entry.start)
+            self.rows[entry.request_id] = Row(list(entry.token_ids), [], entry.start, entry.request.prompt_only)
         row = self.rows[entry.request_id]
         row.table += entry.new_blocks
         assert entry.num_new_tokens > 0
@@ -150,7 +150,7 @@ class Simulation:
             swap_space=self.swap_space,
         )
         self.runner = Runner(self.block_size)
-        self.unstarted: dict[int, deque[str]] = {}
+        self.unstarted: dict[tuple[str, int], deque[str]] = {}
 
     def add(self, prompt: list[int] | int, max_tokens: int = 4, name: str | None = None, **more: Any) -> str:
         """Queue a request; a number is the length of a prompt that nobody else has."""
@@ -161,7 +161,7 @@ class Simulation:
         self.scheduler.add(request)
         self.requests[name] = request
         self.answers[name] = []
-        self.unstarted.setdefault(request.priority, deque()).append(name)
+        self.unstarted.setdefault((request.caller, request.priority), deque()).append(name)
         return name
 
     def abort(self, name: str) -> bool:
@@ -187,8 +187,8 @@ class Simulation:
         return step
 
     def _check_turn(self, request: Request) -> None:
-        """First come, first served within a priority."""
-        queue = self.unstarted[request.priority]
+        """First come, first served within a priority, for each caller."""
+        queue = self.unstarted[request.caller, request.priority]
         if request.request_id in queue:
             while queue[0] in self.aborted:
                 queue.popleft()
@@ -199,7 +199,8 @@ class Simulation:
         new = self.scheduler.update(output)
         for token in new:
             assert token.request_id not in self.reasons.keys() | self.aborted
-            self.answers[token.request_id].append(token.token_id)
+            if token.token_id is not None:
+                self.answers[token.request_id].append(token.token_id)
             if token.finish_reason is not None:
                 self.reasons[token.request_id] = token.finish_reason
         return new
@@ -215,8 +216,8 @@ class Simulation:
         """Run to the end within a bound that no starving request could keep; everything is given back."""
         todo = [name for name in self.requests if name not in self.reasons.keys() | self.aborted]
         tokens = sum(len(self.requests[name].prompt_token_ids) + self.requests[name].params.max_tokens for name in todo)
-        one_priority = len({self.requests[name].priority for name in todo}) < 2
-        bound = (tokens if one_priority else tokens * max(1, len(todo))) * (1 + self.overlap) + 10
+        in_order = len({(self.requests[name].priority, self.requests[name].caller) for name in todo}) < 2
+        bound = ((tokens + len(todo)) * (1 if in_order else max(1, len(todo)))) * (1 + self.overlap) + 10
         for count in range(bound):
             if not self.scheduler.has_work:
                 self.check_end()
@@ -782,12 +783,14 @@ class Life:
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9][: rng.randrange(10)] + [
             rng.randrange(3) for _ in range(rng.randrange(1, 9))
         ]
-        max_tokens, room = rng.randrange(1, 28), sim.num_blocks * sim.block_size
+        max_tokens, room = rng.randrange(28), sim.num_blocks * sim.block_size
         more: dict[str, Any] = {"priority": rng.choice((0, 0, 0, 1, -1)), "cache_salt": rng.choice(("", "", "salt"))}
+        more["caller"] = rng.choice(("", "", "a", "b"))
+        more["weight"] = 2.0 if more["caller"] == "b" else 1.0
         try:
             sim.add(prompt, max_tokens, params={"ignore_eos": rng.random() < 0.7}, **more)
         except InputError:
-            assert len(prompt) + max_tokens - 1 > room
+            assert len(prompt) + max(max_tokens, 1) - 1 > room
         except Overloaded:
             assert sim.scheduler.num_waiting >= sim.max_waiting
 
@@ -843,18 +846,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(0, 20),
         priority=st.integers(0, 1),
         ignore_eos=st.booleans(),
+        caller=st.sampled_from(["", "a", "b", "c"]),
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int, ignore_eos: bool) -> None:
+    def add(self, prompt: list[int], max_tokens: int, priority: int, ignore_eos: bool, caller: str) -> None:
         size, waiting = self.sim.num_blocks * self.sim.block_size, self.sim.scheduler.num_waiting
         try:
-            self.sim.add(prompt, max_tokens, priority=priority, params={"ignore_eos": ignore_eos})
-            assert len(prompt) + max_tokens - 1 <= size
+            self.sim.add(prompt, max_tokens, priority=priority, params={"ignore_eos": ignore_eos}, caller=caller)
+            assert len(prompt) + max(max_tokens, 1) - 1 <= size
             assert waiting < 6
         except InputError:
-            assert len(prompt) + max_tokens - 1 > size
+            assert len(prompt) + max(max_tokens, 1) - 1 > size
         except Overloaded:
             assert waiting >= 6
 
