@@ -14,6 +14,7 @@ from outpace.types import (
     FinishReason,
     Logprob,
     NewToken,
+    Pooling,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -34,6 +35,8 @@ class Answer:
     def add(self, new: NewToken, logprobs: TokenLogprobs | None) -> FinishReason | None:
         """Take a token in; the reason if the answer ends with it."""
         completion, params = self.completion, self.request.params
+        if new.token_id is None:
+            return new.finish_reason
         completion.token_ids.append(new.token_id)
         if logprobs is not None and completion.logprobs is not None:
             completion.logprobs.append(with_texts(logprobs, self.group.tokenizer))
@@ -66,6 +69,8 @@ class Group:
     answers: list[Answer] = field(default_factory=list)
     held: list[Answer] = field(default_factory=list)
     """Answers that begin once the first has computed what they share."""
+    arrival: int = 0
+    """Its place in the queue, which all its answers keep."""
 
     def lose(self) -> None:
         """A step failed: no answer will grow any more."""
@@ -90,6 +95,9 @@ def make_group(
     prompt: str | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    caller: str = "",
+    weight: float = 1.0,
+    pooling: Pooling | None = None,
     grammar: Grammar | None = None,
 ) -> Group:
     """A prompt with n answers, none of them begun."""
@@ -109,6 +117,9 @@ def make_group(
             eos_token_ids=eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
+            caller=caller,
+            weight=weight,
+            pooling=pooling,
             bad_words=bad_words,
             grammar=grammar,
         )

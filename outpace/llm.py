@@ -1,6 +1,7 @@
 """LLM: prompts in, answers out."""
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -8,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from jinja2 import TemplateError
@@ -24,7 +25,14 @@ from outpace.llm_engine import LLMEngine
 from outpace.log import logger
 from outpace.prepare import load_paged
 from outpace.turns import Turns
-from outpace.types import FinishReason, RequestOutput, SamplingParams
+from outpace.types import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    FinishReason,
+    Pooling,
+    RequestOutput,
+    SamplingParams,
+)
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -102,6 +110,23 @@ class LLM:
         prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt: the mean or the last of its hidden states, of length 1 unless told otherwise."""
+        if pooling not in get_args(Pooling):
+            raise InputError(f"pooling: expected one of {', '.join(get_args(Pooling))}, got {pooling!r:.80}")
+        params, groups = SamplingParams(max_tokens=0), []
+        for prompt in _as_prompts(prompts):
+            groups.append(self._make(prompt, params, pooling=pooling))
+        outputs = self._run(groups, use_tqdm=use_tqdm)
+        return [_embedding(output, normalize) for output in outputs]
+
     def apply_chat_template(self, messages: list[Message], **template: Any) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins."""
         tokenizer = self._need_tokenizer("chat")
@@ -148,11 +173,11 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _make(self, prompt: Prompt, params: SamplingParams) -> Group:
+    def _make(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Group:
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params: expected SamplingParams, got {params!r:.80}")
         ids, text = self.tokenize(prompt), prompt if isinstance(prompt, str) else None
-        return self.engine.make(f"llm-{next(self._numbers)}", ids, params, prompt=text)
+        return self.engine.make(f"llm-{next(self._numbers)}", ids, params, prompt=text, **options)
 
     def _run(self, groups: list[Group], *, use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their ends; they enter as the queue has room."""
@@ -261,6 +286,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts[0], int):
         return [list(prompts)]  # one prompt as token ids
     return list(prompts)
+
+
+def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingRequestOutput:
+    assert output.pooled is not None, "a request for a vector ends with one"
+    length = math.sqrt(math.fsum(value * value for value in output.pooled)) if normalize else 1.0
+    vector = [value / (length or 1.0) for value in output.pooled]
+    return EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, EmbeddingOutput(vector))
 
 
 def _pair(

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
-from outpace.errors import InputError, ModelError
+from outpace.errors import InputError, ModelError, NotSupported
 from outpace.log import logger
 from outpace.prepare import PagedParts
 from outpace.runner.start import start_runner
@@ -98,6 +98,8 @@ class LLMEngine:
         )
         self._check_vocabulary(group.answers[0].request.prompt_token_ids, params)
         self._check_logprobs(params)
+        if group.answers[0].request.pooling is not None and not self._parts.model.gives_hidden:
+            raise NotSupported(f"embeddings: {self._parts.name} does not give its hidden states")
         self._scheduler.check(group.answers[0].request)
         return group
 
@@ -106,7 +108,7 @@ class LLMEngine:
         name, first = group.output.request_id, group.answers[0]
         if name in self._groups:
             raise InputError(f"request_id: {name!r} is in use")
-        self._scheduler.add(first.request)
+        group.arrival = self._scheduler.add(first.request)
         self._groups[name] = group
         self._answers[first.request.request_id] = first
         group.held = group.answers[1:]
@@ -197,6 +199,9 @@ class LLMEngine:
         for name, found in output.prompt_logprobs.items():
             if name in self._answers:
                 self._answers[name].group.add_prompt_logprobs(found)
+        for name, vector in output.pooled.items():
+            if name in self._answers:
+                self._answers[name].group.output.pooled = vector
         for new in self._scheduler.update(output):
             answer = self._answers[new.request_id]
             group, metrics = answer.group, answer.group.output.metrics
@@ -215,7 +220,7 @@ class LLMEngine:
         """The first answer has computed the prompt: the others share its pages."""
         for answer in group.held:
             self._answers[answer.request.request_id] = answer
-            self._scheduler.add(answer.request, limited=False)
+            self._scheduler.add(answer.request, arrival=group.arrival)
         group.held = []
 
     def _end(self, answer: Answer, reason: FinishReason) -> None:

@@ -148,9 +148,10 @@ class Scheduler:
         num_prompt, new = len(request.prompt_token_ids), 0 if request.prompt_only else request.params.max_tokens
         what = f"max_tokens: {num_prompt} prompt tokens and max_tokens={new}"
         if num_prompt > self.max_model_len or (new and num_prompt == self.max_model_len):
-            room = f"leave no room for an answer in max_model_len={self.max_model_len}"
-            too_many = room if new else f"are more than max_model_len={self.max_model_len}"
-            raise InputError(f"prompt: its {num_prompt} tokens {too_many}; shorten it")
+            too_many = "leave no room for an answer in" if new else "are more than"
+            raise InputError(
+                f"prompt: its {num_prompt} tokens {too_many} max_model_len={self.max_model_len}; shorten it"
+            )
         if num_prompt + new > self.max_model_len:
             raise InputError(f"{what} are more than max_model_len={self.max_model_len}; ask for fewer")
         if self.pool.blocks_for(_limit(request) - 1) > self.pool.num_blocks:

@@ -286,6 +286,23 @@ class RequestOutput:
         return (count - 1) / (last - first) if first is not None and last is not None and last > first else None
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector; names are vLLM's."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to be generated, as the scheduler takes it; n answers to a prompt are n requests."""
@@ -402,10 +419,10 @@ class StepOutput:
     """Of the chosen token and the likeliest ones, for requests that want them."""
     prompt_logprobs: Mapping[str, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
     """Of the tokens of a prompt by position, as far as this step has computed them."""
-    pooled: Mapping[str, list[float]] = field(default_factory=dict)
-    """The vectors of requests that asked for one, whose prompts are computed."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that cannot go on, and why; their tokens mean nothing. The others are not touched."""
+    pooled: Mapping[str, list[float]] = field(default_factory=dict)
+    """The vectors of requests that asked for one, whose prompts are computed."""
 
 
 @dataclass(slots=True)

@@ -80,18 +80,25 @@ class InterfaceModel:
         self.dtype, self.device = _dtype(layers), next(model.parameters()).device
         self.reentrant = False  # the model's config is changed for the time of a call
         self.capturable = bool(getattr(model, "_can_compile_fullgraph", False))
+        self.gives_hidden = model.base_model is not model
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
-        options: dict[str, Any] = {KEYWORD: PagedAttention(batch, pages, self._layers, self._kernels)}
-        if rows is not None and self._picks_rows:
-            options["logits_to_keep"] = rows
+        options = {"logits_to_keep": rows} if rows is not None and self._picks_rows else {}
+        logits: Tensor = self._call(self._model, batch, pages, **options).logits[0]
+        return logits if rows is None or self._picks_rows else logits.index_select(0, rows)
+
+    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+        """What the head reads [T, hidden_size]; keys and values go to the pages."""
+        hidden: Tensor = self._call(self._model.base_model, batch, pages).last_hidden_state[0]
+        return hidden
+
+    def _call(self, module: Any, batch: Batch, pages: Pages, **options: Any) -> Any:
+        options[KEYWORD] = PagedAttention(batch, pages, self._layers, self._kernels)
         with switched(self._configs, PAGED):
-            output = self._model.forward(
+            return module.forward(
                 input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, **options
             )
-        logits: Tensor = output.logits[0]
-        return logits if rows is None or self._picks_rows else logits.index_select(0, rows)
 
 
 @torch.no_grad()

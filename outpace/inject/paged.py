@@ -55,8 +55,14 @@ class BatchModel(Protocol):
     reentrant: bool
     """Whether several threads may call forward at once."""
 
+    gives_hidden: bool
+    """Whether there is `hidden`."""
+
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
+
+    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+        """What the head reads [T, hidden_size]: Hugging Face's last_hidden_state. Keys and values go to the pages."""
 
 
 class PagedModel:
@@ -91,15 +97,12 @@ class PagedModel:
         self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
-        self.capturable = self.reentrant = True
+        self.capturable = self.reentrant = self.gives_hidden = True
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
-        x = self._embed(batch)
-        attend = _PagedAttention(batch, pages, self._tables, self._slopes)
-        for layer in self._layers:
-            x = layer.run(x, attend, reuse=True)
+        x = self._run_layers(batch, pages)
         if rows is not None:
             x = x.index_select(0, rows)
         if self._after is not None:
@@ -107,6 +110,19 @@ class PagedModel:
         x = self._head(x, norm=self._norm if self._after is None else None)
         x = x if self._logit_scale == 1.0 else x * self._logit_scale
         return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
+
+    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+        """What the head reads [T, hidden_size]; keys and values go to the pages."""
+        x = self._run_layers(batch, pages)
+        x = x if self._norm is None else self._norm(x)
+        return x if self._after is None else self._after(x)
+
+    def _run_layers(self, batch: Batch, pages: Pages) -> Tensor:
+        x = self._embed(batch)
+        attend = _PagedAttention(batch, pages, self._tables, self._slopes)
+        for layer in self._layers:
+            x = layer.run(x, attend, reuse=True)
+        return x
 
     def _known_positions(self) -> list[int]:
         """Rows of the tables that are read by position: behind the last one is memory of somebody else."""

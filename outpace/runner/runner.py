@@ -1,7 +1,7 @@
 """Runs steps: inputs, forward, choice of tokens. A step is launched, and its result read later, when it is there."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from outpace.cache.kv_cache import HostPages, Pages
 from outpace.inject.paged import Batch, BatchModel
 from outpace.kernels.ragged import ragged_inputs
 from outpace.runner.grammars import Grammars
+from outpace.runner.pooling import Pooling
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
 from outpace.runner.results import Arriving, arriving_logprobs, send_back
 from outpace.runner.rows import Header, Layout, Rows
@@ -56,6 +57,7 @@ class Runner:
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._grammars = Grammars(model.device)
+        self._pooling = Pooling()
         self._graphs = StepGraphs(self._forward, model.device)
 
     @torch.no_grad()
@@ -74,6 +76,7 @@ class Runner:
         """Forget every request. Pages keep what is in them."""
         self._rows.clear()
         self._grammars.clear()
+        self._pooling.clear()
         self._sampling = None
 
     @torch.no_grad()
@@ -91,9 +94,9 @@ class Runner:
         for entry in sequences:
             if entry.request is not None and entry.request.grammar is not None:
                 self._grammars.begin(entry.request, entry.token_ids)
-        wanting = prompts.wanted(layout)
-        ran = self._run_in_pieces(layout, wanting, prompts) if wanting else self._run(layout)
-        return self._choose(step.step_id, layout, ran, prompts)
+        if pooled := Pooling.wanted(layout):
+            return self._launch_pooled(step.step_id, layout, pooled, prompts)
+        return self._launch(step.step_id, layout, prompts)
 
     @torch.no_grad()
     def logits(self, step: Step) -> Tensor:
@@ -101,7 +104,27 @@ class Runner:
         self._forget(step)
         return self._run(self._rows.take(step.sequences)).logits.clone()
 
+    def _launch(self, step_id: int, layout: Layout, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
+        wanting = prompts.wanted(layout)
+        ran = self._run_in_pieces(layout, wanting, prompts) if wanting else self._run(layout)
+        return self._choose(step_id, layout, ran, prompts)
+
+    def _launch_pooled(
+        self, step_id: int, layout: Layout, pooled: list[int], prompts: PromptLogprobs
+    ) -> Callable[[], StepOutput]:
+        """A step with prompts that become vectors: these run in a forward of their own, without a head."""
+        part = layout.only(pooled)
+        shape = Shape.of(len(pooled), part.num_tokens)
+        batch = self._batch(self._rows.send(part, len(pooled), wait=True), shape)
+        vectors = self._pooling.add(part, self._model.hidden(batch, self._pages))
+        others = sorted(set(range(len(layout.owners))) - set(pooled))
+        if not others:
+            return lambda: StepOutput(step_id, {}, pooled=vectors.read())
+        rest = self._launch(step_id, layout.only(others), prompts)
+        return lambda: replace(rest(), pooled=vectors.read())
+
     def _forget(self, step: Step) -> None:
+        self._pooling.forget(step.ended)
         for gone in (step.ended, list(step.preempted)):
             self._rows.forget(gone)
             self._grammars.forget(gone)
@@ -154,7 +177,11 @@ class Runner:
 
     def _choose(self, step_id: int, layout: Layout, ran: _Ran, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
         """Choose tokens for the sequences that sample, and send them on their way to the host."""
-        picked = [index for index, samples in enumerate(layout.samples) if samples]
+        chooses = [
+            samples and not owner.request.prompt_only
+            for samples, owner in zip(layout.samples, layout.owners, strict=True)
+        ]
+        picked = [index for index, samples in enumerate(chooses) if samples]
         requests = [layout.owners[index].request for index in picked]
         sampling = self._sampling_batch(requests, ran.logits.shape[1]) if picked else None
         if sampling is None or sampling.greedy:

@@ -1,6 +1,41 @@
-"""Whose request is being answered: set by the guard, read where callers are kept apart (queues, caches, limits)."""
+"""Whose request is being answered, and what this caller may do: share of the steps, priorities, cached prefixes."""
 
 from contextvars import ContextVar
 
+from outpace.server.engine import ANYBODY, Caller
+from outpace.server.options import ServerConfig
+from outpace.server.problems import bad
+
 CALLER: ContextVar[int | None] = ContextVar("outpace_caller", default=None)
-"""Index of the API key of the current request; None where the server has no keys."""
+"""Index of the API key of the current request, set by the guard; None where the server has no keys."""
+
+
+class Callers:
+    """Knows the API keys of a server. The caller is that of the current request."""
+
+    def __init__(self, options: ServerConfig) -> None:
+        self._options, self._keys = options, options.keys()
+
+    def current(self) -> Caller:
+        """Who the engine shares its steps with; without keys all are one."""
+        index = CALLER.get()
+        return ANYBODY if index is None else Caller(f"key-{index}", self._keys[index].weight)
+
+    def salt(self, given: str | None) -> str:
+        """The salt of cached prefixes: keys share none, since the time to a first token tells what is cached."""
+        name = self.current().name
+        return (given or "") if self._options.share_prefix_cache or not name else f"{name}\0{given or ''}"
+
+    def priority(self, given: int | None) -> int:
+        """The priority that was asked for, if this caller may."""
+        if not given:
+            return 0
+        if not self._options.allow_priority:
+            raise bad("priority", "this server does not let requests set it (the option allow_priority does)")
+        index, options = CALLER.get(), self._options
+        key = None if index is None else self._keys[index]
+        low = options.min_priority if key is None or key.min_priority is None else key.min_priority
+        high = options.max_priority if key is None or key.max_priority is None else key.max_priority
+        if not low <= given <= high:
+            raise bad("priority", f"expected {low} to {high}, the bounds of this key")
+        return given

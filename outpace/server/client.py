@@ -10,7 +10,7 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +20,6 @@ from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard,
 from outpace.server.known_grammars import Taught
 from outpace.server.messages import (
     Cancel,
-    Embed,
     Frames,
     FromWorker,
     News,
@@ -41,12 +40,25 @@ LAST_STEPS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """How much may wait; the next request is refused at once."""
+    """How much may wait; the next request is refused at once. A request of n answers counts n times."""
 
     max_waiting: int = 256
-    """Requests without a first token, beyond those that the engine has room to run at once."""
+    """Sequences without a first token, beyond those that the engine has room to run at once."""
     max_waiting_tokens: int = 1 << 20
     """Tokens of prompts without a first token; a longer prompt is let in when nothing else waits."""
+    max_sequences_per_caller: int | None = None
+    """Sequences of one caller, waiting and running."""
+    max_waiting_tokens_per_caller: int | None = None
+    """As `max_waiting_tokens`, of one caller."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """What waits and runs."""
+
+    waiting: int = 0  # sequences
+    waiting_tokens: int = 0
+    running: int = 0  # sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +66,7 @@ class _Entry:
     """A request the engine has not finished with: a mailbox with at most one delta for each answer."""
 
     number: int
+    caller: str
     num_tokens: int  # of the prompt
     num_answers: int
     open: int  # answers that have not ended; 0 for a vector that has come
@@ -128,7 +141,8 @@ class EngineClient:
         self._numbers = itertools.count()
         self._entries: dict[int, _Entry] = {}
         self._taught = Taught()
-        self._waiting = self._waiting_tokens = self._running = 0
+        self._load = _Load()
+        self._loads: dict[str, _Load] = {}  # by caller, while it has any
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._last = Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0, [])
@@ -185,14 +199,14 @@ class EngineClient:
         finally:
             self._leave(entry)
 
-    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
-        """A vector for each prompt."""
-        self._admit(len(prompt_token_ids), sum(map(len, prompt_token_ids)))
-        entries = []
+    async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
+        """The vector that each request asks for."""
+        entries: list[_Entry] = []
+        if requests:
+            self._admit(requests[0].caller.name, len(requests), sum(len(each.prompt_token_ids) for each in requests))
         try:
-            for ids in prompt_token_ids:
-                number = next(self._numbers)
-                entries.append(self._enter(Embed(number, ids, pooling), _Entry(number, len(ids), 1, 1)))
+            for request in requests:
+                entries.append(self._enter(request))
             return [await self._vector(entry) for entry in entries]
         finally:
             for entry in entries:
@@ -291,39 +305,51 @@ class EngineClient:
                 self._end(entry)
 
     def _submit(self, request: EngineRequest) -> _Entry:
-        params, num_tokens = request.params, len(request.prompt_token_ids)
-        self._admit(1, num_tokens)
-        number = next(self._numbers)
+        self._admit(request.caller.name, request.params.n, len(request.prompt_token_ids))
         for message in self._taught.before(request.grammar):
             self._send(message)
-        return self._enter(add(number, request), _Entry(number, num_tokens, params.n, params.n))
+        return self._enter(request)
 
-    def _admit(self, count: int, num_tokens: int) -> None:
-        """Refuse what would have to wait behind too much."""
+    def _admit(self, caller: str, count: int, num_tokens: int) -> None:
+        """Refuse what would have to wait behind too much, or what is more than one caller may have."""
         if self.lost.is_set():
             raise EngineUnavailable("the engine is not running; try again later")
-        most = self._admission
-        room = most.max_waiting + max(0, self.ready.max_num_seqs - self._running)
-        if self._waiting + count > room:
+        most, load, own = self._admission, self._load, self._loads.get(caller, _Load())
+        room = most.max_waiting + max(0, self.ready.max_num_seqs - load.running)
+        if load.waiting and load.waiting + count > room:
             raise Overloaded(
-                f"{self._waiting} requests are waiting (max_waiting={most.max_waiting}), no room for {count}; try later"
+                f"{load.waiting} requests are waiting (max_waiting={most.max_waiting}), no room for {count}; try later"
             )
-        if self._waiting and self._waiting_tokens + num_tokens > most.max_waiting_tokens:
+        if load.waiting and load.waiting_tokens + num_tokens > most.max_waiting_tokens:
             raise Overloaded(
-                f"{self._waiting_tokens} prompt tokens are waiting (max_waiting_tokens={most.max_waiting_tokens}), "
+                f"{load.waiting_tokens} prompt tokens are waiting (max_waiting_tokens={most.max_waiting_tokens}), "
+                f"no room for {num_tokens}; try later"
+            )
+        sequences, tokens = most.max_sequences_per_caller, most.max_waiting_tokens_per_caller
+        if sequences is not None and own.waiting + own.running + count > sequences:
+            raise Overloaded(
+                f"your key has {own.waiting + own.running} sequences (max_sequences_per_key={sequences}), "
+                f"no room for {count}; try later"
+            )
+        if tokens is not None and own.waiting and own.waiting_tokens + num_tokens > tokens:
+            raise Overloaded(
+                f"{own.waiting_tokens} prompt tokens of your key are waiting (max_waiting_tokens_per_key={tokens}), "
                 f"no room for {num_tokens}; try later"
             )
 
-    def _enter(self, message: msgspec.Struct, entry: _Entry) -> _Entry:
+    def _enter(self, request: EngineRequest) -> _Entry:
+        number, count = next(self._numbers), request.params.n
+        entry = _Entry(number, request.caller.name, len(request.prompt_token_ids), count, count)
         try:
-            data = frame(message)
+            data = frame(add(number, request))
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
             raise InputError(f"request: a value is out of range ({error})") from None
         if not self._entries:
             self.progress_at = time.monotonic()
         self._entries[entry.number] = entry
-        self._waiting += 1
-        self._waiting_tokens += entry.num_tokens
+        for load in (self._load, self._loads.setdefault(entry.caller, _Load())):
+            load.waiting += entry.num_answers
+            load.waiting_tokens += entry.num_tokens
         assert self._transport is not None, "nothing is admitted before the engine is ready"
         self._transport.write(data)
         return entry
@@ -332,13 +358,17 @@ class EngineClient:
         """Its first token is there: it does not wait any more."""
         if not entry.begun:
             entry.begun = True
-            self._waiting -= 1
-            self._waiting_tokens -= entry.num_tokens
-            self._running += entry.num_answers
+            for load in (self._load, self._loads[entry.caller]):
+                load.waiting -= entry.num_answers
+                load.waiting_tokens -= entry.num_tokens
+                load.running += entry.num_answers
 
     def _forget(self, entry: _Entry) -> None:
         self._begin(entry)
-        self._running -= entry.num_answers
+        for load in (self._load, self._loads[entry.caller]):
+            load.running -= entry.num_answers
+        if self._loads[entry.caller] == _Load():
+            del self._loads[entry.caller]
         del self._entries[entry.number]
 
     def _end(self, entry: _Entry) -> None:

@@ -1,13 +1,15 @@
 """What the HTTP side knows of an engine: requests of token ids in, deltas of token ids out, numbers to show."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from outpace.errors import EngineDead, InputError, Overloaded
-from outpace.types import FinishReason, SamplingParams, TokenLogprobs
+from outpace.types import FinishReason, Pooling, SamplingParams, TokenLogprobs
 
 __all__ = [
+    "ANYBODY",
+    "Caller",
     "Delta",
     "Engine",
     "EngineDead",
@@ -32,6 +34,18 @@ class WireGrammar:
     """The tokens it was compiled for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is: the engine shares its steps fairly among callers."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+ANYBODY = Caller()
+"""The one caller of a server without API keys."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One prompt. Stop strings and words in `params` stay on the HTTP side, which cuts the text and cancels."""
@@ -44,6 +58,9 @@ class EngineRequest:
     """Token sequences that no answer may contain."""
     priority: int = 0
     cache_salt: str = ""
+    caller: Caller = ANYBODY
+    pooling: Pooling | None = None
+    """Give one vector of the hidden states of the prompt, and no answer."""
     grammar: WireGrammar | None = None
     """What answers are held to."""
     unwanted: set[int] = field(default_factory=set, compare=False)
@@ -149,8 +166,8 @@ class Engine(Protocol):
         InputError: the request is wrong. Overloaded: the queue is full. EngineDead: the engine died; try again later.
         """
 
-    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
-        """One vector for each prompt: the "mean" or the "last" of its hidden states."""
+    async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
+        """The vector that each request asks for by its `pooling`."""
 
     def status(self) -> EngineStatus:
         """The newest numbers."""

@@ -43,6 +43,10 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache_salt: bytes
     grammar: bytes = b""
     """Key of what its answers are held to."""
+    caller: str = ""
+    weight: float = 1.0
+    pooling: str | None = None
+    """A vector of the prompt is wanted instead of an answer."""
 
 
 class Learn(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,14 +62,6 @@ class Unlearn(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No request will name this grammar again."""
 
     key: bytes
-
-
-class Embed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One prompt whose vector is wanted."""
-
-    number: int
-    prompt_token_ids: list[int]
-    pooling: str
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -167,14 +163,14 @@ class News(msgspec.Struct, array_like=True, tag=True):
     tokens: list[Tokens] = []
     failures: list[Failure] = []
     vectors: list[tuple[int, list[float]]] = []
-    """Of `Embed`, by number."""
+    """Of requests with `pooling`, by number."""
     cancelled: list[int] = []
     numbers: Numbers | None = None
     pong: bool = False
     """It has heard a `Ping`."""
 
 
-ToWorker = Start | Add | Learn | Unlearn | Embed | Cancel | Ping
+ToWorker = Start | Add | Learn | Unlearn | Cancel | Ping
 FromWorker = Starting | Ready | NotStarted | News
 
 
@@ -217,7 +213,11 @@ def add(number: int, request: EngineRequest) -> Add:
     salt = request.cache_salt.encode("utf-8", "surrogatepass")  # any text of a caller will do
     words = [list(word) for word in request.bad_words]
     key = request.grammar.key if request.grammar is not None else b""
-    return Add(number, list(request.prompt_token_ids), params, words, request.priority, salt, key)
+    caller = request.caller
+    return Add(
+        *(number, list(request.prompt_token_ids), params, words, request.priority, salt, key),
+        *(caller.name, caller.weight, request.pooling),
+    )
 
 
 def wire_logprobs(found: TokenLogprobs) -> WireLogprobs:

@@ -1,9 +1,10 @@
 """ServerConfig: every option of the HTTP side, with every limit that a request meets before it reaches the engine."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -12,6 +13,17 @@ from outpace.errors import ConfigError
 
 KEYS_VARIABLE = "OUTPACE_API_KEYS"
 """Environment variable with API keys, divided by commas."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key, and what requests that carry it may do."""
+
+    secret: str = field(repr=False)
+    weight: float = 1.0
+    """Its share of the engine, relative to the other keys'."""
+    min_priority: int | None = None
+    max_priority: int | None = None
 
 
 class ServerConfig(ConfigModel):
@@ -36,7 +48,16 @@ class ServerConfig(ConfigModel):
     api_keys: tuple[SecretStr, ...] = ()
     """Keys that open every route; without any it is open. More come from `api_key_file` and OUTPACE_API_KEYS."""
     api_key_file: str | None = None
-    """File with one key in each line; empty lines and lines that begin with # are left out."""
+    """File with one key in each line; empty lines and lines that begin with # are left out. After the key a line may
+    give its share of the engine and its bounds, as in KEY weight=2 min_priority=-10 max_priority=0."""
+    share_prefix_cache: bool = False
+    """Let API keys share cached prefixes. Without this the time to a first token tells no key what others have sent."""
+    allow_priority: bool = False
+    """Let requests set `priority` (smaller is sooner), within the bounds of their key."""
+    min_priority: int = -100
+    """Smallest priority of a request whose key has no bound of its own in `api_key_file`."""
+    max_priority: int = 100
+    """Largest one."""
 
     served_model_name: tuple[str, ...] = ()
     """Names that requests may call the model by; the first is in answers. Without any, the model's own."""
@@ -96,6 +117,10 @@ class ServerConfig(ConfigModel):
     """Most requests in the server at once, whatever their state; more get 429."""
     max_requests_per_key: int | None = Field(default=None, ge=1)
     """Most requests of one API key at once; more get 429."""
+    max_sequences_per_key: int | None = Field(default=None, ge=1)
+    """Most sequences (prompts times answers) of one API key at once, waiting and running; more get 429."""
+    max_waiting_tokens_per_key: int | None = Field(default=None, ge=1)
+    """Most prompt tokens of one API key that wait for the engine; more get 429."""
     max_waiting_tokens: int = Field(default=2**20, ge=1)
     """Most prompt tokens that wait for the engine; more get 429. The engine's `max_waiting` counts the requests."""
     retry_after: int = Field(default=1, ge=1)
@@ -163,20 +188,32 @@ class ServerConfig(ConfigModel):
         return value
 
     @model_validator(mode="after")
+    def _priorities_in_order(self) -> "ServerConfig":
+        if self.min_priority > self.max_priority:
+            raise ValueError(f"min_priority: {self.min_priority} is more than max_priority={self.max_priority}")
+        return self
+
+    @model_validator(mode="after")
     def _both_parts_of_tls(self) -> "ServerConfig":
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile belong together; give both or none")
         return self
 
-    def all_api_keys(self) -> tuple[str, ...]:
-        """The keys from the option, the file and the environment."""
-        keys = [key.get_secret_value() for key in self.api_keys]
-        if self.api_key_file is not None:
-            keys += _keys_of_file(Path(self.api_key_file))
-        keys += [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-        if not all(map(_is_key, keys)):
+    def keys(self) -> tuple[ApiKey, ...]:
+        """The keys from the file, the option and the environment; what the file says of a key stands."""
+        keys = [] if self.api_key_file is None else _keys_of_file(Path(self.api_key_file))
+        given = [key.get_secret_value() for key in self.api_keys]
+        given += [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+        found: dict[str, ApiKey] = {}
+        for key in (*keys, *map(ApiKey, given)):
+            found.setdefault(key.secret, key)
+        if not all(map(_is_key, found)):
             raise ConfigError("api_keys: a key has characters that no header can carry; use printable ASCII")
-        return tuple(dict.fromkeys(keys))
+        return tuple(found.values())
+
+    def all_api_keys(self) -> tuple[str, ...]:
+        """The secrets of all keys."""
+        return tuple(key.secret for key in self.keys())
 
     @property
     def is_local(self) -> bool:
@@ -219,15 +256,48 @@ def _is_key(key: str) -> bool:
     return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
-def _keys_of_file(path: Path) -> list[str]:
+def _keys_of_file(path: Path) -> list[ApiKey]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         raise ConfigError(f"api_key_file: cannot read {path}; give a text file with one key in each line") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = [
+        _key_of_line(line, f"{path}:{number}")
+        for number, line in enumerate(lines, start=1)
+        if line and not line.startswith("#")
+    ]
     if not keys:
         raise ConfigError(f"api_key_file: {path} holds no key; write one in each line")
     return keys
+
+
+def _key_of_line(line: str, where: str) -> ApiKey:
+    """A key, and what follows it as name=value."""
+    secret, *given = line.split()
+    values: dict[str, Any] = {}
+    for word in given:
+        name, _, value = word.partition("=")
+        read = _KEY_VALUES.get(name)
+        try:
+            values[name] = read(value) if read is not None else None
+        except ValueError:
+            read = None
+        if read is None:
+            raise ConfigError(
+                f"api_key_file: {where}: cannot read {word[:40]!r}; after a key come weight=2, min_priority=-10 or "
+                "max_priority=0"
+            )
+    return ApiKey(secret, **values)
+
+
+def _weight(text: str) -> float:
+    value = float(text)
+    if not 0.01 <= value <= 100:
+        raise ValueError("from 0.01 to 100")
+    return value
+
+
+_KEY_VALUES: Mapping[str, Callable[[str], float | int]] = {"weight": _weight, "min_priority": int, "max_priority": int}
 
 
 def host_name(host: str) -> str:

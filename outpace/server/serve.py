@@ -53,6 +53,8 @@ async def serve(
     admission = Admission(
         max_waiting=asked.scheduler.max_waiting,
         max_waiting_tokens=config.max_waiting_tokens,
+        max_sequences_per_caller=config.max_sequences_per_key,
+        max_waiting_tokens_per_caller=config.max_waiting_tokens_per_key,
     )
     healing = Healing(stall_timeout=config.stall_timeout, ready_timeout=config.ready_timeout)
     engine = Supervisor(model, options, admission=admission, healing=healing)

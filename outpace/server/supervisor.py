@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -120,9 +120,9 @@ class Supervisor:
             async for delta in deltas:
                 yield delta
 
-    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
-        """A vector for each prompt."""
-        return await self._client().embed(prompt_token_ids, pooling)
+    async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
+        """The vector that each request asks for."""
+        return await self._client().embed(requests)
 
     def status(self) -> EngineStatus:
         """The newest numbers; totals go on over restarts."""

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outpace.server.caller import Callers
 from outpace.server.chat import ChatPrompts
 from outpace.server.chat_protocol import ChatMessage, ToolSpec
-from outpace.server.engine import EngineRequest, ModelCard, WireGrammar
+from outpace.server.engine import ANYBODY, Caller, EngineRequest, ModelCard, WireGrammar
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, SamplingFields
 from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
-from outpace.types import SamplingParams
+from outpace.types import Pooling, SamplingParams
 
 _SAME_NAMES = (
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -34,6 +35,9 @@ class Work:
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    caller: Caller = ANYBODY
+    pooling: Pooling | None = None
+    """A vector of the prompt is wanted instead of an answer."""
     grammar: WireGrammar | None = None
     """What the answers are held to."""
     structure: str = ""
@@ -49,6 +53,8 @@ class Work:
             bad_words=self.bad_words,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            caller=self.caller,
+            pooling=self.pooling,
             grammar=self.grammar,
         )
 
@@ -60,7 +66,7 @@ class Validator:
         self, card: ModelCard, options: ServerConfig, tokens: Tokens, chats: ChatPrompts, structures: Structures
     ) -> None:
         self._card, self._options, self._tokens, self._chats = card, options, tokens, chats
-        self._structures = structures
+        self._structures, self._callers = structures, Callers(options)
         self.names = options.served_model_name or (card.name,)
         """What the model may be called."""
 
@@ -92,7 +98,7 @@ class Validator:
                 text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
             works.append(self._work(request, ids, request.max_tokens or 16, shared, text))
         grammar, field = await self._structures.grammar(request) or (None, "")
-        return [replace(work, grammar=grammar, structure=field) for work in works]
+        return self._of_caller([replace(work, grammar=grammar, structure=field) for work in works])
 
     async def chat(self, request: ChatRequest) -> Work:
         """The prompt of /v1/chat/completions."""
@@ -114,7 +120,7 @@ class Validator:
         usual = min(int(self._card.sampling.get("max_tokens", room)), room)
         work = self._work(request, ids, asked or usual, {"logprobs": top}, None)
         grammar, field = await self._structures.grammar(request) or (None, "")
-        return replace(work, grammar=grammar, structure=field)
+        return self._of_caller([replace(work, grammar=grammar, structure=field)])[0]
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
         """A conversation as text in pieces, see `ChatPrompts.write`."""
@@ -122,13 +128,13 @@ class Validator:
         _at_most("tools", len(tools), self._options.max_tools, "tools")
         return await self._chats.write(messages, tools, **how)
 
-    async def embedding(self, request: EmbeddingRequest) -> list[list[int]]:
+    async def embedding(self, request: EmbeddingRequest) -> list[Work]:
         """The inputs of /v1/embeddings."""
-        prompts = _prompts(request.input, self._options.max_prompts, "input")
-        return [
-            await self._encode("input", prompt, request.add_special_tokens, request.truncate_prompt_tokens, new=0)
-            for prompt in prompts
-        ]
+        params, works = SamplingParams(max_tokens=0), []
+        for prompt in _prompts(request.input, self._options.max_prompts, "input"):
+            ids = await self._encode("input", prompt, request.add_special_tokens, request.truncate_prompt_tokens, new=0)
+            works.append(Work(prompt_token_ids=ids, params=params, pooling=request.pooling))
+        return self._of_caller(works)
 
     async def mii(self, request: MiiRequest) -> list[Work]:
         """The prompts of /mii/{deployment}: `max_length` counts the prompt."""
@@ -154,7 +160,15 @@ class Validator:
                 seed=request.seed,
             )
             works.append(Work(prompt_token_ids=ids, params=params, text=str(prompt)))
-        return works
+        return self._of_caller(works)
+
+    def _of_caller(self, works: list[Work]) -> list[Work]:
+        """The prompts of a request as those of whoever sent it, within the limits of one key."""
+        most = self._options.max_sequences_per_key
+        if most is not None:
+            _at_most("prompt", sum(work.params.n for work in works), most, "sequences (prompts times n) of one key")
+        caller = self._callers.current()
+        return [replace(work, caller=caller, cache_salt=self._callers.salt(work.cache_salt)) for work in works]
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """Tokens that the model does not have are refused here: on a GPU they would end the engine."""
@@ -208,7 +222,7 @@ class Validator:
             params=params,
             text=text,
             bad_words=self._tokens.bad_words(request.bad_words or ()),
-            priority=request.priority or 0,
+            priority=self._callers.priority(request.priority),
             cache_salt=request.cache_salt or request.prompt_cache_key or "",
         )
 

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
 
@@ -29,13 +30,11 @@ from outpace.log import logger
 from outpace.prepare import PagedParts, load_paged
 from outpace.runner.start import STEP_SECONDS
 from outpace.server.channel import Channel
-from outpace.server.embed import Embedder
 from outpace.server.engine import STEP_SIZES, ModelCard, StepRecord
 from outpace.server.known_grammars import Learned
 from outpace.server.messages import (
     Add,
     Cancel,
-    Embed,
     Failure,
     Learn,
     News,
@@ -52,7 +51,7 @@ from outpace.server.messages import (
     wire_logprobs,
 )
 from outpace.structure import FIELD
-from outpace.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from outpace.types import CompletionOutput, FinishReason, Pooling, RequestOutput, SamplingParams
 
 NUMBERS_EVERY = 0.1  # seconds
 MAX_FAILURES = 2  # steps that fail one after the other
@@ -75,6 +74,11 @@ class _Live:
         """Its answers so far."""
         return self.group.output
 
+    @property
+    def scores(self) -> bool:
+        """Whether its answers have no tokens: they end when the prompt is computed, and tell of it."""
+        return self.group.params.max_tokens == 0 and self.output.pooled is None
+
     def times(self) -> tuple[float, float] | None:
         """Seconds in the queue, and from its end to the first token."""
         metrics, begin = self.output.metrics, self.scheduled_at
@@ -89,13 +93,11 @@ class Worker:
     def __init__(self, engine: LLMEngine, parts: PagedParts, channel: Channel) -> None:
         self._engine = engine
         self._vocab_size = parts.vocab_size
-        self._embedder = Embedder(parts, engine.max_model_len)
         self._channel = channel
         self._grammars = Learned()
         self._live: dict[int, _Live] = {}
         self._queued: dict[int, _Live] = {}  # those that no step has had
         self._changed: dict[int, None] = {}  # requests with tokens that have not been sent
-        self._embeds: deque[Embed] = deque()
         self._news = News()
         self._new_steps: deque[StepRecord] = deque(maxlen=64)
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
@@ -106,7 +108,7 @@ class Worker:
 
     @property
     def _busy(self) -> bool:
-        return self._engine.has_unfinished_requests or bool(self._embeds)
+        return self._engine.has_unfinished_requests
 
     def run(self) -> int:
         """Work until the other side goes (0) or the engine cannot go on (1)."""
@@ -123,12 +125,9 @@ class Worker:
         unsent = self._changed and self._channel.free  # more log-probabilities than one frame holds
         for message in self._channel.receive(wait=not self._busy and not unsent):
             self._handle(message)
-        if self._busy:  # though it may be over in this turn
-            self._told_idle = False
-        if self._engine.has_unfinished_requests:
+        if self._busy:
+            self._told_idle = False  # though it may be over in this turn
             self._step()
-        if self._embeds:  # one between two steps, so that answers go on
-            self._embed(self._embeds.popleft())
         if self._channel.free:
             self._publish()
 
@@ -137,8 +136,6 @@ class Worker:
             self._cancel(message.number, message.index)
         elif isinstance(message, Ping):
             self._news.pong = True
-        elif isinstance(message, Embed):
-            self._embeds.append(message)
         elif isinstance(message, Learn | Unlearn):
             self._grammars.take(message)
         elif isinstance(message, Add):
@@ -155,7 +152,10 @@ class Worker:
         params = SamplingParams(**message.params)
         self._check_prompt_logprobs(len(message.prompt_token_ids), params.prompt_logprobs)
         grammar = self._grammars.get(message.grammar)
-        options = {"priority": message.priority, "cache_salt": salt}
+        if message.pooling not in (None, *get_args(Pooling)):
+            raise InputError(f"pooling: expected one of {', '.join(get_args(Pooling))}, got {message.pooling!r:.80}")
+        options: dict[str, Any] = {"priority": message.priority, "cache_salt": salt, "pooling": message.pooling}
+        options |= {"caller": message.caller, "weight": message.weight}
         group = self._engine.make(str(message.number), message.prompt_token_ids, params, grammar, **options)
         if message.bad_words:
             words = tuple(map(tuple, message.bad_words))
@@ -181,14 +181,10 @@ class Worker:
         if index is not None:
             self._cancel_answer(number, index)
             return
-        embeds = [embed for embed in self._embeds if embed.number != number]
-        if len(embeds) < len(self._embeds):
-            self._embeds = deque(embeds)
-        elif number not in self._live:
+        if number not in self._live:
             return
-        else:
-            self._engine.abort(str(number))
-            self._forget(number)
+        self._engine.abort(str(number))
+        self._forget(number)
         self._news.cancelled.append(number)
 
     def _cancel_answer(self, number: int, index: int) -> None:
@@ -244,19 +240,6 @@ class Worker:
         self._forget(number)
         self._news.failures.append(Failure(number, kind, message))
 
-    def _embed(self, message: Embed) -> None:
-        try:
-            vector = self._embedder(message.prompt_token_ids, message.pooling)
-        except OutpaceError as error:
-            self._fail(message.number, kind_of(error), str(error))
-        except Exception as error:
-            logger.exception("an embedding failed")
-            self._fail(message.number, "dead", "the engine could not compute the embedding")
-            if isinstance(error, torch.AcceleratorError):
-                self._lose_all(error)
-        else:
-            self._news.vectors.append((message.number, vector))
-
     def _publish(self) -> None:
         """Send what is new, if anything is."""
         news, now = self._news, time.monotonic()
@@ -275,6 +258,9 @@ class Worker:
     def _collect(self, number: int, tokens: list[Tokens], room: int) -> int:
         """Tokens of a request that have not been sent, with about `room` log-probabilities; how many those are."""
         live, taken = self._live[number], 0
+        if live.scores and not live.output.finished:
+            del self._changed[number]  # others of its n answers are still to end
+            return 0
         prompt = times = cached = None
         if not live.begun:
             live.begun, times, cached = True, live.times(), live.output.num_cached_tokens
@@ -283,7 +269,7 @@ class Worker:
                 prompt = [None if entry is None else wire_logprobs(entry) for entry in found]
         for index, completion in enumerate(live.output.outputs):
             sent = live.sent[index]
-            if len(completion.token_ids) > sent and taken < room:
+            if (len(completion.token_ids) > sent or live.scores) and taken < room:
                 entry = _tokens(number, completion, sent, room - taken)
                 taken += sum(map(len, entry.logprobs or ()))
                 entry.prompt_logprobs, prompt = prompt, None
@@ -297,6 +283,8 @@ class Worker:
             del self._changed[number]
             if live.output.finished:
                 self._live.pop(number)
+                if live.output.pooled is not None:
+                    self._news.vectors.append((number, live.output.pooled))
         return taken
 
     def _numbers(self) -> Numbers:
@@ -322,7 +310,7 @@ class Worker:
 def _tokens(number: int, completion: CompletionOutput, sent: int, room: int) -> Tokens:
     """What has not been sent, or as many tokens as have this many log-probabilities."""
     end = len(completion.token_ids)
-    if completion.logprobs is not None:
+    if completion.logprobs:
         end = min(end, sent + max(1, room // max(1, len(completion.logprobs[sent]))))
     entry = Tokens(number, completion.index, completion.token_ids[sent:end])
     if end == len(completion.token_ids):

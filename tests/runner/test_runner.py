@@ -21,7 +21,7 @@ from outpace.runner.capture import Uncapturable
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.start import choose_limits, start_runner
 from outpace.runner.step_graphs import CHUNK_SIZES, Shape, StepGraphs, decode_sizes, shapes
-from outpace.types import Request, ScheduledSequence, Step
+from outpace.types import Pooling, Preemption, Request, ScheduledSequence, Step
 from tests.models import tiny
 from tests.test_exactness import BLOCK, LONGEST, MOST_NEW, SWAP, assert_same, expected, model, served, watched, work
 
@@ -38,6 +38,7 @@ class Counting:
     device: torch.device = CPU
     capturable: bool = True
     reentrant: bool = True
+    gives_hidden: bool = True
     batches: list[Batch] = field(default_factory=list)
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
@@ -48,6 +49,11 @@ class Counting:
         real = batch.slots >= 0
         keys[batch.slots[real]] = batch.ids[real, None, None].float().expand(-1, *keys.shape[1:])
         return logits if rows is None else logits.index_select(0, rows)
+
+    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+        """Each token and its position."""
+        self.forward(batch, pages)
+        return torch.stack([batch.ids, batch.positions], 1).float()
 
 
 def entry(name: str, tokens: list[int], blocks: list[int], **changes: Any) -> ScheduledSequence:
@@ -344,3 +350,38 @@ def test_steps_that_are_padded_like_graphs_give_the_same_tokens(
     kinds = {shape.kind for shape in replayed}
     assert kinds == ({"decode", "chunks", "mixed"} if pool == "roomy" else {"decode", "chunks"})
     assert (sum(seen.preempted.values()) > 0) == (pool != "roomy")
+
+
+# vectors of prompts
+
+
+def pooled(name: str, tokens: list[int], blocks: list[int], pooling: Pooling, **changes: Any) -> ScheduledSequence:
+    """A request for a vector that comes in with all its tokens."""
+    params = SamplingParams(max_tokens=0)
+    request = Request(request_id=name, prompt_token_ids=tuple(tokens), params=params, pooling=pooling)
+    return entry(name, tokens, blocks, request=request, **changes)
+
+
+def test_item_1_vectors_are_gathered_over_the_chunks_of_a_prompt_beside_answers() -> None:
+    made, _ = runner(Counting())
+    first = pooled("mean", [2, 4, 6], [2], "mean", num_new_tokens=2, samples=False)
+    output = made.launch(Step(0, sequences=[first, pooled("last", [3, 8], [4], "last"), entry("text", [5], [5])]))()
+    assert output.pooled == {"last": [8.0, 1.0]}
+    assert output.token_ids == {"text": 6}
+    second = [ScheduledSequence("mean", 2, 1, True), ScheduledSequence("text", 1, 1, True)]
+    output = made.launch(Step(1, ended=["last"], sequences=second))()
+    assert output.pooled == {"mean": [4.0, 1.0]}
+    assert output.token_ids == {"text": 7}
+
+
+def test_item_1_a_preempted_prompt_goes_on_where_it_was_or_begins_anew() -> None:
+    made, _ = runner(Counting(), host=4)
+    tokens = [2, 4, 6]
+    made.launch(Step(0, sequences=[pooled("swap", tokens, [2], "mean", num_new_tokens=2, samples=False)]))()
+    made.launch(Step(1, preempted={"swap": Preemption.SWAP}, swap_out=[(2, 0)]))()
+    back = pooled("swap", tokens, [3], "mean", start=2, num_new_tokens=1)
+    output = made.launch(Step(2, swap_in=[(0, 3)], sequences=[back]))()
+    assert output.pooled == {"swap": [4.0, 1.0]}
+    made.launch(Step(3, sequences=[pooled("again", tokens, [1], "mean", num_new_tokens=2, samples=False)]))()
+    made.launch(Step(4, preempted={"again": Preemption.RECOMPUTE}))()
+    assert made.launch(Step(5, sequences=[pooled("again", tokens, [1], "mean")]))().pooled == {"again": [4.0, 1.0]}

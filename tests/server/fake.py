@@ -1,7 +1,7 @@
 """An engine in memory: it says what it is told to, and remembers what was asked and what was given up."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerFast
@@ -97,11 +97,12 @@ class FakeEngine:
                 first = False
                 yield delta
 
-    async def embed(self, prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+    async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
         """Vectors (length, 1 for mean, 0)."""
+        self.requests += requests
         if self.error is not None:
             raise self.error
-        return [[float(len(ids)), float(pooling == "mean"), 0.0] for ids in prompt_token_ids]
+        return [[float(len(each.prompt_token_ids)), float(each.pooling == "mean"), 0.0] for each in requests]
 
     def status(self) -> EngineStatus:
         """Some numbers."""

@@ -31,6 +31,11 @@ def request(token: int = 5, max_tokens: int = 50) -> EngineRequest:
     return EngineRequest(request_id="r", prompt_token_ids=[token, 6, 7], params=params)
 
 
+def vector_of(ids: list[int]) -> EngineRequest:
+    params = SamplingParams(max_tokens=0)
+    return EngineRequest(request_id="v", prompt_token_ids=ids, params=params, pooling="last")
+
+
 def run(work: Awaitable[Any], seconds: float = 120) -> Any:
     async def limited() -> Any:
         return await asyncio.wait_for(work, seconds)
@@ -234,7 +239,7 @@ def test_draining_refuses_new_requests_and_lets_running_ones_go_on() -> None:
             with pytest.raises(EngineDead, match="shutting down"):
                 await anext(engine.generate(request()))
             with pytest.raises(EngineDead, match="shutting down"):
-                await engine.embed([[1]], "mean")
+                await engine.embed([vector_of([1])])
             waiting = asyncio.create_task(engine.drained())
             assert (await anext(stream)).token_ids
             assert not waiting.done()
@@ -301,7 +306,7 @@ def test_f1_the_real_worker_heals_and_gives_the_same_answers(folder: str, caplog
             await until(lambda: engine.status().ready)
             assert not is_alive(pid)
             assert await tokens_of(engine, request()) == right
-            assert len(await engine.embed([[5, 6]], "last")) == 1
+            assert len(await engine.embed([vector_of([5, 6])])) == 1
 
     run(go())
 

@@ -2,12 +2,14 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from transformers import PreTrainedTokenizerFast
 
+from outpace.server.engine import EngineRequest
 from outpace.types import SamplingParams
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
@@ -228,7 +230,7 @@ async def test_what_json_cannot_say_never_reaches_an_answer(serve: Serve, value:
     server = serve()
     vectors = [[value, 1.0]]
 
-    async def embed(prompt_token_ids: list[list[int]], pooling: str) -> list[list[float]]:
+    async def embed(requests: Sequence[EngineRequest]) -> list[list[float]]:
         return vectors
 
     server.engine.embed = embed  # type: ignore[method-assign]

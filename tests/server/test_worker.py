@@ -17,14 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import LLMConfig
-from outpace.errors import ConfigError, EngineDead, InputError, ModelError, NotSupported, Overloaded
+from outpace.errors import ConfigError, EngineDead, InputError, ModelError, Overloaded
 from outpace.llm import LLM
 from outpace.llm_engine import LLMEngine
-from outpace.prepare import PagedParts, load_paged
+from outpace.prepare import load_paged
 from outpace.server import worker
 from outpace.server.channel import Channel
-from outpace.server.client import Admission, EngineClient
-from outpace.server.embed import Embedder
+from outpace.server.client import Admission, EngineClient, _Load
 from outpace.server.engine import Delta, EngineRequest
 from outpace.server.messages import Add, Cancel, Frames, FromWorker, News, Start, ToWorker, add, frame
 from outpace.server.worker import Worker, serve
@@ -41,6 +40,10 @@ def greedy(max_tokens: int = 12, **changes: Any) -> SamplingParams:
 
 def request(prompt: list[int] | None = None, params: SamplingParams | None = None, **changes: Any) -> EngineRequest:
     return EngineRequest(request_id="r", prompt_token_ids=prompt or PROMPT, params=params or greedy(), **changes)
+
+
+def vector_of(ids: list[int], pooling: Any = "mean") -> EngineRequest:
+    return replace(request(params=SamplingParams(max_tokens=0), pooling=pooling), prompt_token_ids=ids)
 
 
 @pytest.fixture(scope="module")
@@ -583,28 +586,19 @@ def test_an_error_while_queueing_fails_the_request_alone(drive: Drive, monkeypat
 # Embeddings
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt", "bloom", "gpt_neox", "gemma3", "mixtral"])
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_embeddings_pool_the_hidden_states_of_hugging_face(family: str, pooling: str) -> None:
-    embedder = Embedder(load_paged(tiny(family), LLMConfig.of(OPTIONS)), 64)
-    hidden = tiny(family).base_model(torch.tensor([PROMPT])).last_hidden_state[0]
-    right = hidden.mean(0) if pooling == "mean" else hidden[-1]
-    torch.testing.assert_close(torch.tensor(embedder(PROMPT, pooling)), right.detach(), rtol=1e-3, atol=1e-4)
-
-
 def test_embeddings_run_beside_requests_and_fail_alone(folder: Path, llm: LLM) -> None:
     async def ask() -> Any:
         async with engine(folder) as client:
             text = asyncio.create_task(answers(client, request(params=greedy(40))))
-            vectors = await client.embed([PROMPT, [9, 8], PROMPT], "mean")
+            vectors = await client.embed([vector_of(ids) for ids in (PROMPT, [9, 8], PROMPT)])
             for wrong, pooling, message in (
-                ([[]], "mean", "one or more"),
-                ([[1] * 65], "mean", "max_model_len=64"),
-                ([[VOCAB]], "last", "from 0 to 96"),
-                ([PROMPT], "max", "pooling"),
+                ([], "mean", "one or more"),
+                ([1] * 65, "mean", "max_model_len=64"),
+                ([VOCAB], "last", "vocabulary of 97"),
+                (PROMPT, "max", "pooling"),
             ):
                 with pytest.raises(InputError, match=message):
-                    await client.embed([PROMPT, *wrong], pooling)
+                    await client.embed([vector_of(PROMPT), vector_of(wrong, pooling)])
             found = await text
             await until(lambda: client.in_flight == 0)
             return vectors, found
@@ -615,22 +609,35 @@ def test_embeddings_run_beside_requests_and_fail_alone(folder: Path, llm: LLM) -
     assert vectors[0] == vectors[2] != vectors[1]
 
 
-def test_a_model_without_hidden_states_is_refused() -> None:
-    parts: PagedParts = load_paged(tiny("llama"), LLMConfig.of(OPTIONS))
-    with pytest.raises(NotSupported, match="embeddings: Linear"):
-        Embedder(replace(parts, module=torch.nn.Linear(1, 1)), 64)([1], "mean")
+def test_item_24_a_prompt_is_scored_without_an_answer(folder: Path, llm: LLM) -> None:
+    async def ask() -> list[Delta]:
+        async with engine(folder) as client:
+            asked = request(params=SamplingParams(max_tokens=0, prompt_logprobs=2, n=2))
+            return [delta async for delta in client.generate(asked)]
+
+    found = run(ask())
+    (right,) = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    assert [(delta.index, delta.token_ids, delta.finish_reason) for delta in found] == [
+        *((0, [], FinishReason.LENGTH), (1, [], FinishReason.LENGTH))
+    ]
+    assert found[0].prompt_logprobs is not None
+    assert right.prompt_logprobs is not None
+    assert [entry and entry.keys() for entry in found[0].prompt_logprobs] == [
+        entry and entry.keys() for entry in right.prompt_logprobs
+    ]
 
 
 def test_a_cancelled_embedding_is_forgotten(folder: Path) -> None:
     async def ask() -> None:
         async with engine(folder) as client:
-            work = asyncio.create_task(client.embed([PROMPT] * 200, "mean"))
+            work = asyncio.create_task(client.embed([vector_of(PROMPT)] * 200))
             await asyncio.sleep(0)
             assert client.in_flight == 200
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             await until(lambda: client.in_flight == 0)
-            assert client._waiting == client._waiting_tokens == client._running == 0
+            assert client._load == _Load()
+            assert not client._loads
 
     run(ask())
 

@@ -75,9 +75,10 @@ def router(serving: Serving) -> APIRouter:
         """The hidden states of each input as one vector."""
         request.state.user = body.user
         model = validator.model(body.model)
-        prompts = await until_gone(request.receive, validator.embedding(body))
-        vectors = await until_gone(request.receive, serving.engine.embed(prompts, body.pooling))
-        count = sum(map(len, prompts))
+        works = await until_gone(request.receive, validator.embedding(body))
+        requests = [work.request(f"embd-{uuid.uuid4().hex}") for work in works]
+        vectors = await until_gone(request.receive, serving.engine.embed(requests))
+        count = sum(len(work.prompt_token_ids) for work in works)
         result: EmbeddingList = {
             "object": "list",
             "data": [_entry(index, vector, body) for index, vector in enumerate(vectors)],

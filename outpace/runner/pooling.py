@@ -1,0 +1,60 @@
+"""Vectors of prompts: the mean or the last of their hidden states, gathered chunk by chunk on the device."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from outpace.runner.results import Arriving
+from outpace.runner.rows import Layout
+
+
+class Pooling:
+    """The sums of prompts that are being computed. A preempted request keeps its sum, unless it begins anew."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    @staticmethod
+    def wanted(layout: Layout) -> list[int]:
+        """Sequences of a step whose hidden states are asked for."""
+        return [index for index, owner in enumerate(layout.owners) if owner.request.pooling is not None]
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """These have ended."""
+        for name in requests:
+            self._sums.pop(name, None)
+
+    def clear(self) -> None:
+        """All have."""
+        self._sums.clear()
+
+    def add(self, layout: Layout, hidden: Tensor) -> "Vectors":
+        """Take the hidden states [T, hidden_size] of a step; the vectors of prompts that are complete with it."""
+        names, vectors = [], []
+        for index, part in enumerate(hidden.split(layout.counts)):
+            request, start = layout.owners[index].request, layout.starts[index]
+            if request.pooling == "last":
+                vector = part[-1].float()
+            else:
+                vector = part.sum(0, dtype=torch.float32)
+                vector = vector if start == 0 else self._sums[request.request_id] + vector
+                self._sums[request.request_id] = vector
+                vector = vector / (start + layout.counts[index])
+            if layout.samples[index]:  # its last chunk
+                names.append(request.request_id)
+                vectors.append(vector)
+        return Vectors(names, vectors)
+
+
+class Vectors:
+    """Vectors on their way to the host."""
+
+    def __init__(self, names: list[str], vectors: list[Tensor]) -> None:
+        self._names = names
+        self._arriving = Arriving([torch.stack(vectors)] if vectors else [])
+
+    def read(self) -> dict[str, list[float]]:
+        """By request."""
+        found = self._arriving.read()
+        return dict(zip(self._names, found[0].tolist(), strict=True)) if found else {}
