@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import report
-from bench.soak import chart, faults, load, streams
+from bench.soak import callers, chart, faults, load, streams
 from bench.soak.leaks import MOST_RSS_MB, Sample, Watch, growth, positive_control
 from bench.soak.row import FULL, Result, Soak
 from bench.soak.server import Server, serving, write_model
@@ -32,6 +32,9 @@ OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
     "F-7b": faults.f7b,
     "F-11": faults.f11,
     "F-1": faults.f1,
+    "C-1": callers.c1,
+    "C-2": callers.c2,
+    "C-4": callers.c4,
 }
 """Rows with servers of their own."""
 LEDGERS = ("N-1", "L-5")

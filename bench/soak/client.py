@@ -207,11 +207,12 @@ class Client:
         return made
 
 
-def post(path: str, body: Mapping[str, Any], *, keep_alive: bool = False) -> bytes:
+def post(path: str, body: Mapping[str, Any], *, keep_alive: bool = False, key: str | None = None) -> bytes:
     """A POST as it goes over the wire."""
     data = json.dumps(body).encode()
     connection = "keep-alive" if keep_alive else "close"
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: {connection}\r\ncontent-type: application/json\r\n"
+    head += f"authorization: Bearer {key}\r\n" if key is not None else ""
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
