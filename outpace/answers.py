@@ -105,7 +105,8 @@ def make_group(
     if grammar is not None and not (eos_token_ids or params.stop_token_ids):
         raise InputError("structured_outputs: the model has no end-of-sequence token; give stop_token_ids")
     metrics = RequestMetrics(arrival_time=time.perf_counter())
-    group = Group(RequestOutput(request_id, prompt, list(prompt_token_ids), [], False, metrics), params, tokenizer)
+    texts = tokenizer if params.detokenize else None
+    group = Group(RequestOutput(request_id, prompt, list(prompt_token_ids), [], False, metrics), params, texts)
     if params.prompt_logprobs is not None:
         group.output.prompt_logprobs = [None] * len(group.output.prompt_token_ids)
     bad_words = _bad_words(params, tokenizer)
@@ -123,7 +124,7 @@ def make_group(
             bad_words=bad_words,
             grammar=grammar,
         )
-        text = _detokenizer(params, tokenizer, prompt_token_ids)
+        text = _detokenizer(params, texts, prompt_token_ids)
         completion = CompletionOutput(index, source=text, logprobs=[] if params.wants_logprobs else None)
         group.answers.append(Answer(request, completion, group, text))
     group.output.outputs = [answer.completion for answer in group.answers]

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -34,7 +34,8 @@ from outpace.types import (
     SamplingParams,
 )
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": [...]}, perhaps with a "cache_salt"."""
 Message = dict[str, Any]
 
 LOST = "the request was lost when a step that another thread took failed; ask again"
@@ -87,13 +88,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer each prompt (text or token ids), with the same parameters or one for each.
+        """Answer each prompt (text, token ids or a dict of either), with the same parameters or one for each.
 
-        An answer that could not be held to its structure has the `finish_reason` "error"; the others are not touched.
+        priority: of all prompts, or one for each; smaller is sooner. An answer that could not be held to its structure
+        has the `finish_reason` "error"; the others are not touched.
         """
         work = _pair(_as_prompts(prompts), sampling_params or self.get_default_sampling_params())
-        groups = [self._make(prompt, params) for prompt, params in work]  # all are checked before any runs
+        ranks = _priorities(priority, len(work))
+        groups = [
+            self._make(*each, priority=rank) for each, rank in zip(work, ranks, strict=True)
+        ]  # all, before any runs
         return self._run(groups, use_tqdm=use_tqdm)
 
     def chat(
@@ -102,13 +108,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, written out with the model's chat template."""
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations: Any = messages if many else [messages]
         prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def embed(
         self,
@@ -158,6 +165,10 @@ class LLM:
         """What is used where no parameters are given: the model's generation config, see `generation_config`."""
         return self.engine.default_sampling_params
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self._need_tokenizer("get_tokenizer")
+
     def shutdown(self) -> None:
         """Let go of the model, the pages and the graphs. Requests that run are lost."""
         with self._lock:
@@ -176,8 +187,10 @@ class LLM:
     def _make(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Group:
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params: expected SamplingParams, got {params!r:.80}")
-        ids, text = self.tokenize(prompt), prompt if isinstance(prompt, str) else None
-        return self.engine.make(f"llm-{next(self._numbers)}", ids, params, prompt=text, **options)
+        given = _as_dict(prompt)
+        ids = self.tokenize(given.get("prompt_token_ids", given.get("prompt")))
+        more = {"prompt": given.get("prompt"), "cache_salt": given.get("cache_salt", ""), **options}
+        return self.engine.make(f"llm-{next(self._numbers)}", ids, params, **more)
 
     def _run(self, groups: list[Group], *, use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their ends; they enter as the queue has room."""
@@ -232,7 +245,7 @@ class LLM:
                 for group in groups:
                     self._engine.leave(group)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt; those of a list are checked."""
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("generate")
@@ -279,7 +292,7 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[list[Group]], No
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple) or not prompts:
         raise InputError(f"prompts: expected text, token ids or a list of them, got {prompts!r:.80}")
@@ -293,6 +306,27 @@ def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingRequestOutput
     length = math.sqrt(math.fsum(value * value for value in output.pooled)) if normalize else 1.0
     vector = [value / (length or 1.0) for value in output.pooled]
     return EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, EmbeddingOutput(vector))
+
+
+def _as_dict(prompt: Prompt) -> Mapping[str, Any]:
+    """A prompt as vLLM's dict."""
+    if not isinstance(prompt, Mapping):
+        return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"})):
+        raise InputError(f"prompt: {unknown[0]!r} is unknown; a dict has prompt or prompt_token_ids, and cache_salt")
+    if not isinstance(prompt.get("prompt", ""), str):
+        raise InputError(f"prompt: expected text in the dict's prompt, got {prompt['prompt']!r:.80}")
+    if isinstance(ids := prompt.get("prompt_token_ids"), str):
+        raise InputError(f"prompt_token_ids: expected a list of token ids, got {ids!r:.80}")
+    return prompt
+
+
+def _priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    if priority is None or type(priority) is int:
+        return [priority or 0] * count
+    if not isinstance(priority, list | tuple) or len(priority) != count:
+        raise InputError(f"priority: expected an integer, or one for each of {count} prompts, got {priority!r:.80}")
+    return list(priority)
 
 
 def _pair(

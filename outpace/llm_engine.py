@@ -92,6 +92,8 @@ class LLMEngine:
             grammar = self._compile(params.structured_outputs)
         if isinstance(params, SamplingParams) and params.seed is None and self._config.seed is not None:
             params = replace(params, seed=self._config.seed)
+        if isinstance(params, SamplingParams) and isinstance(prompt_token_ids, list | tuple):
+            params = self._fitted(params, len(prompt_token_ids))
         ends = self._parts.eos_token_ids
         group = make_group(
             request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=ends, grammar=grammar, **options
@@ -254,6 +256,15 @@ class LLMEngine:
         """Most log-probabilities of a token that a request may ask for."""
         most, size = self._config.max_logprobs, self._parts.vocab_size or 2**31
         return size if most < 0 else min(most, size)
+
+    def _fitted(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """The parameters with no more new tokens than there is room for; a prompt that leaves none is refused later."""
+        room, pool = max(1, self.max_model_len - num_prompt), self._scheduler.pool
+        if params.max_tokens is None:
+            room = max(1, min(room, pool.num_blocks * pool.block_size + 1 - num_prompt))
+        elif params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         size = self._parts.vocab_size or 2**31

@@ -65,10 +65,10 @@ class Pipeline:
         params = []
         for ids in tokens:
             room = longest - len(ids)
-            if room < (max_new_tokens or 1):
-                wanted = f" for {max_new_tokens} new ones" if max_new_tokens else ""
-                raise InputError(f"max_length: a prompt of {len(ids)} tokens leaves no room{wanted} in {longest}")
-            params.append(SamplingParams(max_tokens=max_new_tokens or room, **shared))
+            if room < 1:
+                raise InputError(f"max_length: a prompt of {len(ids)} tokens leaves no room in {longest}")
+            new = min(max_new_tokens or room, room)
+            params.append(SamplingParams(max_tokens=new, **{**shared, "min_tokens": min(min_new_tokens, new)}))
         outputs = self.llm.generate(tokens, params, use_tqdm=False)
         heads = given if return_full_text else [""] * len(given)
         return [_response(output, head) for output, head in zip(outputs, heads, strict=True)]

@@ -145,7 +145,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Say why a request could never run, if that is so."""
-        num_prompt, new = len(request.prompt_token_ids), 0 if request.prompt_only else request.params.max_tokens
+        num_prompt, new = len(request.prompt_token_ids), request.max_tokens
         what = f"max_tokens: {num_prompt} prompt tokens and max_tokens={new}"
         if num_prompt > self.max_model_len or (new and num_prompt == self.max_model_len):
             too_many = "leave no room for an answer in" if new else "are more than"
@@ -443,4 +443,4 @@ class Scheduler:
 
 def _limit(request: Request) -> int:
     """Most tokens of a request; one that is for the prompt alone ends where others would have their first."""
-    return len(request.prompt_token_ids) + max(1, 0 if request.prompt_only else request.params.max_tokens)
+    return len(request.prompt_token_ids) + max(1, request.max_tokens)

@@ -29,8 +29,9 @@ class SamplingParams:
 
     n: int = 1
     """Answers to the prompt."""
-    max_tokens: int = 16
-    """Most new tokens. 0 computes the prompt alone, for its log-probabilities."""
+    max_tokens: int | None = 16
+    """Most new tokens; more than there is room for is cut to the room. None: to the end of the context. 0 computes the
+    prompt alone, for its log-probabilities."""
     min_tokens: int = 0
     """No end-of-sequence token before this many new tokens; stop strings end an answer all the same."""
     temperature: float = 1.0
@@ -63,6 +64,8 @@ class SamplingParams:
     """End with any of these tokens, beside the model's own."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
+    detokenize: bool = True
+    """Make text of the tokens; False: token ids alone, without stop strings."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
@@ -80,10 +83,8 @@ class SamplingParams:
             if getattr(self, name) is other or (other == -1 and getattr(self, name) == -1):
                 object.__setattr__(self, name, meant)
         for name, low, high in _RANGES:
-            _check_number(name, getattr(self, name), low, high)
-        for name in _COUNTS_OR_NONE:
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), -1, 2**31)
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                _check_number(name, getattr(self, name), low, high)
         if 0 < self.temperature < _COLDEST:
             raise InputError(
                 f"temperature: {self.temperature!r} is too small; use 0 for greedy, or {_COLDEST:g} or more"
@@ -97,11 +98,13 @@ class SamplingParams:
                 raise InputError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InputError(f"seed: expected an integer of 64 bits, got {self.seed}")
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens: {self.min_tokens} is more than max_tokens={self.max_tokens}")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise InputError(f"structured_outputs: expected StructuredOutputs, got {self.structured_outputs!r:.80}")
         self._freeze()
+        if self.stop and not self.detokenize:
+            raise InputError("stop: stop strings need the text; remove detokenize=False, or use stop_token_ids")
 
     def _freeze(self) -> None:
         """Puts tuples where lists and mappings were given."""
@@ -181,9 +184,9 @@ MAX_LOGPROB_TOKEN_IDS = 128
 """Most entries of `SamplingParams.logprob_token_ids`."""
 _SAME: tuple[tuple[str, object, object], ...] = (("top_k", -1, 0), ("stop", None, ()), ("stop_token_ids", None, ()))
 _COLDEST = 1e-5  # logits divided by less overflow
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-_COUNTS_OR_NONE = ("logprobs", "prompt_logprobs")
+_MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs")
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
     ("max_tokens", 0, 2**31),
@@ -195,6 +198,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 1e-3, 1e3),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
+    ("logprobs", -1, 2**31),
+    ("prompt_logprobs", -1, 2**31),
 )
 
 
@@ -339,6 +344,14 @@ class Request:
     def reads_whole_prompt(self) -> bool:
         """Whether what is cached of its prompt does not help: every position has to be computed."""
         return self.params.prompt_logprobs is not None or self.pooling == "mean"
+
+    @property
+    def max_tokens(self) -> int:
+        """Most new tokens, 0 for the prompt alone. None in `params` is resolved before a request is made."""
+        if self.prompt_only:
+            return 0
+        assert self.params.max_tokens is not None, "max_tokens is not resolved"
+        return self.params.max_tokens
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

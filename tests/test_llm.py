@@ -254,9 +254,78 @@ def test_two_streams_at_once_do_not_mix(chain_llm: LLM) -> None:
 def test_what_cannot_run_is_refused(chain_llm: LLM) -> None:
     with pytest.raises(InputError, match="prompt_token_ids: 9999 is outside the model's vocabulary of 257 tokens"):
         chain_llm.generate([9999], GREEDY)
-    with pytest.raises(InputError, match=r"1 prompt tokens and max_tokens=600 are more than max_model_len=512"):
-        chain_llm.stream("?", greedy(max_tokens=600))
+    with pytest.raises(InputError, match="prompt: its 512 tokens leave no room for an answer in max_model_len=512"):
+        chain_llm.stream("?" * 512, greedy(max_tokens=600))
     assert answer(chain_llm, "?").text == CYCLE
+
+
+# as vLLM's users call it
+
+
+@pytest.mark.parametrize("asked", [{"max_tokens": None}, {"max_tokens": 600}, {"max_tokens": 600, "min_tokens": 600}])
+def test_item_23_an_answer_goes_to_the_end_of_the_context(random_llm: LLM, asked: dict[str, Any]) -> None:
+    params = greedy(ignore_eos=True, **asked)
+    (output,) = random_llm.generate([5] * 12, params)
+    result = output.outputs[0]
+    assert (len(result.token_ids), result.finish_reason) == (random_llm.max_model_len - 12, FinishReason.LENGTH)
+    assert list(random_llm.stream([5] * 12, params))[-1].outputs[0].token_ids == result.token_ids
+
+
+def test_item_23_an_answer_to_the_end_of_a_small_cache() -> None:
+    small = LLM(tiny("llama"), device="cpu", block_size=16, num_blocks=2)
+    result = answer(small, [5] * 12, greedy(max_tokens=None, ignore_eos=True))
+    assert (len(result.token_ids), result.finish_reason) == (32 + 1 - 12, FinishReason.LENGTH)
+    with pytest.raises(InputError, match="do not fit the cache of 32 tokens; ask for fewer or raise num_blocks"):
+        small.generate([5] * 12, greedy(max_tokens=40))
+
+
+def test_item_23_prompts_as_dicts(chain_llm: LLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert chain_llm.get_tokenizer() is tokenizer
+    ids = tokenizer("?")["input_ids"]
+    asked: list[Any] = [{"prompt": "?"}, {"prompt_token_ids": ids}, {"prompt": "?", "prompt_token_ids": ids}, "?"]
+    outputs = chain_llm.generate(asked, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [CYCLE] * 4
+    assert [output.prompt for output in outputs] == ["?", None, "?", "?"]
+    assert chain_llm.generate({"prompt_token_ids": ids, "cache_salt": "s"}, GREEDY)[0].outputs[0].text == CYCLE
+    assert list(chain_llm.stream({"prompt": "?"}, GREEDY))[-1].outputs[0].text == CYCLE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ({"prompt": "?", "multi_modal_data": {}}, "prompt: 'multi_modal_data' is unknown; a dict has prompt or"),
+        ({}, "prompt: expected text or token ids that are not empty, got None"),
+        ({"prompt": [5]}, "prompt: expected text in the dict's prompt, got"),
+        ({"prompt_token_ids": "?"}, "prompt_token_ids: expected a list of token ids, got '?'"),
+        ({"prompt": "?", "cache_salt": 5}, "cache_salt: expected a string, got 5"),
+    ],
+)
+def test_item_23_dicts_that_are_no_prompts(chain_llm: LLM, prompt: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        chain_llm.generate(prompt, GREEDY)
+
+
+def test_item_23_without_text(chain_llm: LLM) -> None:
+    result = answer(chain_llm, "?", greedy(detokenize=False, logprobs=1, bad_words=["w"]))
+    assert (result.text, len(result.token_ids) > 1) == ("", True)
+    assert result.logprobs is not None
+    assert {entry.decoded_token for found in result.logprobs for entry in found.values()} == {None}
+    with pytest.raises(InputError, match="stop: stop strings need the text; remove detokenize=False, or use stop_tok"):
+        greedy(detokenize=False, stop="x")
+
+
+def test_item_23_priorities_of_prompts() -> None:
+    llm = LLM(tiny("llama"), device="cpu", max_num_seqs=1)
+    ended: list[int] = []
+    for given in ([2, 0, 1], (2, 0, 1)):
+        outputs = llm.generate([[5], [6], [7]], greedy(max_tokens=3), priority=given, use_tqdm=False)
+        times = [output.metrics.last_token_time or 0.0 for output in outputs]
+        ended = sorted(range(3), key=times.__getitem__)
+        assert ended == [1, 2, 0]
+    assert len(llm.generate([[5], [6]], greedy(max_tokens=3), priority=4, use_tqdm=False)) == 2
+    for wrong in ([1], "12", [1, 2, "x"], 1.5):
+        with pytest.raises(InputError, match="priority: expected an integer"):
+            llm.generate([[5], [6], [7]], greedy(max_tokens=3), priority=wrong)  # type: ignore[arg-type]
 
 
 # chat
@@ -325,7 +394,7 @@ def test_the_length_is_the_models_own_unless_asked_for() -> None:
     assert shorter.max_model_len == 20
     assert len(answer(shorter, [5] * 12, greedy(max_tokens=8)).token_ids) == 8
     with pytest.raises(InputError, match="max_model_len=20"):
-        shorter.generate([5] * 12, greedy(max_tokens=9))
+        shorter.generate([5] * 20, greedy(max_tokens=9))
     with pytest.raises(ConfigError, match="max_model_len: 65 is more than the 64 positions of the model"):
         LLM(tiny("llama"), device="cpu", max_model_len=65)
 

@@ -277,7 +277,8 @@ def test_prefixes_are_shared_only_under_the_same_salt() -> None:
         ([5], {"stop_token_ids": [200]}, "stop_token_ids: 200"),
         ([5], {"logit_bias": {200: 1.0}}, "logit_bias: 200"),
         ([5], {"allowed_token_ids": [3, 200]}, "allowed_token_ids: 200"),
-        ([5] * 500, {"max_tokens": 13}, "500 prompt tokens and max_tokens=13 are more than max_model_len=512"),
+        ([5] * 512, {"max_tokens": 13}, "prompt: its 512 tokens leave no room for an answer in max_model_len=512"),
+        ([5] * 500, {"max_tokens": 13}, "500 prompt tokens and max_tokens=12 do not fit the cache of 400 tokens"),
         ([5] * 400, {"max_tokens": 3}, "400 prompt tokens and max_tokens=3 do not fit the cache of 400 tokens"),
     ],
 )

@@ -38,7 +38,7 @@ def alone(request: Request) -> tuple[list[int], FinishReason]:
     """The answer to a request that has the machine for itself, worked out without pages or steps."""
     tokens, params = list(request.prompt_token_ids), request.params
     answer: list[int] = []
-    while len(answer) < params.max_tokens:  # none at all where the request is for the prompt alone
+    while len(answer) < request.max_tokens:  # none at all where the request is for the prompt alone
         answer.append(next_token(list(enumerate(tokens + answer))))
         stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *request.eos_token_ids)
         if answer[-1] in stops and len(answer) > params.min_tokens:
@@ -215,7 +215,7 @@ class Simulation:
     def drain(self) -> int:
         """Run to the end within a bound that no starving request could keep; everything is given back."""
         todo = [name for name in self.requests if name not in self.reasons.keys() | self.aborted]
-        tokens = sum(len(self.requests[name].prompt_token_ids) + self.requests[name].params.max_tokens for name in todo)
+        tokens = sum(len(self.requests[name].prompt_token_ids) + self.requests[name].max_tokens for name in todo)
         in_order = len({(self.requests[name].priority, self.requests[name].caller) for name in todo}) < 2
         bound = ((tokens + len(todo)) * (1 if in_order else max(1, len(todo)))) * (1 + self.overlap) + 10
         for count in range(bound):
@@ -739,7 +739,7 @@ def crowd(seed: int, count: int = 60, **more: Any) -> Simulation:
 @pytest.mark.parametrize("caching", [True, False])
 def test_ten_times_the_cache_ends_with_nothing_lost(overlap: int, swap_space: int, caching: bool) -> None:
     sim = crowd(3, overlap=overlap, swap_space=swap_space, caching=caching)
-    demand = sum(len(request.prompt_token_ids) + request.params.max_tokens for request in sim.requests.values())
+    demand = sum(len(request.prompt_token_ids) + request.max_tokens for request in sim.requests.values())
     assert demand > 10 * sim.num_blocks * sim.block_size * 2
     sim.drain()
     assert any(step.preempted for step in sim.steps)

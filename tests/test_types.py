@@ -30,9 +30,11 @@ VLLM_DEFAULTS = {
     "include_stop_str_in_output": False,
     "stop_token_ids": (),
     "ignore_eos": False,
+    "detokenize": True,
     "skip_special_tokens": True,
     "logprobs": None,
     "prompt_logprobs": None,
+    "logprob_token_ids": None,
     "structured_outputs": None,
 }
 

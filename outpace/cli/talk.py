@@ -13,8 +13,6 @@ from outpace.errors import InputError, OutpaceError
 if TYPE_CHECKING:
     import httpx
 
-    from outpace.llm import Prompt
-
 Message = dict[str, str]
 CONNECT_SECONDS = 10.0
 KEY_VARIABLE = "OUTPACE_API_KEY"
@@ -164,7 +162,7 @@ class Local:
         """Go on with a text."""
         yield from self._stream(prompt, options)
 
-    def _stream(self, prompt: "Prompt", options: Mapping[str, Any]) -> Iterator[str]:
+    def _stream(self, prompt: str | list[int], options: Mapping[str, Any]) -> Iterator[str]:
         from outpace.types import SamplingParams
 
         ids = self._llm.tokenize(prompt)

@@ -17,7 +17,10 @@ from outpace.types import FinishReason, Logprob, SamplingParams, TokenLogprobs
 
 MAX_FRAME = 1 << 28  # bytes; a longer one means that the two sides have lost each other
 _LENGTH = struct.Struct("<I")
-_NOT_SENT = ("stop", "include_stop_str_in_output", "bad_words", "skip_special_tokens", "structured_outputs")
+_NOT_SENT = (
+    *("stop", "include_stop_str_in_output", "bad_words", "detokenize", "skip_special_tokens"),
+    "structured_outputs",
+)
 """Parameters of the text, not of tokens, and what goes another way."""
 _DEFAULTS = SamplingParams()
 

@@ -74,6 +74,7 @@ class FakeEngine:
         """The tokens of an answer and why it ends."""
         ids = [*self.tokenizer(self.speech(request, index))["input_ids"], self.tokenizer.eos_token_id]
         most = request.params.max_tokens
+        assert most is not None, "the HTTP side says how many"
         return ids[:most], FinishReason.STOP if len(ids) <= most else FinishReason.LENGTH
 
     def _deltas(self, request: EngineRequest) -> Iterator[Delta]:
