@@ -355,7 +355,7 @@ PROMPTS: dict[str, Wrong] = {
 }
 
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokens": ({"max_tokens": 0}, "max_tokens: must be from 1"),
+    "less than no tokens": ({"max_tokens": -1}, "max_tokens: must be from 0"),
     "a fraction of tokens": ({"max_tokens": 2.5}, "max_tokens: expected an integer"),
     "tokens in words": ({"max_tokens": "16"}, "max_tokens: expected a number, got '16'"),
     "no number of tokens": ({"max_tokens": "all"}, "max_tokens: expected a number"),
@@ -386,7 +386,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a folder without a model": (("--model", "."), "model: .*config.json"),
     "a dtype that is none": (("--model", ".", "--dtype", "fp17"), "dtype: 'fp17' is not a dtype"),
     "a device that is none": (("--model", ".", "--device", "tpu"), "device: 'tpu'"),
-    "no tokens": (("--max-tokens", "0"), "max_tokens: must be from 1"),
     "cold": (("--temperature", "-1"), "temperature: must be from 0"),
     "more than all": (("--top-p", "2"), "top_p: must be from"),
 }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def command(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads it from standard input.")],
     model: OnlyModel = None,
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")] = None,

@@ -218,7 +218,16 @@ def test_an_interrupt_is_exit_code_130(run_main: Main, monkeypatch: pytest.Monke
     assert run_main("info")[0] == 130
 
 
-@pytest.mark.parametrize("args", [("generat",), ("generate",), ("generate", "hi", "--max-tokens", "many"), ("--what",)])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("generat",),
+        ("generate",),
+        ("generate", "hi", "--max-tokens", "many"),
+        ("generate", "hi", "--max-tokens", "0"),
+        ("--what",),
+    ],
+)
 def test_a_wrong_command_is_exit_code_2(args: tuple[str, ...]) -> None:
     result = run(*args)
     assert result.exit_code == 2
