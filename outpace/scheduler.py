@@ -43,6 +43,7 @@ class _Draft:
     chunk: int  # most of them for one request
     turns: list[Sequence]  # running requests in the order of service; the last give way first
     num_served: int = 0  # of these
+    first: Sequence | None = None  # the waiting request that comes in next, where several callers share the steps
     claimed: int = 0  # blocks that requests in this step will need for the tokens they have
     prefill: int = 0  # tokens of prompts, and of answers that are computed once more
     flying: list[tuple[Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
@@ -176,6 +177,7 @@ class Scheduler:
             stops=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else request.eos_token_ids),
             salt=f"{self.model}\0{request.cache_salt}",
             tokens=list(request.prompt_token_ids),
+            prompt_only=request.prompt_only,
         )
         self._hash(sequence)
         insort(self._waiting, sequence, key=order_of)
@@ -195,10 +197,13 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step: running requests first, then waiting ones; empty if all have to wait for an `update`."""
         step, self._ended = Step(self._num_steps, ended=self._ended), []
-        turns = self._shares.turns(self._running)
-        draft = _Draft(step, self.max_num_batched_tokens, self._chunk(), turns)
+        contended = self._shares.contended
+        turns = self._shares.turns(self._running) if contended else list(self._running)
+        draft = _Draft(step, self.max_num_batched_tokens, self._chunk(contended), turns)
+        if contended and self._waiting:
+            draft.first = self._shares.first(self._waiting)
         for sequence in tuple(turns):
-            if self._shares.contended:
+            if draft.first is not None and draft.first.rank < sequence.rank:
                 self._admit_before(sequence, draft)
             if sequence.status is not Status.RUNNING:
                 continue  # it has just given way to one before it
@@ -210,6 +215,11 @@ class Scheduler:
                 break  # nobody overtakes it
         self._num_steps += 1
         self._count(draft)
+        if contended:
+            self._shares.charge(
+                (sequence, entry.num_new_tokens)
+                for (sequence, _, _), entry in zip(draft.flying, step.sequences, strict=True)
+            )
         self._in_flight.append((step.step_id, draft.flying))
         return step
 
@@ -224,7 +234,13 @@ class Scheduler:
                 self._free(sequence)
                 continue
             if samples:
-                token, reason = self._take(sequence, output)
+                sequence.num_pending -= 1
+                token: int | None = None
+                reason: FinishReason | None = FinishReason.LENGTH
+                if not sequence.prompt_only:
+                    token = output.token_ids[sequence.request.request_id]
+                    sequence.tokens.append(token)
+                    reason = self._finish_reason(sequence)
                 new.append(NewToken(sequence.request.request_id, token, reason, sequence.num_cached or 0))
             full = end // self.pool.block_size
             if full > sequence.num_registered and sequence.status is Status.RUNNING:
@@ -250,30 +266,17 @@ class Scheduler:
             if each.status is not Status.ENDED:
                 assert (len(each.blocks), len(each.host_blocks)) == ((held, 0) if running else (0, held))
 
-    def _take(self, sequence: Sequence, output: StepOutput) -> tuple[int | None, FinishReason | None]:
-        """The token that was sampled for a request, and the reason if it is the last."""
-        sequence.num_pending -= 1
-        if sequence.request.prompt_only:
-            return None, FinishReason.LENGTH
-        token = output.token_ids[sequence.request.request_id]
-        sequence.tokens.append(token)
-        return token, self._finish_reason(sequence)
-
-    def _chunk(self) -> int:
+    def _chunk(self, contended: bool) -> int:
         """Most tokens of one prompt in the next step."""
         budget, running = self.max_num_batched_tokens, self._running
         decoding = any(sequence.target - sequence.num_computed == 1 for sequence in running)
         chunk = self.max_chunk_beside_decodes if decoding else budget
-        if self._shares.contended:
+        if contended:
             share = (budget - len(running)) // max(1, self._shares.hungry(running))
             chunk = max(1, min(chunk, share))
         return chunk
 
     def _count(self, draft: _Draft) -> None:
-        self._shares.charge(
-            (sequence, entry.num_new_tokens)
-            for (sequence, _, _), entry in zip(draft.flying, draft.step.sequences, strict=True)
-        )
         totals, num_tokens = self.totals, self.max_num_batched_tokens - draft.budget
         totals.steps += num_tokens > 0
         totals.prefill_tokens += draft.prefill
@@ -293,12 +296,11 @@ class Scheduler:
 
     def _admit_before(self, running: Sequence, draft: _Draft) -> None:
         """Let waiting requests of other callers in whose turn is before that of a running one."""
-        while self._waiting and running.status is Status.RUNNING:
-            first = self._shares.first(self._waiting)
-            if first.request.caller == running.request.caller or first.rank >= running.rank:
+        while (first := draft.first) is not None and first.rank < running.rank and running.status is Status.RUNNING:
+            if first.request.caller == running.request.caller:
                 return
-            if not self._admit(first, draft):
-                return
+            admitted = self._admit(first, draft)
+            draft.first = self._shares.first(self._waiting) if admitted and self._waiting else None
 
     def _make_room(self, sequence: Sequence, needed: int, draft: _Draft) -> bool:
         """Whether there is a slot and so many blocks. Running requests of a higher rank give way if that is enough."""

@@ -35,6 +35,7 @@ class Sequence:
     stops: frozenset[int]
     salt: str
     tokens: list[int]  # known ones: the prompt and the answer so far
+    prompt_only: bool = False
     status: Status = Status.WAITING
     num_pending: int = 0  # tokens that steps in flight sample
     num_computed: int = 0  # tokens in the cache once the steps in flight are done

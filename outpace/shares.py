@@ -56,14 +56,12 @@ class Shares:
 
     def turns(self, running: Iterable[Sequence]) -> list[Sequence]:
         """The running sequences in the order in which a step serves them; the last give way first."""
-        if not self.contended:
-            return list(running)
         for caller in self._callers.values():
             if caller.changed:
                 for place, sequence in enumerate(caller.sequences, start=1):
                     sequence.place = place / caller.weight
                 caller.changed = False
-        return sorted(running, key=lambda each: (each.rank, each.order))
+        return sorted(running, key=lambda each: (each.order.priority, each.place, each.order))
 
     def first(self, waiting: list[Sequence]) -> Sequence:
         """The waiting sequence that comes in next."""
@@ -81,7 +79,6 @@ class Shares:
 
     def charge(self, sequences: Iterable[tuple[Sequence, int]]) -> None:
         """Count the tokens that a step computes for each of these sequences."""
-        if self.contended:
-            for sequence, num_tokens in sequences:
-                caller = self._callers[sequence.request.caller]
-                caller.served += num_tokens / caller.weight
+        for sequence, num_tokens in sequences:
+            caller = self._callers[sequence.request.caller]
+            caller.served += num_tokens / caller.weight
