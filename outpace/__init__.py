@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outpace.mii import Pipeline as Pipeline
     from outpace.mii import Response as Response
     from outpace.ragged import RaggedEngine as RaggedEngine
+    from outpace.ragged import SchedulingError as SchedulingError
     from outpace.ragged import SchedulingResult as SchedulingResult
     from outpace.server.python_api import client as client
     from outpace.server.python_api import serve as serve
@@ -53,7 +54,7 @@ _WHERE = {
     "outpace.inject.policy": ("ModelRoles", "Policy"),
     "outpace.llm": ("LLM",),
     "outpace.mii": ("Pipeline", "Response"),
-    "outpace.ragged": ("RaggedEngine", "SchedulingResult"),
+    "outpace.ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult"),
     "outpace.server.python_api": ("client", "serve"),
     "outpace.structure": ("StructuredOutputs",),
     "outpace.types": ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"),

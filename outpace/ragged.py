@@ -1,11 +1,12 @@
 """RaggedEngine: the runtime without its scheduler, for people who schedule themselves, with FastGen's verbs."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from outpace.cache.block_pool import BlockPool
@@ -16,15 +17,15 @@ from outpace.runner.start import start_runner
 from outpace.types import Request, ScheduledSequence, Step
 
 
-class SchedulingResult(Enum):
-    """Whether a batch can run, and what is in its way."""
+class SchedulingResult(IntEnum):
+    """Whether a batch can run, and what is in its way; numbers are FastGen's."""
 
-    Success = auto()
-    EngineSequenceLimitExceeded = auto()
-    BatchSequenceLimitExceeded = auto()
-    BatchTokenLimitExceeded = auto()
-    KVCacheLimitExceeded = auto()
-    SequenceTokenLimitExceeded = auto()
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    BatchSequenceLimitExceeded = 2
+    BatchTokenLimitExceeded = 3
+    KVCacheLimitExceeded = 4
+    SequenceTokenLimitExceeded = 5
 
 
 _REMEDIES = {
@@ -34,6 +35,14 @@ _REMEDIES = {
     SchedulingResult.KVCacheLimitExceeded: "flush a sequence, or raise num_blocks",
     SchedulingResult.SequenceTokenLimitExceeded: "a sequence would be longer than max_model_len",
 }
+
+
+class SchedulingError(InputError, RuntimeError):
+    """A batch that does not fit, and why."""
+
+    def __init__(self, result: SchedulingResult) -> None:
+        super().__init__(f"put: {result.name}; {_REMEDIES[result]}")
+        self.result = result
 
 
 @dataclass
@@ -65,17 +74,33 @@ class RaggedEngine:
         self._num_steps = 0
 
     @property
-    def free_blocks(self) -> int:
-        """Pages that no sequence has."""
-        return self._pool.num_free
+    def free_blocks(self) -> Tensor:
+        """Pages that no sequence has, [n_kv_cache_groups]."""
+        return torch.tensor([self._pool.num_free])
 
-    def put(self, batch_uids: Sequence[int] | Tensor, batch_tokens: Sequence[Sequence[int] | Tensor]) -> Tensor:
-        """Run the next tokens of each sequence; a new uid begins one. Logits [n, V] after the last token of each."""
-        uids = _uids(batch_uids)
-        if len(uids) != len(batch_tokens):
-            raise InputError(f"batch_tokens: {len(batch_tokens)} pieces for {len(uids)} uids; give one for each")
-        batch = [(uid, _token_list(tokens)) for uid, tokens in zip(uids, batch_tokens, strict=True)]
-        self._check(batch)
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """Kinds of pages: all layers have the same."""
+        return 1
+
+    def put(
+        self,
+        batch_uids: Sequence[int | Tensor] | Tensor,
+        batch_tokens: Iterable[Sequence[int] | Tensor],
+        do_checks: bool = True,
+    ) -> Tensor:
+        """Run the next tokens of each sequence; a new uid begins one. Logits [n, V] after the last token of each.
+
+        do_checks=False takes token ids as they are, unseen. What does not fit raises `SchedulingError` in any case.
+        """
+        uids, pieces = _uids(batch_uids), list(batch_tokens)
+        if len(uids) != len(pieces):
+            raise InputError(f"batch_tokens: {len(pieces)} pieces for {len(uids)} uids; give one for each")
+        batch = [(uid, _token_list(tokens, check=do_checks)) for uid, tokens in zip(uids, pieces, strict=True)]
+        self._check(batch, ids=do_checks)
+        result = self.can_schedule(uids, [len(tokens) for _, tokens in batch])
+        if result is not SchedulingResult.Success:
+            raise SchedulingError(result)
         self._num_steps += 1
         step = Step(self._num_steps, ended=self._flushed)
         self._flushed = []
@@ -89,17 +114,19 @@ class RaggedEngine:
                     self.flush(uid)
             raise
 
-    def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
+    def query(self, uid: int, max_request_tokens: int | Tensor, max_request_blocks: int | Tensor) -> tuple[int, int]:
         """How many of so many tokens a sequence could be given with so many new pages: (tokens, pages)."""
-        _counts("max_request_tokens", [max_request_tokens])
-        _counts("max_request_blocks", [max_request_blocks])
+        (max_request_tokens,) = _counts("max_request_tokens", [max_request_tokens])
+        (max_request_blocks,) = _counts("max_request_blocks", [max_request_blocks])
         tracked = self._sequences.get(uid, _Tracked())
         size, held = self._pool.block_size, len(tracked.blocks)
         fitting = (held + max_request_blocks) * size - tracked.num_tokens
         tokens = min(max_request_tokens, fitting, self._limits.max_model_len - tracked.num_tokens)
         return tokens, max(0, self._pool.blocks_for(tracked.num_tokens + tokens) - held)
 
-    def can_schedule(self, uids: Sequence[int], lengths: Sequence[int]) -> SchedulingResult:
+    def can_schedule(
+        self, uids: Sequence[int | Tensor] | Tensor, lengths: Sequence[int | Tensor] | Tensor
+    ) -> SchedulingResult:
         """Whether `put` could run so many tokens of these sequences."""
         uids, lengths = _uids(uids), _counts("lengths", lengths)
         if len(uids) != len(lengths):
@@ -132,16 +159,15 @@ class RaggedEngine:
         self._pool.release(tracked.blocks)
         self._flushed.append(str(uid))
 
-    def _check(self, batch: list[tuple[int, list[int]]]) -> None:
-        uids, lengths = [uid for uid, _ in batch], [len(tokens) for _, tokens in batch]
+    def _check(self, batch: list[tuple[int, list[int]]], *, ids: bool) -> None:
+        """Refuse what cannot be right; `ids`: look at every token id, too."""
+        uids = [uid for uid, _ in batch]
         if not batch or len(set(uids)) < len(uids):
             raise InputError(f"batch_uids: expected one or more, each once, got {uids!r:.80}")
+        size = self._vocab_size
         for uid, tokens in batch:
-            if not tokens or min(tokens) < 0 or (self._vocab_size is not None and max(tokens) >= self._vocab_size):
-                raise InputError(f"batch_tokens: of {uid} expected one or more token ids below {self._vocab_size}")
-        result = self.can_schedule(uids, lengths)
-        if result is not SchedulingResult.Success:
-            raise InputError(f"put: {result.name}; {_REMEDIES[result]}")
+            if not tokens or (ids and (min(tokens) < 0 or (size is not None and max(tokens) >= size))):
+                raise InputError(f"batch_tokens: of {uid} expected one or more token ids below {size}")
 
     def _entry(self, uid: int, tokens: list[int]) -> ScheduledSequence:
         """The next tokens of a sequence, with the pages they need."""
@@ -175,20 +201,30 @@ _SCHEDULES = {
 
 
 def _uids(given: object) -> list[int]:
-    found = given.tolist() if isinstance(given, Tensor) else given
-    if not isinstance(found, list | tuple) or not all(type(uid) is int for uid in found):
+    found = _plain(given)
+    if not isinstance(found, list) or not all(type(uid) is int for uid in found):
         raise InputError(f"batch_uids: expected a list of integers, got {given!r:.80}")
-    return list(found)
+    return found
 
 
 def _counts(name: str, given: object) -> list[int]:
-    if not isinstance(given, list | tuple) or not all(type(count) is int and count >= 0 for count in given):
+    found = _plain(given)
+    if not isinstance(found, list) or not all(type(count) is int and count >= 0 for count in found):
         raise InputError(f"{name}: expected integers from 0, got {given!r:.80}")
-    return list(given)
+    return found
 
 
-def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
+def _plain(given: object) -> object:
+    """A tensor, or a sequence with tensors of one number, as a list of numbers."""
+    if isinstance(given, Tensor):
+        return given.flatten().tolist()
+    if not isinstance(given, list | tuple):
+        return given
+    return [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+
+
+def _token_list(tokens: Sequence[int] | Tensor, *, check: bool) -> list[int]:
     found = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
-    if not isinstance(found, list | tuple) or not all(type(token) is int for token in found):
+    if not isinstance(found, list | tuple) or (check and not all(type(token) is int for token in found)):
         raise InputError(f"batch_tokens: expected token ids, got {found!r:.80}")
     return list(found)

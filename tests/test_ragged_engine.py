@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import ConfigError, InputError, RaggedEngine, SchedulingResult
+from outpace import ConfigError, InputError, RaggedEngine, SchedulingError, SchedulingResult
 from tests.models import tiny
 
 OPTIONS: dict[str, Any] = {
@@ -81,6 +81,37 @@ def test_bad_batches_are_refused_and_change_nothing(
     with pytest.raises(InputError, match=message):
         engine.put(uids, tokens)
     assert engine.free_blocks == 8
+
+
+def test_item_25_fastgens_calls(engine: RaggedEngine) -> None:
+    assert [result.value for result in SchedulingResult] == [0, 1, 2, 3, 4, 5]
+    assert engine.can_schedule([1], [3]) is SchedulingResult.Success
+    assert engine.can_schedule([1], [3]) == 0
+    assert isinstance(engine.free_blocks, torch.Tensor)
+    assert (engine.free_blocks.shape, engine.n_kv_cache_groups) == ((1,), 1)
+    assert engine.free_blocks[0] == 8
+    lengths = (torch.tensor([3, 4]), [torch.tensor(3), torch.tensor(4)], (3, 4))
+    assert {engine.can_schedule(torch.tensor([1, 2]), each) for each in lengths} == {SchedulingResult.Success}
+    assert engine.can_schedule([torch.tensor(1)], torch.tensor([25])) is SchedulingResult.BatchTokenLimitExceeded
+    assert engine.query(1, torch.tensor(40), engine.free_blocks) == (40, 3)
+    tokens = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
+    logits = engine.put([1, 2], iter(tokens), do_checks=False)
+    assert torch.allclose(logits, torch.stack([own_logits([3, 4, 5]), own_logits([6, 7])]), atol=1e-5)
+
+
+@pytest.mark.parametrize("do_checks", [True, False])
+def test_item_25_what_does_not_fit_is_a_scheduling_error(engine: RaggedEngine, do_checks: bool) -> None:
+    with pytest.raises(SchedulingError, match="put: BatchTokenLimitExceeded; put fewer tokens") as caught:
+        engine.put([1], [[5] * 25], do_checks=do_checks)
+    assert caught.value.result is SchedulingResult.BatchTokenLimitExceeded
+    assert isinstance(caught.value, RuntimeError)
+    for uid in (0, 1, 2, 0, 1):
+        engine.put([uid], [[5] * 24])
+    with pytest.raises(SchedulingError) as caught:
+        engine.put([2], [[5] * 24], do_checks=do_checks)
+    assert caught.value.result is SchedulingResult.KVCacheLimitExceeded
+    with pytest.raises(InputError, match="batch_uids: expected one or more, each once"):
+        engine.put([1, 1], [[5], [6]], do_checks=do_checks)
 
 
 def test_uids_are_integers_and_counts_are_counted(engine: RaggedEngine) -> None:

@@ -312,3 +312,13 @@ def test_a_plot_of_a_report_with_every_kind_of_error(tmp_path: Path) -> None:
     report = Report("m", "float32", "cpu", 3, "rule", True, (PromptReport("batch", (3,), places, None, 0, None),))
     plot(report, tmp_path / "error.png")
     assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("value", "says"), [(0.0, "gives is zero; its weights"), (float("nan"), "gives NaN in float")])
+def test_item_25_a_model_that_computes_nothing_is_named(value: float, says: str) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    with pytest.raises(ModelError, match=f"verify: .*plain LlamaForCausalLM {says}"):
+        verify(model, device="cpu")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from outpace.cache.kv_cache import Pages, allocate
-from outpace.errors import NotSupported
+from outpace.errors import ModelError, NotSupported
 from outpace.inject.attention import KEYWORD, PAGED, AttentionLayer, PagedAttention, register, switched
 from outpace.inject.paged import Batch, BatchModel
 from outpace.inject.policy import looks_ahead
@@ -53,6 +53,8 @@ class Interface:
         try:
             paged = InterfaceModel(model, self._kernels)
             error, limit = check(model, paged)
+        except ModelError:
+            raise  # the weights are to blame, whoever computes with them
         except NotSupported as cause:
             raise refused(model, str(cause)) from cause
         except Exception as cause:  # somebody's code, called in a way it did not expect
@@ -111,12 +113,23 @@ def check(model: Any, paged: BatchModel) -> tuple[float, float]:
     errors = []
     for text, found in zip(texts, _over_pages(paged, texts), strict=True):
         own = model.forward(input_ids=text[None], use_cache=False).logits[0].float()
+        _check_own(model, own)
         error = (own - found.float()).abs().amax(1) / own.abs().max()
         errors += [error[:-STEPS], error[-STEPS:]]
     if paged.dtype in LIMITS:
         return max(float(error.median()) for error in errors), LIMITS[paged.dtype]
     rounds = paged.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return max(float(error.max()) for error in errors), TF32_LIMIT if rounds else LIMIT
+
+
+def _check_own(model: nn.Module, logits: Tensor) -> None:
+    """Refuse a model with which nothing can be compared."""
+    if bool(logits.isnan().any()):
+        raise ModelError(f"model: {type(model).__name__} gives NaN by itself; its weights are broken, load them again")
+    if not bool(logits.any()):
+        raise ModelError(
+            f"model: all logits of {type(model).__name__} are zero; its weights are all zero or were not loaded"
+        )
 
 
 def _over_pages(paged: BatchModel, texts: list[Tensor]) -> list[Tensor]:

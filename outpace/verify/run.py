@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def verify(
     config = _engine_config(asked, loaded, _longest(prompts) + new_tokens(info))
     _refuse_early(loaded.model, config)
     plain = _observe_all(loaded.model, info, _each(prompts, "plain", progress))
+    _check_plain(plain, loaded)
     reference = _reference(loaded, _each(prompts, "float32 copy", progress))
     progress("injecting fused layers")
     engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
@@ -101,6 +102,18 @@ def _refuse_early(model: nn.Module, config: InferenceConfig) -> None:
     names = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
     if config.injection_policy is None and not names & by_class().keys():
         InferenceEngine(model, config)  # which leaves the model's layers as they are
+
+
+def _check_plain(plain: Sequence[Observed], loaded: Loaded) -> None:
+    """Nothing can be said of a model that computes nothing by itself."""
+    places = [place for observed in plain for place in observed.places]
+    if any(bool(place.isnan().any()) for place in places):
+        raise ModelError(
+            f"verify: plain {loaded.name} gives NaN in {short(loaded.dtype)}, so there is nothing to compare with; "
+            "use another dtype, or load its weights again"
+        )
+    if not any(bool(place.any()) for place in places):
+        raise ModelError(f"verify: all that plain {loaded.name} gives is zero; its weights are zero or were not loaded")
 
 
 def _each(prompts: Mapping[str, Inputs], run: str, progress: Progress) -> Iterator[Inputs]:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import masking_utils
 
 import outpace
-from outpace import ConfigError, InferenceEngine, NotSupported
+from outpace import ConfigError, InferenceEngine, ModelError, NotSupported
 from outpace.inject.interface import Interface
 from outpace.inject.policies import by_class
 from outpace.inject.probe import window_of
@@ -243,3 +244,16 @@ def prefix(*place: Any) -> Any:
 )
 def test_the_window_of_a_mask(mask: Any, candidates: tuple[Any, ...], window: int | None) -> None:
     assert window_of(mask, candidates) == window
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(0.0, "all logits of Olmo2ForCausalLM are zero; its weights"), (math.nan, "gives NaN by itself")],
+)
+def test_item_25_weights_that_say_nothing_are_named(value: float, says: str) -> None:
+    model = hf.Olmo2ForCausalLM(hf.Olmo2Config(**SMALL))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    with pytest.raises(ModelError, match=f"model: .*{says}"):
+        outpace.LLM(model, device="cpu")
