@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import report
-from bench.soak import callers, chart, faults, load, streams
+from bench.soak import bodies, callers, chart, faults, load, streams
 from bench.soak.leaks import MOST_RSS_MB, Sample, Watch, growth, positive_control
 from bench.soak.row import FULL, Result, Soak
 from bench.soak.server import Server, serving, write_model
@@ -26,6 +26,7 @@ SHARED: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-2": load
 OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
     "N-2": streams.n2,
     "L-6": load.l6,
+    "L-7": bodies.l7,
     "F-3": faults.f3,
     "F-6": faults.f6,
     "F-7": faults.f7,

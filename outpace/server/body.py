@@ -1,82 +1,151 @@
-"""Bodies as JSON, read strictly: no duplicate names, no NaN, no half characters, no bottomless nesting."""
+"""Bodies as JSON, read strictly: no duplicate names, no NaN, no half characters, no bottomless nesting.
+
+Long bodies are read and validated in threads. A thread that is inside one long call of C code holds the GIL, and the
+event loop waits for it: what such a call may cost is bounded beforehand (`max_json_containers`), and the rest is done
+in short calls.
+"""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from outpace.server.big_jobs import BigJobs
 from outpace.server.fields import STRICT
-from outpace.server.problems import ClientGone
+from outpace.server.options import ServerConfig
+from outpace.server.problems import ClientGone, at_most, bad
 
-_SHORT = 32 * 2**10  # bytes; more are parsed in a thread
+SHORT = 32 * 2**10  # bytes; more are read in a thread
+LONG = 256 * 2**10  # bytes; more are read one body at a time
+_WINDOW = 64 * 2**10  # bytes that are looked at in one call
+_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which says nothing
+_COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools"}
+"""Lists whose items cost much to validate -> the option that says how many there may be."""
 
 
-def parse(data: bytes, depth: int, keys: int) -> Any:
+class TooManyError(ValueError):
+    """More arrays and objects than a body may have."""
+
+
+def parse(data: bytes, options: ServerConfig) -> Any:
     """A JSON value, or ValueError with what is wrong."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(pairs) > keys:
-            raise ValueError(f"an object has more than {keys} names")
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise ValueError(f"{twice[:80]!r} is given twice")
-        return found
-
+    data = data.removeprefix(_MARK)
+    containers, names = _structure(data)
+    if containers > options.max_json_containers:
+        raise TooManyError(f"it has {containers} arrays and objects; this server takes {options.max_json_containers}")
     try:
-        text = data.decode("utf-8-sig")  # a mark at the beginning says nothing
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
+        value = msgspec.json.decode(data)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8; a compressed body is not taken") from None
-    except ValueError as error:
-        raise ValueError("a number has too many digits" if "set_int_max" in str(error) else str(error)) from None
-    _check_depth(value, depth)
-    if "\\u" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("it has a half character: a surrogate without its partner") from None
+    if _names(value, containers, options) != names:
+        raise ValueError(_twice(data))
     return value
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _structure(data: bytes) -> tuple[int, int]:
+    """How many arrays and objects a JSON text has, and how many names are in its objects: what is outside strings."""
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    containers = names = inside = 0
+    for begin in range(0, len(data), _WINDOW):
+        pieces = data[begin : begin + _WINDOW].split(b'"')
+        outside = b"".join(pieces[inside::2])
+        containers += outside.count(b"[") + outside.count(b"{")
+        names += outside.count(b":")
+        inside ^= (len(pieces) - 1) & 1
+    return containers, names
 
 
-def _check_depth(value: Any, depth: int) -> None:
-    level: list[Any] = [value]
-    for _ in range(depth):
+def _largest_field(data: bytes) -> str:
+    """The field of a body that has most arrays and objects."""
+    fields: dict[str, msgspec.Raw] = {}
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        fields = msgspec.json.decode(data.removeprefix(_MARK), type=dict[str, msgspec.Raw])
+    return max(fields, key=lambda name: _structure(bytes(fields[name])), default="body")[:80]
+
+
+def _names(value: Any, containers: int, options: ServerConfig) -> int:
+    """How many names the objects of a value have in all; ValueError if one has too many, or it is nested too deep."""
+    names, level = 0, [value] if isinstance(value, dict | list) else []
+    for _ in range(options.max_json_depth):
+        for each in level:
+            if type(each) is dict:
+                names += len(each)
+                if len(each) > options.max_json_keys:
+                    raise ValueError(f"an object has more than {options.max_json_keys} names")
+        containers -= len(level)
+        if not level or containers <= 0:  # there are no others: long lists of numbers need not be looked through
+            return names
         level = [
             child
             for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
+            for child in (parent.values() if type(parent) is dict else parent)
+            if type(child) is dict or type(child) is list
         ]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {depth} levels")
+    raise ValueError(f"it is nested deeper than {options.max_json_depth} levels")
 
 
-class _StrictRequest(Request):
-    """A request whose `json` is `parse`, off the event loop if it is long."""
+def _twice(data: bytes) -> str:
+    """What is wrong with a text in which a name is given twice."""
+    found: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen and not found:
+                found.append(name)
+            seen.add(name)
+
+    json.loads(data, object_pairs_hook=unique)
+    return f"{found[0][:80]!r} is given twice" if found else "a name is given twice"
+
+
+def _read(data: bytes, model: type[BaseModel], options: ServerConfig) -> BaseModel:
+    """The request in a body."""
+    try:
+        value = parse(data, options)
+    except TooManyError as error:
+        raise bad(_largest_field(data), str(error), "limit_exceeded") from None
+    except ValueError as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}"[:500]) from None
+    for name, option in _COUNTED.items():
+        if isinstance(value, dict) and isinstance(given := value.get(name), list) and name in model.model_fields:
+            at_most(name, len(given), getattr(options, option), name)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False, include_context=False)
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in wrong]) from None
+
+
+async def read(data: bytes, model: type[BaseModel], options: ServerConfig, jobs: BigJobs) -> BaseModel:
+    """The request in a body, validated off the event loop if the body is long."""
+    if len(data) < SHORT:
+        return _read(data, model, options)
+    if len(data) < LONG:
+        return await asyncio.to_thread(_read, data, model, options)
+    return await jobs.run(_read, data, model, options)
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read: FastAPI gets it validated."""
+
+    validated: BaseModel
 
     async def json(self) -> Any:
-        """The body as JSON."""
-        options, data = self.app.state.options, await self.body()
-        arguments = (data, options.max_json_depth, options.max_json_keys)
-        try:
-            return parse(*arguments) if len(data) < _SHORT else await asyncio.to_thread(parse, *arguments)
-        except ValueError as error:
-            raise HTTPException(400, f"The body is not valid JSON: {error}"[:500]) from None
+        """The body."""
+        return self.validated
 
 
 class StrictRoute(APIRoute):
@@ -88,18 +157,22 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler with a strict request."""
         handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        model: Any = self.body_field.field_info.annotation
 
         async def strict(request: Request) -> Response:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if self.body_field is not None and kind != "application/json":
+            if kind != "application/json":
                 raise HTTPException(415, "Send the body as application/json.")
-            STRICT.set(request.app.state.options.strict_fields)
-            strictly = _StrictRequest(request.scope, request.receive)
-            if self.body_field is not None:
-                try:
-                    await strictly.body()  # FastAPI would make a 400 of a client that leaves meanwhile
-                except ClientDisconnect:
-                    raise ClientGone from None
-            return await handle(strictly)
+            state, request = request.app.state, _ReadRequest(request.scope, request.receive)
+            STRICT.set(state.options.strict_fields)
+            try:
+                data = await request.body()
+            except ClientDisconnect:  # FastAPI would make a 400 of it
+                raise ClientGone from None
+            if data:
+                request.validated = await read(data, model, state.options, state.serving.bodies)
+            return await handle(request)
 
         return strict

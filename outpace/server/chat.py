@@ -193,7 +193,7 @@ class ChatPrompts:
     def _arguments(self, text: str, where: str) -> dict[str, Any]:
         """The arguments of a call as an object, under the limits that bodies have."""
         try:
-            found = parse(text.encode() or b"{}", self._options.max_json_depth, self._options.max_json_keys)
+            found = parse(text.encode() or b"{}", self._options)
         except ValueError as error:
             raise bad(where, f"expected a JSON object as text: {error}") from None
         if not isinstance(found, dict):

@@ -73,6 +73,8 @@ class Body(BaseModel):
     @classmethod
     def _only_known(cls, data: object) -> object:
         """Refuse the first field that is unknown, or known and not supported. One error, however many there are."""
+        if isinstance(data, cls):
+            return data
         if not isinstance(data, Mapping):
             raise ValueError("expected an object")
         strict, fields = STRICT.get(), cls.model_fields
@@ -128,9 +130,26 @@ def _biases(value: object) -> object:
     return {int(key): float(bias) for key, bias in value.items()}
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FirstError()]
+def _token_ids(value: object) -> object:
+    """Three short calls of C code; pydantic holds the GIL for as long as a million items take one by one."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("expected a list of token ids")
+    if value and not 0 <= min(value) <= max(value) < 2**31:
+        raise ValueError("expected token ids from 0 to 2147483647")
+    return value
+
+
+def _some_token_ids(value: object) -> object:
+    if value == []:
+        raise ValueError("expected one token id at least")
+    return _token_ids(value)
+
+
+_IdsForm = list[Annotated[int, Field(ge=0, lt=2**31)]]
+_Ids = Annotated[_IdsForm, Len(1)]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=_IdsForm)]
+SomeTokenIds = Annotated[list[int], PlainValidator(_some_token_ids, json_schema_input_type=_Ids)]
 Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[TokenIds, Len(1)]
 PromptForm = str | Annotated[list[str], Len(1)] | _Ids | Annotated[list[_Ids], Len(1)]
 Prompt = Annotated[PromptForm, PlainValidator(_prompt, json_schema_input_type=PromptForm)]
 Strings = Annotated[list[str], PlainValidator(_strings, json_schema_input_type=Text | list[Text])]

@@ -42,6 +42,12 @@ class ApiError(Exception):
 _KINDS: Mapping[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+def at_most(name: str, value: int, limit: int, what: str = "") -> None:
+    """Refuse a field with more of something than this server takes."""
+    if value > limit:
+        raise bad(name, f"{value} is more than this server takes: {limit} {what}".rstrip(), "limit_exceeded")
+
+
 class ClientGone(Exception):
     """The client has closed the connection: nobody is there to read the answer."""
 

@@ -6,7 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from outpace.server.chat_protocol import ChatMessage, NamedTool, ToolSpec
-from outpace.server.fields import Biases, Body, FirstError, Prompt, Prompts, Strings, Text, TokenIds, because
+from outpace.server.fields import (
+    Biases,
+    Body,
+    FirstError,
+    Prompt,
+    Prompts,
+    SomeTokenIds,
+    Strings,
+    Text,
+    TokenIds,
+    because,
+)
 
 _One = Annotated[float, Field(ge=1, le=1)]
 
@@ -113,7 +124,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    allowed_token_ids: SomeTokenIds | None = None
     bad_words: Annotated[list[Text], FirstError()] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0)
     truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)

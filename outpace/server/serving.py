@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from outpace.server.big_jobs import BigJobs
 from outpace.server.chat import ChatPrompts, Renderer
 from outpace.server.engine import Engine
 from outpace.server.grammars import Grammars
@@ -14,6 +15,8 @@ from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
 from outpace.server.tools import Style, style_of
 from outpace.server.validate import Validator
+
+_MOST_WAITING = 64  # large bodies, or answers, of one key
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,18 @@ class Serving:
     style: Style
     """How the model writes tool calls."""
     grammars: Grammars
+    bodies: BigJobs
+    """Large bodies, while they are read."""
+    answers: BigJobs
+    """Large answers, while they are written."""
 
     def close(self) -> None:
         """End threads and processes of the HTTP side; the engine is its owner's to close."""
         self.renderer.close()
         self.grammars.close()
         self.tokens.close()
+        self.bodies.close()
+        self.answers.close()
 
 
 def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> Serving:
@@ -48,4 +57,5 @@ def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTok
     style, grammars = style_of(template, options.tool_call_parser), Grammars(tokenizer, engine.card, options)
     validator = Validator(engine.card, options, tokens, chats, Structures(options, style, grammars))
     metrics = Metrics(validator.names[0], engine.status)
-    return Serving(engine, options, tokens, renderer, validator, metrics, style, grammars)
+    jobs = BigJobs("large bodies", _MOST_WAITING), BigJobs("large answers", _MOST_WAITING)
+    return Serving(engine, options, tokens, renderer, validator, metrics, style, grammars, *jobs)

@@ -1,21 +1,19 @@
 """Text and tokens of the HTTP side. Long texts become tokens in threads, so that nobody else waits for them."""
 
 import asyncio
-import contextlib
-import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from outpace.errors import InputError, Overloaded
+from outpace.errors import InputError
+from outpace.server.big_jobs import BigJobs
 from outpace.tokenizer import token_texts
 
 _SHORT = 4096  # characters; fewer take about a millisecond, less than the way to a thread and back is worth
 _LONG = 1 << 18  # characters; they take turns, since each needs hundreds of times its size meanwhile
-_MOST_LONG = 16  # of them may wait
+_MOST_LONG = 16  # of them may wait, for each key
 _THREADS = 4
 
 Result = TypeVar("Result")
@@ -32,8 +30,7 @@ class Tokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
-        self._waiting = 0  # long texts
+        self._long_texts = BigJobs("long texts", _MOST_LONG)
         self._texts: dict[int, str] = {}
         tokenizer("a")  # forget a truncation that the tokenizer's file may ask for
         self._backend = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
@@ -45,19 +42,7 @@ class Tokens:
             return self._encode(pieces, add_special_tokens)
         if length < _LONG:
             return await in_threads(self._threads, self._encode, pieces, add_special_tokens)
-        if self._waiting >= _MOST_LONG:
-            raise Overloaded(f"{self._waiting} long texts wait to become tokens; try later")
-        self._waiting += 1
-        try:
-            return await in_threads(self._long_texts, self._encode_long, pieces, add_special_tokens)
-        finally:
-            self._waiting -= 1
-
-    def _encode_long(self, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
-        try:
-            return self._encode(pieces, add_special_tokens)
-        finally:
-            give_memory_back()
+        return await self._long_texts.run(self._encode, pieces, add_special_tokens)
 
     def _encode(self, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
@@ -72,8 +57,15 @@ class Tokens:
     async def decode(self, ids: list[int]) -> str:
         """Text of tokens, special ones too."""
         if len(ids) < _SHORT:
-            return str(self.tokenizer.decode(ids))
-        return str(await in_threads(self._threads, self.tokenizer.decode, ids))
+            return self._decode(ids)
+        if len(ids) < _LONG:
+            return await in_threads(self._threads, self._decode, ids)
+        return await self._long_texts.run(self._decode, ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        if self._backend is not None and _decodes_plainly(self.tokenizer):
+            return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])  # see `_encode`
+        return str(self.tokenizer.decode(ids))
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """What each token adds to a text by itself."""
@@ -95,15 +87,8 @@ class Tokens:
 
     def close(self) -> None:
         """End the threads."""
-        for threads in (self._threads, self._long_texts):
-            threads.shutdown(wait=False, cancel_futures=True)
-
-
-def give_memory_back() -> None:
-    """Return what is free to the system: glibc keeps gigabytes for threads that once needed them."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long_texts.close()
 
 
 def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -113,4 +98,15 @@ def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind.__call__ is PreTrainedTokenizerBase.__call__
         and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+    )
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """The same of decoding."""
+    kind = type(tokenizer)
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
     )

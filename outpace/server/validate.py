@@ -9,7 +9,7 @@ from outpace.server.chat import ChatPrompts
 from outpace.server.chat_protocol import ChatMessage, ToolSpec
 from outpace.server.engine import ANYBODY, Caller, EngineRequest, ModelCard, WireGrammar
 from outpace.server.options import ServerConfig
-from outpace.server.problems import ApiError, bad
+from outpace.server.problems import ApiError, at_most, bad
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, SamplingFields
 from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
@@ -124,8 +124,8 @@ class Validator:
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
         """A conversation as text in pieces, see `ChatPrompts.write`."""
-        _at_most("messages", len(messages), self._options.max_messages, "messages")
-        _at_most("tools", len(tools), self._options.max_tools, "tools")
+        at_most("messages", len(messages), self._options.max_messages, "messages")
+        at_most("tools", len(tools), self._options.max_tools, "tools")
         return await self._chats.write(messages, tools, **how)
 
     async def embedding(self, request: EmbeddingRequest) -> list[Work]:
@@ -166,7 +166,7 @@ class Validator:
         """The prompts of a request as those of whoever sent it, within the limits of one key."""
         most = self._options.max_sequences_per_key
         if most is not None:
-            _at_most("prompt", sum(work.params.n for work in works), most, "sequences (prompts times n) of one key")
+            at_most("prompt", sum(work.params.n for work in works), most, "sequences (prompts times n) of one key")
         caller = self._callers.current()
         return [replace(work, caller=caller, cache_salt=self._callers.salt(work.cache_salt)) for work in works]
 
@@ -228,34 +228,29 @@ class Validator:
 
     def _check_limits(self, request: SamplingFields, logprobs: int | None) -> None:
         options = self._options
-        _at_most("n", request.n or 1, options.max_n, "answers")
+        at_most("n", request.n or 1, options.max_n, "answers")
         self._check_stops(request.stop or [])
-        _at_most("stop_token_ids", len(request.stop_token_ids or ()), options.max_stop, "entries")
+        at_most("stop_token_ids", len(request.stop_token_ids or ()), options.max_stop, "entries")
         most = self._card.max_logprobs
-        _at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, most)
-        _at_most("prompt_logprobs", request.prompt_logprobs or 0, most)
-        _at_most("logit_bias", len(request.logit_bias or ()), options.max_logit_bias, "entries")
-        _at_most("allowed_token_ids", len(request.allowed_token_ids or ()), options.max_allowed_tokens, "entries")
-        _at_most("bad_words", len(request.bad_words or ()), options.max_bad_words, "entries")
+        at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, most)
+        at_most("prompt_logprobs", request.prompt_logprobs or 0, most)
+        at_most("logit_bias", len(request.logit_bias or ()), options.max_logit_bias, "entries")
+        at_most("allowed_token_ids", len(request.allowed_token_ids or ()), options.max_allowed_tokens, "entries")
+        at_most("bad_words", len(request.bad_words or ()), options.max_bad_words, "entries")
         for word in request.bad_words or ():
-            _at_most("bad_words", len(word), options.max_stop_chars, "characters each")
+            at_most("bad_words", len(word), options.max_stop_chars, "characters each")
         for name in ("stop_token_ids", "allowed_token_ids"):
             self.check_ids(name, getattr(request, name) or ())
         self.check_ids("logit_bias", list(request.logit_bias or ()))
 
     def _check_stops(self, stops: Sequence[str]) -> None:
-        _at_most("stop", len(stops), self._options.max_stop, "strings")
+        at_most("stop", len(stops), self._options.max_stop, "strings")
         for stop in stops:
-            _at_most("stop", len(stop), self._options.max_stop_chars, "characters each")
-
-
-def _at_most(name: str, value: int, limit: int, what: str = "") -> None:
-    if value > limit:
-        raise bad(name, f"{value} is more than this server takes: {limit} {what}".rstrip(), "limit_exceeded")
+            at_most("stop", len(stop), self._options.max_stop_chars, "characters each")
 
 
 def _prompts(prompt: Any, most: int, name: str) -> list[str | list[int]]:
     """One prompt or several, as several."""
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
-    _at_most(name, len(several), most, "prompts")
+    at_most(name, len(several), most, "prompts")
     return several

@@ -210,7 +210,8 @@ async def test_b6_a_million_numbers(serve: Serve) -> None:
 
 async def test_b6_many_wrong_things_cost_one_error(serve: Serve) -> None:
     messages = b",".join([b'{"a":1,"b":2,"c":3}'] * 50_000)
-    call = Call(serve().app, "/v1/chat/completions", pieces=[b'{"messages": [' + messages + b"]}"])
+    app = serve(max_messages=50_000, max_json_containers=2**17).app
+    call = Call(app, "/v1/chat/completions", pieces=[b'{"messages": [' + messages + b"]}"])
     begin = time.process_time()
     await call.run()
     assert call.status == 400

@@ -1,0 +1,139 @@
+"""Item 7: large bodies and large answers are handled beside the event loop, in turns."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.errors import Overloaded
+from outpace.server.big_jobs import BigJobs
+from outpace.server.body import parse
+from outpace.server.caller import CALLER
+from outpace.server.options import ServerConfig
+from tests.server.asgi import Call
+from tests.server.conftest import Serve
+
+pytestmark = pytest.mark.anyio
+OPTIONS = ServerConfig()
+TEXT = st.text(st.sampled_from('ab[]{}:,"\\é😀\n'), max_size=6)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(value=VALUES, ascii=st.booleans())
+def test_item_7_json_is_read_as_it_was_written(value: Any, ascii: bool) -> None:
+    data = json.dumps(value, ensure_ascii=ascii).encode()
+    assert parse(data, OPTIONS) == value
+    assert parse(b"\xef\xbb\xbf" + data, OPTIONS) == value
+
+
+@given(value=VALUES, name=TEXT, around=st.sampled_from(["%s", "[%s]", '{"x": %s}', '[1, {"a": "\\"{"}, %s]']))
+def test_item_7_a_name_that_is_given_twice_is_found_anywhere(value: Any, name: str, around: str) -> None:
+    key, inner = json.dumps(name), json.dumps(value)
+    text = around.replace("%s", f"{{{key}: 1, {key}: {inner}}}")
+    with pytest.raises(ValueError, match="given twice"):
+        parse(text.encode(), OPTIONS)
+
+
+@given(value=VALUES)
+def test_item_7_arrays_and_objects_are_counted(value: Any) -> None:
+    def count(each: Any) -> int:
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        return isinstance(each, dict | list) + sum(map(count, inner))
+
+    strict = OPTIONS.model_copy(update={"max_json_containers": count(value)})
+    assert parse(json.dumps(value).encode(), strict) == value
+    if count(value):
+        with pytest.raises(ValueError, match="arrays and objects"):
+            parse(json.dumps(value).encode(), strict.model_copy(update={"max_json_containers": count(value) - 1}))
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "item"),
+    [
+        ("/v1/completions", "prompt", [1]),
+        ("/v1/embeddings", "input", [1]),
+        ("/v1/chat/completions", "documents", {}),
+        ("/v1/chat/completions", "messages", {"role": "user", "content": "a"}),
+    ],
+)
+async def test_item_7_many_small_objects_are_refused_by_the_name_of_their_field(
+    serve: Serve, path: str, field: str, item: object
+) -> None:
+    answer = await serve().post(path, {"user": "[[[", field: [item] * 40_000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert answer.json()["error"]["code"] == "limit_exceeded"
+
+
+async def share_of_the_loop(run: Callable[[], Any]) -> float:
+    """How much of the computing that a request takes is done by the event loop's thread. No clock on the wall."""
+    loop, everything = time.thread_time(), time.process_time()
+    await run()
+    return (time.thread_time() - loop) / (time.process_time() - everything)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1] * 500_000}),
+        ("/v1/completions", {"prompt": ["a"] * 300_000}),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 300_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": "b"}] * 2000}),
+        ("/detokenize", {"tokens": [65] * 400_000}),
+    ],
+    ids=["token ids", "texts", "stop strings", "messages", "detokenize"],
+)
+async def test_item_7_large_bodies_are_read_beside_the_loop(serve: Serve, path: str, body: dict[str, Any]) -> None:
+    server = serve(access_log=False)
+    await server.post(path, {**body, **{name: value[:1] for name, value in body.items() if len(value) > 1}})
+    call = Call(server.app, path, pieces=[json.dumps(body).encode()])
+    assert await share_of_the_loop(call.run) < 0.5
+    assert call.status in (200, 400)
+
+
+async def test_item_7_big_jobs_run_one_at_a_time_and_keys_take_turns() -> None:
+    jobs, order, inside = BigJobs("jobs", 8), [], []
+
+    def work(name: str) -> None:
+        inside.append(name)
+        assert len(inside) == 1
+        order.append(name)
+        inside.pop()
+
+    async def ask(key: int, name: str) -> None:
+        CALLER.set(key)
+        await jobs.run(work, name)
+
+    names = [(1, "a1"), (1, "a2"), (1, "a3"), (1, "a4"), (2, "b1"), (2, "b2"), (3, "c1")]
+    await asyncio.gather(*(ask(*each) for each in names))
+    assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+    jobs.close()
+
+
+async def test_item_7_too_many_big_jobs_of_a_key_are_refused_and_those_that_leave_make_room() -> None:
+    jobs, go = BigJobs("big things", 1), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result()
+
+    first, second = asyncio.create_task(jobs.run(work)), asyncio.create_task(jobs.run(int))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="1 big things are waiting"):
+        await jobs.run(int)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    third = asyncio.create_task(jobs.run(int))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(first, third)
+    assert await jobs.run(str, 5) == "5"
+    jobs.close()
