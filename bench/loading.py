@@ -1,0 +1,118 @@
+"""From a folder of safetensors to the first token, by part, beside what the disk cache and the link allow.
+
+The limits are measured in the same run: several threads that read the files into page-locked memory, and copies of such
+memory to the device. The files are in the page cache, since they have just been written.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import report
+from outpace.bench import limits, shapes
+
+THREADS = (1, 4, 8, 16)
+CHUNK = 16 << 20  # bytes of one read
+RING = 64  # chunks of page-locked memory
+START = """
+import json, sys, time
+begin = time.perf_counter()
+import outpace, torch
+imported = time.perf_counter()
+llm = outpace.LLM(sys.argv[1], max_model_len=4096)
+ready = time.perf_counter()
+llm.generate([[1, 2, 3]], outpace.SamplingParams(max_tokens=1), use_tqdm=False)
+parts = {"import": imported - begin, **llm.startup_seconds, "first token": time.perf_counter() - ready}
+parts["folder to first token"] = time.perf_counter() - imported
+parts["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
+print(json.dumps(parts))
+"""
+
+
+def read_speed(files: list[Path], threads: int, ring: torch.Tensor) -> float:
+    """Bytes a second of reads into page-locked memory."""
+    jobs = [(path, offset) for path in files for offset in range(0, path.stat().st_size, CHUNK)]
+    handles = {path: os.open(path, os.O_RDONLY) for path in files}
+    slots = [memoryview(chunk.numpy()) for chunk in ring]
+
+    def read(number: int) -> int:
+        path, offset = jobs[number]
+        return os.preadv(handles[path], [slots[number % len(slots)]], offset)
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(read, range(len(jobs))))
+    took = time.perf_counter() - begin
+    for handle in handles.values():
+        os.close(handle)
+    return total / took
+
+
+def copy_speed(ring: torch.Tensor) -> float:
+    """Bytes a second from page-locked memory to the device."""
+    there = torch.empty_like(ring, device="cuda")
+    return ring.numel() / (limits.gpu_ms(lambda: there.copy_(ring, non_blocking=True)) / 1e3)
+
+
+def started(folder: Path, kernel_cache: Path) -> dict[str, float]:
+    """Seconds of a start in a process of its own."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(folder)], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    parts: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return parts
+
+
+def main() -> None:
+    """Write a folder, measure the limits, then starts with an empty and a full kernel cache."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b", help="shape of the model")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="outpace-loading-"))
+    try:
+        model: Any = shapes.build(options.shape, torch.bfloat16, "cuda")
+        model.save_pretrained(folder / "model", max_shard_size="4GB")
+        del model
+        torch.cuda.empty_cache()
+        files = sorted((folder / "model").glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in files)
+        ring = torch.empty(RING, CHUNK, dtype=torch.uint8, pin_memory=True)
+        ring.zero_()
+        rows: list[dict[str, Any]] = []
+        reads = {threads: read_speed(files, threads, ring) for threads in THREADS}
+        for threads, speed in reads.items():
+            rows.append({"what": f"read, {threads} threads", "GB/s": speed / 1e9, "seconds": size / speed})
+        copy = copy_speed(ring)
+        rows.append({"what": "copy to the device", "GB/s": copy / 1e9, "seconds": size / copy})
+        limit = size / min(copy, max(reads.values()))
+        details: dict[str, Any] = {}
+        for state in ("empty", "full"):
+            parts = started(folder / "model", folder / "kernels")
+            details[state] = parts
+            for part, took in parts.items():
+                row: dict[str, Any] = {"what": f"{part}, kernel cache {state}", "seconds": took}
+                if part == "load":
+                    row |= {"GB/s": size / took / 1e9, "limit": limit, "ratio": limit / took}
+                rows.append(row)
+        device = limits.device_name(torch.device("cuda"))
+        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files)}
+        report.save("loading", device, rows, notes, options.out, details)
+        report.show("loading", rows)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
