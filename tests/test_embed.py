@@ -116,3 +116,20 @@ def test_item_24_no_tokens_and_log_probabilities_of_the_prompt(n: int) -> None:
     (scored,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=0, prompt_logprobs=2, n=n), use_tqdm=False)
     assert scored.prompt_logprobs == with_answer.prompt_logprobs
     assert [(output.token_ids, output.finish_reason) for output in scored.outputs] == [([], "length")] * n
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("family", ["llama", "gpt2", LEVEL_0])
+def test_item_1_vectors_on_a_gpu_beside_answers_from_graphs(family: str) -> None:
+    llm = LLM(made(family), max_num_batched_tokens=16, **{**OPTIONS, "device": "cuda"})
+    engine, nothing = llm.engine, SamplingParams(max_tokens=0)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    (alone,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    answer = engine.add_request("answer", [5, 6, 7], params)
+    vectors = [engine.add_request(f"v{n}", ids, nothing, pooling="mean") for n, ids in enumerate(PROMPTS)]
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert answer.outputs[0].token_ids == alone.outputs[0].token_ids
+    for output, right in zip(vectors, expected(family, "mean"), strict=True):
+        torch.testing.assert_close(torch.tensor(output.pooled), right, rtol=1e-2, atol=1e-3)
