@@ -15,7 +15,14 @@ from outpace.inject.paged import BatchModel
 from outpace.inject.start import Injection, plan_injection
 from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.build import Loaded, load
-from outpace.loading.inspect import ModelInfo, check_model, describe, generation_config, token_list
+from outpace.loading.inspect import (
+    ModelInfo,
+    check_model,
+    describe,
+    encoder_decoder,
+    generation_config,
+    token_list,
+)
 from outpace.loading.place import default_dtype, to_dtype
 from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.log import chosen, logger
@@ -80,7 +87,10 @@ def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfi
     """A model by name, from a folder, a .gguf file or live, made ready to run over pages."""
     begin = time.perf_counter()
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
-    if not describe(loaded.model, asked.config).can_generate:
+    info = describe(loaded.model, asked.config)
+    if info.kind == "encoder-decoder":
+        raise encoder_decoder(loaded.name)
+    if not info.can_generate:
         raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
     config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype})
     at_load = time.perf_counter()

@@ -11,21 +11,22 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, NotSupported
 from outpace.loading.bars import bars_on_terminals_only
 from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
 from outpace.loading.gguf import GGUFModel, read_gguf, skeleton
+from outpace.loading.inspect import encoder_decoder, use_engine
 from outpace.log import chosen, logger
 
 # What transformers and the libraries under it raise for files that are not what they should be.
@@ -77,6 +78,7 @@ def load_tokenizer(source: str | Path | None) -> PreTrainedTokenizerBase | None:
 def _load_folder(folder: Path, name: str, dtype: torch.dtype | None, device: torch.device) -> Loaded:
     checkpoint = open_checkpoint(folder)
     config = _read_config(folder)
+    _check_kind(config, name)
     dtype, reason = _decide_dtype(dtype, _own_dtype(config, checkpoint), device)
     tokenizer = _read_tokenizer(checkpoint)  # before the weights: it fails sooner
     with bars_on_terminals_only():
@@ -136,6 +138,15 @@ def _read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def _check_kind(config: PreTrainedConfig, name: str) -> None:
+    """Refuse what no class of decoders can load, before the weights are read."""
+    kind = (config.architectures or [config.model_type])[0]
+    if config.is_encoder_decoder:
+        raise encoder_decoder(name, kind)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotSupported(f"model: {name} is a {kind}, which does not generate text from text; {use_engine(kind)}")
+
+
 def _read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     if not checkpoint.has_tokenizer:
         chosen("tokenizer", None, f"{checkpoint.folder} holds none; pass token ids")
@@ -150,9 +161,8 @@ def _read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
 
 
 def _read_weights(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        loaded: Any = auto.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
             config=config,
             dtype=dtype,

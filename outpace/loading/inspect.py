@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
-from outpace.errors import ConfigError, InputError, ModelError
+from outpace.errors import ConfigError, InputError, ModelError, NotSupported
 from outpace.log import logger
 
 Kind = Literal["causal", "encoder-decoder", "encoder", "plain"]
@@ -66,6 +66,20 @@ def check_model(model: object) -> nn.Module:
     if getattr(model, "is_quantized", False):
         raise ModelError("model: it is quantized already, and its dtype must not be changed; load it unquantized")
     return model
+
+
+def encoder_decoder(name: str, kind: str | None = None) -> NotSupported:
+    """The error for a model whose encoder reads and whose decoder writes; kind: its class, if it is not loaded yet."""
+    return NotSupported(
+        f"model: {name} is an encoder with a decoder, and LLM, outpace serve and outpace verify run decoders alone; "
+        f"{use_engine(kind)}"
+    )
+
+
+def use_engine(kind: str | None = None) -> str:
+    """The remedy for a model that neither `LLM` nor `verify` runs; kind: its class, if it is not loaded yet."""
+    load = "" if kind is None else f"load it with transformers ({kind}.from_pretrained) and "
+    return f"{load}call it with outpace.init_inference(model)"
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:

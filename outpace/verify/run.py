@@ -17,7 +17,7 @@ from outpace.inject.modules import FusedLayer
 from outpace.inject.policies import by_class
 from outpace.loading.build import Loaded, load
 from outpace.loading.dtypes import short
-from outpace.loading.inspect import ModelInfo, check_model, describe
+from outpace.loading.inspect import ModelInfo, check_model, describe, encoder_decoder
 from outpace.loading.place import to_dtype
 from outpace.log import chosen
 from outpace.verify.compare import WITHOUT_REFERENCE, Observed, compare, rule
@@ -45,6 +45,8 @@ def verify(
     progress("loading the model")
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
     info = describe(loaded.model)
+    if info.kind == "encoder-decoder":
+        raise encoder_decoder(loaded.name)
     prompts = make_prompts(loaded.model, info, tokenizer or loaded.tokenizer, prompt_seed)
     config = _engine_config(asked, loaded, _longest(prompts) + new_tokens(info))
     _refuse_early(loaded.model, config)

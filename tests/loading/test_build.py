@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import DistilBertConfig, DistilBertForMaskedLM
 
-from outpace.errors import ModelError
+import outpace
+from outpace.errors import ModelError, NotSupported
 from outpace.loading import checkpoint, dtypes
 from outpace.loading.build import load
 from outpace.loading.dtypes import choose_dtype
 from outpace.loading.gguf_tokenizer import build_tokenizer
+from outpace.verify import verify
 from tests.loading.tiny import VOCAB, tiny_model, token_metadata, write_gguf
+from tests.models import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 IDS = torch.arange(3, 23)[None]
@@ -65,12 +68,27 @@ def test_the_dtype_that_was_asked_for(folder: Path, dtype: torch.dtype) -> None:
     assert (loaded.dtype, loaded.dtype_reason) == (dtype, "asked for")
 
 
-def test_an_encoder_decoder(tmp_path: Path) -> None:
-    config = T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    loaded = load(tmp_path, device=CPU)
-    assert isinstance(loaded.model, T5ForConditionalGeneration)
-    assert loaded.tokenizer is None
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+@pytest.mark.parametrize("run", [outpace.LLM, verify])
+def test_item_26_an_encoder_with_a_decoder_is_told_what_runs_it(tmp_path: Path, family: str, run: Any) -> None:
+    model = tiny(family)
+    kind = type(model).__name__
+    model.save_pretrained(tmp_path / family)
+    says = f"model: {family} is an encoder with a decoder, .* load it with transformers .{kind}.from_pretrained. and"
+    with pytest.raises(NotSupported, match=says):
+        run(tmp_path / family, device="cpu")
+    with pytest.raises(
+        NotSupported, match=f"model: {kind} is an encoder .* alone; call it with outpace.init_inference"
+    ):
+        run(model, device="cpu")
+
+
+def test_item_26_a_model_that_makes_no_text_is_told_what_runs_it(tmp_path: Path) -> None:
+    tokens: dict[str, Any] = {"vocab_size": 32, "dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2}
+    DistilBertForMaskedLM(DistilBertConfig(**tokens)).save_pretrained(tmp_path)
+    says = "is a DistilBertForMaskedLM, which does not generate text from text; load it with .* outpace.init_inference"
+    with pytest.raises(NotSupported, match=says):
+        load(tmp_path, device=CPU)
 
 
 def test_only_bin_weights(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
