@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 
 import outpace
@@ -14,6 +15,8 @@ from tests.models import byte_tokenizer, chain_model, tiny
 def pytest_configure() -> None:
     """One thread: tiny models gain nothing from more, and on a busy machine threads that spin took 5 times as long."""
     torch.set_num_threads(1)
+    settings.register_profile("outpace", deadline=None)  # examples may take longer on a busy machine
+    settings.load_profile("outpace")
 
 
 @pytest.fixture(scope="session")

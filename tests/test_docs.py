@@ -30,7 +30,7 @@ RUN_ELSEWHERE = {
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": path}, text=True, capture_output=True, timeout=300, check=False
+        command, cwd=ROOT, env={**os.environ, "PATH": path}, text=True, capture_output=True, check=False
     )
 
 

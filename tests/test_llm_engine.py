@@ -15,6 +15,7 @@ from outpace.llm_engine import LLMEngine
 from outpace.runner.runner import Runner
 from outpace.types import Step, StepOutput, TokenLogprobs
 from tests.models import VOCAB, byte_tokenizer, chain_model, prompts, tiny
+from tests.patience import PATIENCE
 from tests.test_exactness import hugging_face, watched
 
 BLOCK = 16
@@ -634,7 +635,7 @@ def in_threads(ask: Callable[[int], None], count: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
 
 

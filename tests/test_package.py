@@ -39,7 +39,7 @@ def test_item_19_the_wheel_has_types_and_says_where_it_comes_from(tmp_path: Path
 
 def test_importing_outpace_does_not_import_torch() -> None:
     code = "import sys, outpace; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", outpace.__all__)

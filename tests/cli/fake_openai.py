@@ -108,5 +108,5 @@ def served(fake: FakeOpenAI) -> Iterator[FakeOpenAI]:
     try:
         yield fake
     finally:
-        server.should_exit = True
-        thread.join(10)
+        server.should_exit = server.force_exit = True
+        thread.join()

@@ -151,4 +151,4 @@ def test_the_help_does_not_wait_for_torch() -> None:
         "shown = CliRunner().invoke(app, ['bench', 'throughput', '--help'])\n"
         "sys.exit(shown.exit_code or 'torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -24,6 +24,7 @@ from outpace.server.logs import JsonLines
 from outpace.server.options import ServerConfig
 from tests.cli.test_cli import run
 from tests.models import CYCLE
+from tests.patience import PATIENCE
 
 Ran = list[tuple[str | None, Mapping[str, Any], ServerConfig]]
 
@@ -228,7 +229,7 @@ def test_a_server_answers_and_ends_with_0(server: tuple[subprocess.Popen[str], s
     assert "".join(pieces) == CYCLE
     assert len([piece for piece in pieces if piece]) > 1
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(PATIENCE) == 0
     assert process.stderr is not None
     lines = [json.loads(line) for line in process.stderr if line.startswith("{")]
     assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
@@ -252,7 +253,7 @@ def test_serve_and_client(chain_folder: Path) -> None:
         with python_api.client(server.url + "/v1", api_key="secret") as other:
             assert other("E", do_sample=False)[0].generated_text == "NDx"
         server.process.stdin.close()  # as if this process had died
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE) == 0
     assert server.terminate() == 0
     with python_api.client(server.url) as gone, pytest.raises(StateError, match="cannot be reached"):
         gone.generate("E")

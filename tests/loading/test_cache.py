@@ -12,6 +12,7 @@ import pytest
 
 from outpace.errors import ModelError, OutpaceError
 from outpace.loading.cache import PROVENANCE, cache_dir, cached_models, install
+from tests.patience import PATIENCE
 
 
 def bare(folder: Path) -> None:
@@ -101,7 +102,7 @@ def test_threads_do_the_work_once(cache: Path) -> None:
         fill(folder)
 
     def ask(_: int) -> Path:
-        begun.wait(timeout=10)
+        begun.wait(timeout=PATIENCE)
         return install("m", make)
 
     with ThreadPoolExecutor(4) as pool:
@@ -129,7 +130,7 @@ print(install("m", make))
 def run(calls: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"CALLS": str(calls)}
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.mark.slow

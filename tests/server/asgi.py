@@ -22,6 +22,8 @@ class Call:
     """Whether the last piece ends the body."""
     headers: dict[str, str] = field(default_factory=dict)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: int = 0
+    """Pieces of the body that the server has read."""
     sent: list[Message] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -31,6 +33,7 @@ class Call:
 
         async def receive() -> Message:
             if messages:
+                self.taken += 1
                 return messages.pop(0)
             await self.leave.wait()
             return {"type": "http.disconnect"}

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 import outpace
 from outpace.server.python_api import Server
 from tests.models import byte_tokenizer, tiny
+from tests.patience import PATIENCE
 
 NAMES = ("tiny", "org/tiny-alias")
 MAX_MODEL_LEN = 512
@@ -55,15 +56,15 @@ class Live:
 
     def http(self) -> httpx.Client:
         """A plain client."""
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     def openai(self) -> OpenAI:
         """OpenAI's client."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def async_openai(self) -> AsyncOpenAI:
         """OpenAI's client for asyncio."""
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def rss(self) -> dict[int, int]:
         """Bytes of memory of each of its processes."""

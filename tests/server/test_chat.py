@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from outpace.log import logger
 from outpace.server import logs
+from outpace.server.child import Child
 from outpace.server.responses import ChatChunk, ChatCompletion
 from tests.models import byte_tokenizer
+from tests.patience import PATIENCE
 from tests.server.conftest import Serve, Served
 from tests.server.fake import FakeEngine
 from tests.server.test_completions import TEXT, events
@@ -154,11 +156,9 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 async def test_b8_templates_break_nothing_but_themselves(serve: Serve, name: str) -> None:
-    server = serve(allow_request_chat_template=True, template_timeout=0.5, template_max_chars=100_000)
+    server = serve(allow_request_chat_template=True, template_timeout=2.0, template_max_chars=100_000)
     await server.post("/v1/chat/completions", {"messages": HI})  # the process is there
-    begin = time.perf_counter()
     answer = await server.post("/v1/chat/completions", {"messages": HI, "chat_template": BOMBS[name]})
-    assert time.perf_counter() - begin < 10
     if answer.status_code == 200:  # the sandbox shows an undefined value as nothing
         assert "built-in" not in prompt_of(server)
         assert "class" not in prompt_of(server)
@@ -173,15 +173,24 @@ async def test_b8_what_a_template_says_reaches_the_client(serve: Serve) -> None:
     assert "roles must alternate" in answer.json()["error"]["message"]
 
 
-async def test_b8_others_are_answered_while_a_template_hangs(serve: Serve) -> None:
-    server = serve(allow_request_chat_template=True, template_timeout=1.0, template_processes=2)
-    await asyncio.gather(*(server.post("/v1/chat/completions", {"messages": HI}) for _ in range(4)))
-    bomb = asyncio.create_task(
-        server.post("/v1/chat/completions", {"messages": HI, "chat_template": BOMBS["endless loop"]})
-    )
-    await asyncio.sleep(0.05)
+async def test_b8_others_are_answered_while_a_template_hangs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(allow_request_chat_template=True, template_timeout=PATIENCE, template_processes=2)
+    ask, hangs, killed = Child.ask, threading.Event(), threading.Event()
+
+    def may_hang(child: Child, job: bytes, seconds: float, most: int) -> bytes | None:
+        if b"a hanging template" not in job:
+            return ask(child, job, seconds, most)
+        hangs.set()
+        killed.wait(PATIENCE)
+        return None
+
+    monkeypatch.setattr(Child, "ask", may_hang)
+    body = {"messages": HI, "chat_template": "a hanging template"}
+    bomb = asyncio.create_task(server.post("/v1/chat/completions", body))
+    await asyncio.to_thread(hangs.wait, PATIENCE)
     assert (await server.post("/v1/chat/completions", {"messages": HI})).status_code == 200
     assert not bomb.done()
+    killed.set()
     assert (await bomb).status_code == 400
 
 

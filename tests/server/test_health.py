@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -20,6 +21,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from transformers import PreTrainedTokenizerFast
 
+from outpace.server import client as client_module
 from outpace.server import supervisor as supervisor_module
 from outpace.server.client import EngineClient
 from outpace.server.engine import EngineRequest, EngineStatus, ModelCard, StepRecord
@@ -30,6 +32,7 @@ from outpace.server.starting import Front
 from outpace.server.supervisor import Healing, Supervisor
 from outpace.types import FinishReason, SamplingParams
 from tests.models import tiny
+from tests.patience import PATIENCE
 from tests.server.conftest import Serve
 
 pytestmark = pytest.mark.anyio
@@ -73,7 +76,7 @@ def free_port() -> int:
 
 def ask(port: int, path: str, body: object = None) -> tuple[int, dict[str, Any], str | None]:
     """Status, body and Retry-After."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         data = None if body is None else json.dumps(body)
         connection.request("GET" if data is None else "POST", path, data, {"content-type": "application/json"})
@@ -119,7 +122,7 @@ def test_the_port_is_open_while_the_model_loads(tmp_path: Path, tokenizer: PreTr
             pass
         assert ask(port, "/v1/models")[1]["data"][0]["id"] == "tiny"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == FINISHED
+        assert process.wait(PATIENCE) == FINISHED
         assert process.stderr is not None
         assert "tiny is ready (load 0.50 s)" in process.stderr.read()
 
@@ -128,7 +131,7 @@ def test_the_port_is_open_while_the_model_loads(tmp_path: Path, tokenizer: PreTr
 def test_f11_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with starting(tmp_path, tokenizer) as (process, _):
         (tmp_path / "fail").touch()
-        assert process.wait(30) == NOT_STARTED
+        assert process.wait(PATIENCE) == NOT_STARTED
         assert process.stderr is not None
         assert process.stderr.read().splitlines() == ["error: model: there is none"]
 
@@ -137,7 +140,7 @@ def test_f11_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path, token
 def test_a_signal_while_the_model_loads_ends_the_server(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with starting(tmp_path, tokenizer) as (process, _):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == INTERRUPTED
+        assert process.wait(PATIENCE) == INTERRUPTED
 
 
 async def test_the_front_hands_everything_on_once_there_is_a_server() -> None:
@@ -185,19 +188,37 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_f6_an_idle_engine_that_does_not_answer_is_replaced(worker: Path) -> None:
-    engine = Supervisor(None, healing=Healing(stall_timeout=0.4, first_delay=0.05))
+class Clock:
+    """The clock of the supervisor, which a test can move on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        for module in (supervisor_module, client_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + self.ahead))
+
+
+async def test_f6_an_idle_engine_that_does_not_answer_is_replaced(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, limit = Clock(monkeypatch), PATIENCE
+    engine = Supervisor(None, healing=Healing(stall_timeout=limit, ready_timeout=limit, first_delay=0.05))
     await engine.start()
     try:
         pid = engine.pid
         assert pid is not None
-        await asyncio.sleep(0.6)  # longer than the limit: it answers
+        for _ in range(3):  # together longer than the limit: it answers
+            clock.ahead += 0.6 * limit
+            heard = engine._client().heard_at
+            async with asyncio.timeout(PATIENCE):
+                while engine._client().heard_at == heard:
+                    await asyncio.sleep(0.01)
         assert (engine.status().ready, engine.pid) == (True, pid)
         os.kill(pid, signal.SIGSTOP)
-        async with asyncio.timeout(20):
-            while engine.status().ready:
+        clock.ahead += 2 * limit
+        async with asyncio.timeout(PATIENCE):
+            while "restarted" not in engine.status().why:
                 await asyncio.sleep(0.01)
-            assert "restarted" in engine.status().why
+            assert not engine.status().ready
             while not engine.status().ready:
                 await asyncio.sleep(0.01)
         assert engine.pid != pid
@@ -229,7 +250,7 @@ async def test_restarting_and_draining_are_told_apart(worker: Path) -> None:
     await engine.start()
     try:
         os.kill(engine.pid or 0, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while engine.status().ready:
                 await asyncio.sleep(0.01)
         assert engine.status().why == "the engine is being restarted"

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -13,10 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import ConfigError, EngineDead, Overloaded
 from outpace.server.options import ServerConfig
+from outpace.server.run import _bound as bound
+from tests.patience import PATIENCE, skip
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine, says
-from tests.server.live import BODY_TIMEOUT, Live
+from tests.server.live import Live
 from tests.server.test_completions import events
 
 pytestmark = pytest.mark.anyio
@@ -70,29 +71,23 @@ async def test_b5_ten_megabytes_are_refused_by_size(serve: Serve, announced: boo
     pieces = [b'{"prompt": "', *[b"a" * 2**20] * 10, b'"}']
     headers = {"content-length": str(sum(map(len, pieces)))} if announced else {}
     call = Call(serve().app, "/v1/completions", pieces=pieces, headers=headers)
-    begin = time.process_time()
     await call.run()
     assert call.status == 413
     assert "request_too_large" in call.text
-    assert time.process_time() - begin < 0.2
+    assert call.taken <= (0 if announced else 5), "it went on reading"
 
 
 async def test_b5_a_long_prompt_delays_nobody(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
     server = serve(FakeEngine(tokenizer, says("x")), max_body_bytes=16 * 2**20, access_log=False)
-    delays = []
+    answered = 0
     async with server.http() as client:
         await client.post("/v1/completions", json={"prompt": "a"})
-        start = time.perf_counter()
         long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "ab " * 700_000}))
         while not long.done():
-            begin = time.perf_counter()
             assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-            delays.append(time.perf_counter() - begin)
-            await asyncio.sleep(0.005)
-        took = time.perf_counter() - start
+            answered += 1
     assert (await long).json()["error"]["code"] == "context_length_exceeded"
-    assert len(delays) > 5
-    assert max(delays) < max(0.1, took / 4), "who waits for the long prompt waits for all of it"
+    assert answered > 5, "others waited for the long prompt"
 
 
 async def test_b2_headers(serve: Serve) -> None:
@@ -128,9 +123,7 @@ async def test_l3_requests_beyond_the_limit_get_429(serve: Serve, tokenizer: Pre
         held = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})) for _ in range(3)]
         while len(engine.open) < 3:
             await asyncio.sleep(0)
-        begin = time.process_time()
         refused = await client.post("/v1/completions", json={"prompt": "a"})
-        assert time.process_time() - begin < 0.1
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert (await client.get("/status")).status_code == 200
         assert engine.hold is not None
@@ -229,7 +222,11 @@ async def test_a_request_has_a_deadline(
     serve: Serve, tokenizer: PreTrainedTokenizerFast, stream: bool, at: int
 ) -> None:
     engine = FakeEngine(tokenizer, hold=asyncio.Event(), hold_at=at)
-    answer = await serve(engine, request_timeout=0.1).post("/v1/completions", {"prompt": "a", "stream": stream})
+    server = serve(engine, request_timeout=100)
+    asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "a", "stream": stream}))
+    await engine.waits.wait()
+    skip(101)
+    answer = await asking
     assert engine.open == set()
     if stream and at:
         assert events(answer.text)[-1]["error"]["code"] == "timeout"
@@ -253,7 +250,7 @@ async def test_f8_a_client_that_leaves_frees_the_engine(
     await engine.waits.wait()
     assert engine.open
     call.leave.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, PATIENCE)
     assert engine.open == set()
     assert len(engine.closed_early) == len(engine.requests)
     assert call.status == (200 if stream and stage and "mii" not in path else 0)
@@ -353,7 +350,7 @@ def test_options_are_checked() -> None:
 
 def sent(live: Live, data: bytes, *, end: bool = True) -> bytes:
     """What a connection gets for these bytes, until the server closes it or has nothing more to say."""
-    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=PATIENCE) as connection:
         with contextlib.suppress(OSError):  # it may have heard enough
             connection.sendall(data)
         if end:
@@ -442,19 +439,21 @@ def test_b3_three_megabytes_of_single_bytes(live: Live) -> None:
     ],
 )
 def test_b3_who_never_ends_is_cut_off(live: Live, data: bytes, answered: bool) -> None:
-    begin = time.perf_counter()
-    answers = sent(live, data, end=False)
-    assert BODY_TIMEOUT * 0.5 < time.perf_counter() - begin < BODY_TIMEOUT + 8
+    answers = sent(live, data, end=False)  # it ends when the server closes the connection
     assert bool(answers) == answered, answers[:300]
 
 
-def test_an_answer_does_not_wait_for_the_network(live: Live) -> None:
+async def test_an_answer_does_not_wait_for_the_network() -> None:
     """Nagle's algorithm would hold the second half of each answer back for 40 ms."""
-    with live.http() as client:
-        client.get("/version")
-        times = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            client.get("/version")
-            times.append(time.perf_counter() - begin)
-    assert min(times) < 0.03
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        at_once = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.write(b"at once" if at_once else b"later")
+        writer.close()
+
+    with bound(ServerConfig(port=0)) as sock:
+        async with await asyncio.start_server(answer, sock=sock):
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            assert await reader.read() == b"at once"
+            writer.close()
+            await writer.wait_closed()

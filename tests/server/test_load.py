@@ -15,6 +15,7 @@ from bench.soak.row import Soak
 from bench.soak.server import Server, serving, write_model
 from outpace.types import SamplingParams
 from tests.models import prompts, tiny
+from tests.patience import PATIENCE
 
 FLAGS = ("--max-num-seqs", "4", "--max-waiting", "16", "--keep-alive-timeout", "2")
 
@@ -106,9 +107,9 @@ def test_l4_a_client_that_never_reads_is_let_go(runner: asyncio.Runner, server: 
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.client.port))
             await asyncio.get_running_loop().sock_sendall(sock, post("/v1/completions", big, keep_alive=True))
             server.client.ledger.sent += 1
-            await server.idle(60)
+            await server.idle(PATIENCE)
             assert files() > before, "the system took all of it: the test shows nothing"
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while files() > before:
                     await asyncio.sleep(0.05)
         server.client.ledger.ends["cancelled"] += 1

@@ -17,6 +17,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from outpace import __version__
 from outpace.server import chat_protocol, protocol
 from outpace.server.fields import Body
+from tests.patience import PATIENCE
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine, says
 from tests.server.live import BEGIN, END, MAX_MODEL_LEN, MAX_NUM_SEQS, NAMES, A, B, Live
@@ -610,12 +611,9 @@ async def test_priority(live: Live) -> None:
 
 async def until_status(live: Live, **wanted: int) -> None:
     with live.http() as client:
-        for _ in range(2000):
-            status = client.get("/status").json()
-            if all(status[name] >= value for name, value in wanted.items()):
-                return
-            await asyncio.sleep(0.001)
-    raise AssertionError(f"never {wanted}")
+        async with asyncio.timeout(PATIENCE):
+            while any(client.get("/status").json()[name] < value for name, value in wanted.items()):
+                await asyncio.sleep(0.001)
 
 
 async def test_the_client_for_asyncio(live: Live, bases: Mapping[str, dict[str, Any]]) -> None:

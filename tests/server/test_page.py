@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outpace._version import __version__
+from tests.patience import PATIENCE
 from tests.server.page_server import MODELS, WEB, PageServer, Refusal, Script, engine_status
 from tests.server.test_client import real_server
 
@@ -19,7 +20,9 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-expect.set_options(timeout=10_000)
+FLAGS = ["--no-sandbox", "--disable-dev-shm-usage"]  # as root, and where /dev/shm is small, it would not start
+PAGE_PATIENCE = 60_000  # milliseconds
+expect.set_options(timeout=PAGE_PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def server() -> Iterator[PageServer]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=PAGE_PATIENCE)
         yield launched
         launched.close()
 
@@ -52,6 +55,7 @@ def open_page(server: PageServer, browser: Browser, script: Script) -> Iterator[
 
     def opened(clock: bool = False, **options: Any) -> Page:
         context = browser.new_context(**options)
+        context.set_default_timeout(PAGE_PATIENCE)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
@@ -123,7 +127,7 @@ def test_stop_keeps_the_text_and_cancels_the_request(page: Page, script: Script)
     _press(page, "Stop")
     expect(_answer(page).locator("footer p")).to_have_text(re.compile(r"^about 2 tokens .*stopped$"))
     expect(page.locator("#send")).to_have_text("Send")
-    assert script.cancelled.wait(10)
+    assert script.cancelled.wait(PATIENCE)
     script.hold.set()
     _say(page, "next")
     expect(_answer(page).locator(".text")).to_have_text("You said: next")
@@ -595,6 +599,7 @@ def test_page_is_small_and_has_nothing_inline() -> None:
 def _visit(browser: Browser, url: str, path: str, **options: Any) -> tuple[Page, list[str], list[str]]:
     """A page, what went wrong there, and what it asked for."""
     page = browser.new_context(**options).new_page()
+    page.set_default_timeout(PAGE_PATIENCE)
     faults: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)

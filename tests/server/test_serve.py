@@ -27,6 +27,7 @@ from outpace.server.options import ServerConfig
 from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, WRONG_OPTION, run
 from outpace.server.serve import DRAIN_TICK, _drained
 from tests.models import tiny
+from tests.patience import PATIENCE
 
 SERVE = """
 import json, sys
@@ -67,7 +68,7 @@ def served(folder: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str],
 
 def begin(port: int, max_tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     """A stream whose first event has come."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     body = {"model": "tiny", "prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
@@ -77,7 +78,7 @@ def begin(port: int, max_tokens: int) -> tuple[http.client.HTTPConnection, http.
 
 
 def status_of(port: int, path: str, body: object = None) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         data = None if body is None else json.dumps(body)
         connection.request("GET" if data is None else "POST", path, data, {"content-type": "application/json"})
@@ -88,7 +89,7 @@ def status_of(port: int, path: str, body: object = None) -> int:
 
 @pytest.mark.slow
 def test_f7_a_signal_drains_new_requests_get_503_and_running_ones_finish(folder: str) -> None:
-    with served(folder, shutdown_timeout=60) as (process, port):
+    with served(folder, shutdown_timeout=PATIENCE) as (process, port):
         assert status_of(port, "/health/ready") == 200
         connection, response = begin(port, 1000)
         process.send_signal(signal.SIGTERM)
@@ -99,7 +100,7 @@ def test_f7_a_signal_drains_new_requests_get_503_and_running_ones_finish(folder:
         assert b'"finish_reason":"length"' in events.replace(b": ", b":")
         assert events.rstrip().endswith(b"data: [DONE]")
         connection.close()
-        assert process.wait(30) == FINISHED
+        assert process.wait(PATIENCE) == FINISHED
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_f7b_what_runs_too_long_or_past_a_second_signal_is_cut_off_with_an_error
             process.send_signal(signal.SIGTERM)
         assert b'"error"' in response.read()
         connection.close()
-        assert process.wait(30) == CUT_OFF
+        assert process.wait(PATIENCE) == CUT_OFF
 
 
 def test_f11_what_cannot_be_served_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +147,7 @@ async def test_f7_a_drain_waits_for_answers_that_are_not_read() -> None:
     await asyncio.sleep(3 * DRAIN_TICK)
     assert not waiting.done()
     running[None] -= 1
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, PATIENCE)
 
 
 async def test_a_connection_too_many_is_closed() -> None:
@@ -166,7 +167,7 @@ async def test_a_connection_too_many_is_closed() -> None:
         for _, writer in streams:
             writer.close()
         server.should_exit = True
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, PATIENCE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
@@ -194,7 +195,7 @@ async def test_item_10_one_address_cannot_hold_all_connections() -> None:
         for _, writer in (*found, again):
             writer.close()
         server.should_exit = True
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, PATIENCE)
 
 
 @pytest.mark.parametrize(

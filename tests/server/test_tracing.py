@@ -22,6 +22,7 @@ from outpace.server.options import ServerConfig
 from outpace.server.run import WRONG_OPTION, run
 from outpace.server.stream import Ended
 from outpace.types import SamplingParams
+from tests.patience import PATIENCE
 from tests.server.asgi import Call
 from tests.server.conftest import Serve, Served
 from tests.server.fake import FakeEngine, says
@@ -131,7 +132,7 @@ async def test_a_provider_sends_to_the_endpoint() -> None:
 
 
 async def _until(call: Call, text: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while text not in call.text:
             call.changed.clear()
             await call.changed.wait()

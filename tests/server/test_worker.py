@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from outpace.server.messages import Add, Cancel, Frames, FromWorker, News, Start
 from outpace.server.worker import Worker, serve
 from outpace.types import FinishReason, SamplingParams
 from tests.models import VOCAB, tiny
+from tests.patience import PATIENCE
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "block_size": 16, "num_blocks": 64}
 PROMPT = [5, 6, 7, 8, 9]
@@ -81,7 +81,7 @@ async def engine(
         theirs.close()
 
 
-def run(work: Awaitable[Any], seconds: float = 60) -> Any:
+def run(work: Awaitable[Any], seconds: float = PATIENCE) -> Any:
     async def limited() -> Any:
         return await asyncio.wait_for(work, seconds)
 
@@ -268,10 +268,8 @@ def test_too_many_requests_are_refused_at_once(folder: Path) -> None:
             first = asyncio.ensure_future(anext(streams[0]))
             second = asyncio.ensure_future(anext(streams[1]))
             await asyncio.sleep(0)
-            begin = time.perf_counter()
             with pytest.raises(Overloaded, match="max_waiting=1"):
                 await anext(streams[2])
-            assert time.perf_counter() - begin < 0.1
             await first
             await streams[0].aclose()
             await second
@@ -500,7 +498,7 @@ def test_an_idle_worker_sleeps(drive: Drive) -> None:
     thread.join(0.1)
     assert thread.is_alive(), "it took a turn with nothing to do"
     driven.ours.close()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert driven.worker.run() == 0
 
