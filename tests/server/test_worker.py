@@ -222,7 +222,7 @@ def test_stop_strings_stay_on_this_side() -> None:
         ({"prompt": [VOCAB]}, "vocabulary"),
         ({"prompt": [-1]}, "prompt_token_ids"),
         ({"prompt": [2**70]}, "out of range"),
-        ({"prompt": [5] * 60}, "max_model_len"),
+        ({"prompt": [5] * 64}, "max_model_len"),
         ({"params": greedy(logit_bias={VOCAB: 1.0})}, "logit_bias"),
     ],
 )
