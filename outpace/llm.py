@@ -266,8 +266,9 @@ class LLM:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[list[Group]], None]]:
-    """A bar of finished requests with tokens a second, for more than one."""
-    if not shown or total < 2:
+    """A bar of finished requests with tokens a second, for more than one, on terminals and in notebooks."""
+    console = Console(stderr=True)
+    if not shown or total < 2 or not (console.is_terminal or console.is_jupyter):
         yield lambda groups: None
         return
     columns = (
@@ -275,7 +276,7 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[list[Group]], No
         TextColumn("{task.fields[speed]:,.0f} tokens/s"),
     )
     begin = last = time.perf_counter()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("Generating", total=total, speed=0.0)
 
         def advance(groups: list[Group]) -> None:

@@ -60,7 +60,12 @@ def test_many_prompts_with_one_set_of_parameters_or_one_each(chain_llm: LLM) -> 
     assert len({output.request_id for output in outputs}) == 2
 
 
-def test_the_progress_bar_is_off_when_asked(chain_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_item_19_the_progress_bar_is_for_terminals_and_off_when_asked(
+    chain_llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain_llm.generate(["?", "?"], greedy(max_tokens=1), use_tqdm=True)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any file for a terminal then
     chain_llm.generate(["?", "?"], greedy(max_tokens=1), use_tqdm=False)
     assert capsys.readouterr() == ("", "")
     chain_llm.generate(["?", "?"], greedy(max_tokens=1), use_tqdm=True)
