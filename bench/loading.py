@@ -75,6 +75,14 @@ def started(folder: Path, kernel_cache: Path) -> dict[str, float]:
     return parts
 
 
+def _row(what: str, seconds: float, size: int | None, limit: float | None = None) -> dict[str, Any]:
+    """A part: how long it took and, where it moves bytes, how fast, beside the limit."""
+    speed = None if size is None else size / seconds / 1e9
+    limited = None if size is None else limit
+    ratio = None if limited is None else limited / seconds
+    return {"what": what, "seconds": seconds, "GB/s": speed, "limit": limited, "limit/seconds": ratio}
+
+
 def main() -> None:
     """Write a folder, measure the limits, then starts with an empty and a full kernel cache."""
     parser = report.parser(__doc__)
@@ -93,21 +101,20 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         reads = {threads: read_speed(files, threads, ring) for threads in THREADS}
         for threads, speed in reads.items():
-            rows.append({"what": f"read, {threads} threads", "GB/s": speed / 1e9, "seconds": size / speed})
+            rows.append(_row(f"read, {threads} threads", size / speed, size))
         copy = copy_speed(ring)
-        rows.append({"what": "copy to the device", "GB/s": copy / 1e9, "seconds": size / copy})
+        rows.append(_row("copy to the device", size / copy, size))
         limit = size / min(copy, max(reads.values()))
         details: dict[str, Any] = {}
         for state in ("empty", "full"):
             parts = started(folder / "model", folder / "kernels")
             details[state] = parts
+            reserved = parts.pop("reserved GB")
             for part, took in parts.items():
-                row: dict[str, Any] = {"what": f"{part}, kernel cache {state}", "seconds": took}
-                if part == "load":
-                    row |= {"GB/s": size / took / 1e9, "limit": limit, "ratio": limit / took}
-                rows.append(row)
+                is_load = part == "load"
+                rows.append(_row(f"{part}, kernel cache {state}", took, size if is_load else None, limit))
         device = limits.device_name(torch.device("cuda"))
-        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files)}
+        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files), "reserved GB at most": reserved}
         report.save("loading", device, rows, notes, options.out, details)
         report.show("loading", rows)
     finally:
