@@ -26,6 +26,7 @@ from outpace.server.problems import ClientGone, at_most, bad
 
 SHORT = 32 * 2**10  # bytes; more are read in a thread
 LONG = 256 * 2**10  # bytes; more are read one body at a time
+_STRINGS = 4  # for each array or object that a body may have
 _WINDOW = 64 * 2**10  # bytes that are looked at in one call
 _MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which says nothing
 _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools"}
@@ -33,15 +34,18 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools"}
 
 
 class TooManyError(ValueError):
-    """More arrays and objects than a body may have."""
+    """More arrays and objects, or strings, than a body may have."""
 
 
 def parse(data: bytes, options: ServerConfig) -> Any:
     """A JSON value, or ValueError with what is wrong."""
     data = data.removeprefix(_MARK)
-    containers, names = _structure(data)
-    if containers > options.max_json_containers:
-        raise TooManyError(f"it has {containers} arrays and objects; this server takes {options.max_json_containers}")
+    containers, strings, names = _structure(data)
+    most = options.max_json_containers
+    if containers > most:
+        raise TooManyError(f"it has {containers} arrays and objects; this server takes {most}")
+    if strings > _STRINGS * most:
+        raise TooManyError(f"it has {strings} strings; this server takes {_STRINGS * most}")
     try:
         value = msgspec.json.decode(data)
     except RecursionError:
@@ -53,26 +57,27 @@ def parse(data: bytes, options: ServerConfig) -> Any:
     return value
 
 
-def _structure(data: bytes) -> tuple[int, int]:
-    """How many arrays and objects a JSON text has, and how many names are in its objects: what is outside strings."""
+def _structure(data: bytes) -> tuple[int, int, int]:
+    """How many arrays and objects a JSON text has, how many strings, and how many of these are names in objects."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    containers = names = inside = 0
+    containers = quotes = names = inside = 0
     for begin in range(0, len(data), _WINDOW):
         pieces = data[begin : begin + _WINDOW].split(b'"')
         outside = b"".join(pieces[inside::2])
         containers += outside.count(b"[") + outside.count(b"{")
         names += outside.count(b":")
-        inside ^= (len(pieces) - 1) & 1
-    return containers, names
+        quotes += len(pieces) - 1
+        inside = quotes & 1
+    return containers, quotes // 2, names
 
 
 def _largest_field(data: bytes) -> str:
-    """The field of a body that has most arrays and objects."""
+    """The field of a body that has most arrays, objects and strings."""
     fields: dict[str, msgspec.Raw] = {}
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         fields = msgspec.json.decode(data.removeprefix(_MARK), type=dict[str, msgspec.Raw])
-    return max(fields, key=lambda name: _structure(bytes(fields[name])), default="body")[:80]
+    return max(fields, key=lambda name: sum(_structure(bytes(fields[name]))), default="body")[:80]
 
 
 def _names(value: Any, containers: int, options: ServerConfig) -> int:

@@ -79,7 +79,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """The stop token that ended it, if it was not the model's own."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     """Once, with the first delta, when asked for."""
     times: tuple[float, float] | None = None
     """Once, with the first delta: seconds in the queue, and from its end to the first token."""

@@ -5,7 +5,7 @@ Requests have numbers here; the names that callers give them stay in the HTTP pr
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -116,7 +116,8 @@ class Tokens(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     logprobs: list[WireLogprobs] | None = None
-    prompt_logprobs: list[WireLogprobs | None] | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
+    """Each entry encoded, see `PromptLogprobs`."""
     times: tuple[float, float] | None = None
     """With the first of a request: see `Delta`."""
     num_cached_tokens: int | None = None
@@ -125,8 +126,7 @@ class Tokens(msgspec.Struct, array_like=True):
     def delta(self) -> Delta:
         """The same for the HTTP side."""
         logprobs = None if self.logprobs is None else [_logprobs(entry) for entry in self.logprobs]
-        prompt = self.prompt_logprobs
-        told = None if prompt is None else [None if entry is None else _logprobs(entry) for entry in prompt]
+        told = None if self.prompt_logprobs is None else PromptLogprobs(self.prompt_logprobs)
         return Delta(
             *(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told, self.times),
             num_cached_tokens=self.num_cached_tokens,
@@ -226,6 +226,32 @@ def add(number: int, request: EngineRequest) -> Add:
 def wire_logprobs(found: TokenLogprobs) -> WireLogprobs:
     """Log-probabilities as they cross the socket."""
     return [(token, entry.logprob, entry.rank) for token, entry in found.items()]
+
+
+def wire_prompt_logprobs(found: Sequence[TokenLogprobs | None]) -> list[msgspec.Raw]:
+    """Log-probabilities of a prompt as they cross the socket."""
+    encode = msgspec.msgpack.encode
+    return [msgspec.Raw(encode(None if entry is None else wire_logprobs(entry))) for entry in found]
+
+
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
+    """Log-probabilities of a prompt, each decoded when it is looked at: all of them are too many for the event loop."""
+
+    def __init__(self, entries: Sequence[msgspec.Raw]) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [_prompt_entry(entry) for entry in self._entries[index]]
+        return _prompt_entry(self._entries[index])
+
+
+def _prompt_entry(entry: msgspec.Raw) -> TokenLogprobs | None:
+    found = msgspec.msgpack.decode(entry, type=WireLogprobs | None)
+    return None if found is None else _logprobs(found)
 
 
 def _logprobs(entry: WireLogprobs) -> TokenLogprobs:

@@ -84,7 +84,7 @@ class ServerConfig(ConfigModel):
     max_json_keys: int = Field(default=4096, ge=64)
     """Most names in one JSON object."""
     max_json_containers: int = Field(default=2**15, ge=64)
-    """Most arrays and objects in a body."""
+    """Most arrays and objects in a body; it may have four times as many strings."""
     max_prompts: int = Field(default=32, ge=1)
     """Most prompts of a request."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)

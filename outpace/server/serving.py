@@ -16,7 +16,7 @@ from outpace.server.tokens import Tokens
 from outpace.server.tools import Style, style_of
 from outpace.server.validate import Validator
 
-_MOST_WAITING = 64  # large bodies, or answers, of one key
+_MOST_WAITING = 64  # large bodies of one key
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +57,5 @@ def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTok
     style, grammars = style_of(template, options.tool_call_parser), Grammars(tokenizer, engine.card, options)
     validator = Validator(engine.card, options, tokens, chats, Structures(options, style, grammars))
     metrics = Metrics(validator.names[0], engine.status)
-    jobs = BigJobs("large bodies", _MOST_WAITING), BigJobs("large answers", _MOST_WAITING)
+    jobs = BigJobs("large bodies", _MOST_WAITING), BigJobs("large answers")
     return Serving(engine, options, tokens, renderer, validator, metrics, style, grammars, *jobs)

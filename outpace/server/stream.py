@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outpace.errors import InputError
+from outpace.server.big_jobs import BigJobs
 from outpace.server.engine import Delta, Engine, EngineDead
 from outpace.server.problems import ClientGone
 from outpace.server.tokens import Tokens
@@ -23,6 +24,7 @@ from outpace.types import FinishReason, SamplingParams, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+_MANY = 1024  # log-probabilities; writing them takes milliseconds
 _AHEAD = 16  # events of one prompt that wait for a slow reader while others are read
 Result = TypeVar("Result")
 
@@ -40,7 +42,7 @@ class Event:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     """In the first event of a prompt, if asked for."""
     params: SamplingParams | None = None
     """In the first event of a prompt."""
@@ -163,6 +165,9 @@ async def _merge(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerat
 class Writer(Protocol):
     """How a route writes its answers: the same chunks are sent one by one, or put together."""
 
+    of_prompt: int
+    """Log-probabilities of the prompt that stand in the first chunk of an answer."""
+
     def chunks(self, event: Event) -> list[Any]:
         """What an event adds, as the route writes it; nothing for an event that shows nothing yet."""
 
@@ -185,29 +190,36 @@ class Reply(Response):
         super().__init__(media_type="text/event-stream" if stream else "application/json")
         self._events, self._writer, self._stream = events, writer, stream
         self._started, self._sent_at = False, 0.0
+        self._begun: set[int] = set()  # answers
+        self._entries = 0  # tokens and log-probabilities so far
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the answer."""
-        period = scope["app"].state.options.sse_ping_seconds
+        state = scope["app"].state
+        period, jobs = state.options.sse_ping_seconds, state.serving.answers
+        writing = self._write_stream(send, jobs, period) if self._stream else self._write_json(send, jobs)
         async with aclosing(self._events):
-            await until_gone(receive, self._write_stream(send, period) if self._stream else self._write_json(send))
+            await until_gone(receive, writing)
 
-    async def _write_json(self, send: Send) -> None:
-        chunks = [chunk async for event in self._events for chunk in self._writer.chunks(event)]
-        body = msgspec.json.encode(self._writer.whole(chunks))
+    async def _write_json(self, send: Send, jobs: BigJobs) -> None:
+        chunks: list[Any] = []
+        async for event in self._events:
+            chunks += await _made(jobs, self._count(event), self._writer.chunks, event)
+        body = await _made(jobs, self._entries, lambda: msgspec.json.encode(self._writer.whole(chunks)))
         self.headers["content-length"] = str(len(body))
         await self._start(send)
         await send({"type": "http.response.body", "body": body})
 
-    async def _write_stream(self, send: Send, period: float) -> None:
+    async def _write_stream(self, send: Send, jobs: BigJobs, period: float) -> None:
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._sent_at = asyncio.get_running_loop().time()
         pings = asyncio.create_task(self._ping(send, period)) if period else None
         try:
             async for event in self._events:
-                await self._send(send, self._writer.chunks(event))
-            await self._send(send, self._writer.last_chunks())
+                made = await _made(jobs, self._count(event), lambda event: _sse(self._writer.chunks(event)), event)
+                await self._put(send, made)
+            await self._put(send, _sse(self._writer.last_chunks()))
         finally:
             if pings is not None:
                 pings.cancel()
@@ -227,8 +239,14 @@ class Reply(Response):
         self._started = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
-    async def _send(self, send: Send, chunks: Sequence[Any]) -> None:
-        await self._put(send, b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks))
+    def _count(self, event: Event) -> int:
+        """Tokens and log-probabilities that an event adds to the answer."""
+        found = len(event.token_ids) + sum(map(len, event.logprobs or ()))
+        if event.index not in self._begun:
+            self._begun.add(event.index)
+            found += self._writer.of_prompt
+        self._entries += found
+        return found
 
     async def _put(self, send: Send, body: bytes) -> None:
         """Send a part of the stream, which begins with it."""
@@ -237,6 +255,15 @@ class Reply(Response):
         if body:
             self._sent_at = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _sse(chunks: Sequence[Any]) -> bytes:
+    return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
+
+
+async def _made(jobs: BigJobs, entries: int, make: Callable[..., Result], *arguments: object) -> Result:
+    """What a function makes of so many tokens and log-probabilities; of many, beside the event loop."""
+    return make(*arguments) if entries < _MANY else await jobs.run(make, *arguments)
 
 
 async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:

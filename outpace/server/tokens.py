@@ -69,7 +69,7 @@ class Tokens:
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """What each token adds to a text by itself."""
-        missing = [token for token in ids if token not in self._texts]
+        missing = [token for token in dict.fromkeys(ids) if token not in self._texts]
         if missing:
             self._texts.update(zip(missing, token_texts(self.tokenizer, missing), strict=True))
         return [self._texts[token] for token in ids]

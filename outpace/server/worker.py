@@ -49,6 +49,7 @@ from outpace.server.messages import (
     Unlearn,
     kind_of,
     wire_logprobs,
+    wire_prompt_logprobs,
 )
 from outpace.structure import FIELD
 from outpace.types import CompletionOutput, FinishReason, Pooling, RequestOutput, SamplingParams
@@ -266,7 +267,7 @@ class Worker:
             live.begun, times, cached = True, live.times(), live.output.num_cached_tokens
             self._prompt_tokens += len(live.output.prompt_token_ids)
             if (found := live.output.prompt_logprobs) is not None:
-                prompt = [None if entry is None else wire_logprobs(entry) for entry in found]
+                prompt = wire_prompt_logprobs(found)
         for index, completion in enumerate(live.output.outputs):
             sent = live.sent[index]
             if (len(completion.token_ids) > sent or live.scores) and taken < room:

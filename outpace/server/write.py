@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from outpace.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from outpace.server.responses import (
     AnswerDelta,
@@ -17,6 +19,7 @@ from outpace.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
     FinishText,
+    PromptLogprob,
     PromptLogprobs,
     TokenLogprob,
     ToolCall,
@@ -29,6 +32,7 @@ from outpace.server.tools import Call, Parser, Piece, Style, parser_of
 from outpace.server.validate import Work
 from outpace.types import Logprob, TokenLogprobs
 
+_VOCABULARY = 2**15  # log-probabilities that -1 stands for, about
 _LEAST = -9999.0  # JSON has no infinity and no NaN; OpenAI writes this
 
 
@@ -43,6 +47,8 @@ class _Writer:
         streamed = request.stream_options
         self._usage_last = bool(streamed and streamed.include_usage)
         self._usage_always = bool(streamed and streamed.continuous_usage_stats)
+        self.of_prompt = max(_of_prompt(work) for work in works)
+        """Log-probabilities of the prompt that stand in the first chunk of an answer."""
 
     @property
     def usage(self) -> Usage:
@@ -72,19 +78,24 @@ class _Writer:
         return self._tokens.texts([token])[0]
 
     def _prompt_logprobs(self, found: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        return [
-            None
-            if entry is None
-            else {
-                str(token): {
-                    "logprob": _finite(each),
-                    "rank": each.rank,
-                    "decoded_token": self._tokens.texts([token])[0],
-                }
-                for token, each in _by_rank(entry)
+        """Each entry is encoded at once: 80,000 small objects would keep the garbage collector busy."""
+        encode = msgspec.json.encode
+        return [None if entry is None else msgspec.Raw(encode(self._by_token(entry))) for entry in found]  # type: ignore[misc]
+
+    def _by_token(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+        return {
+            str(token): {
+                "logprob": _finite(each),
+                "rank": each.rank,
+                "decoded_token": self._tokens.texts([token])[0],
             }
-            for entry in found
-        ]
+            for token, each in _by_rank(entry)
+        }
+
+
+def _of_prompt(work: Work) -> int:
+    asked = work.params.prompt_logprobs
+    return 0 if asked is None else len(work.prompt_token_ids) * (1 + (asked if asked >= 0 else _VOCABULARY))
 
 
 def _finite(found: Logprob) -> float:
@@ -106,6 +117,7 @@ class CompletionWriter(_Writer):
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._of_prompts: dict[int, Sequence[TokenLogprobs | None]] = {}
+        self._shown: dict[int, PromptLogprobs] = {}  # the same as it is written, for the n answers to a prompt
 
     def chunks(self, event: Event) -> list[Completion]:
         """What an event adds."""
@@ -129,7 +141,9 @@ class CompletionWriter(_Writer):
             if first:
                 choice["prompt_token_ids"] = work.prompt_token_ids
         if first and self._request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs(self._of_prompts.get(event.prompt, []))
+            if event.prompt not in self._shown:
+                self._shown[event.prompt] = self._prompt_logprobs(self._of_prompts.get(event.prompt, []))
+            choice["prompt_logprobs"] = self._shown[event.prompt]
         return [self._head("text_completion", [choice])]
 
     def last_chunks(self) -> list[Completion]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerFast
 
@@ -37,6 +38,8 @@ class FakeEngine:
     num_cached_tokens: int = 0
     """What it says was in the prefix cache."""
     ready: bool = True
+    width: int = 3
+    """Of vectors."""
     requests: list[EngineRequest] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     closed_early: list[str] = field(default_factory=list)
@@ -99,11 +102,12 @@ class FakeEngine:
                 yield delta
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
-        """Vectors (length, 1 for mean, 0)."""
+        """Vectors (length, 1 for mean, 0, ...)."""
         self.requests += requests
         if self.error is not None:
             raise self.error
-        return [[float(len(each.prompt_token_ids)), float(each.pooling == "mean"), 0.0] for each in requests]
+        rest = [0.0] * (self.width - 2)
+        return [[float(len(each.prompt_token_ids)), float(each.pooling == "mean"), *rest] for each in requests]
 
     def status(self) -> EngineStatus:
         """Some numbers."""
@@ -114,6 +118,7 @@ class FakeEngine:
         """Nothing to end."""
 
 
+@lru_cache
 def likely(token: int, top: int) -> TokenLogprobs:
     """The token as the likeliest, and the ones behind it."""
     others = {(token + number) % 256: Logprob(-1.0 - number, number + 1) for number in range(1, top % 256)}

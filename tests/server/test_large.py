@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import Overloaded
 from outpace.server.big_jobs import BigJobs
@@ -17,6 +18,7 @@ from outpace.server.caller import CALLER
 from outpace.server.options import ServerConfig
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
+from tests.server.fake import FakeEngine
 
 pytestmark = pytest.mark.anyio
 OPTIONS = ServerConfig()
@@ -43,7 +45,7 @@ def test_item_7_a_name_that_is_given_twice_is_found_anywhere(value: Any, name: s
         parse(text.encode(), OPTIONS)
 
 
-@given(value=VALUES)
+@given(value=VALUES.map(lambda value: [value, *([[]] * 20)]))  # so many that its strings are few
 def test_item_7_arrays_and_objects_are_counted(value: Any) -> None:
     def count(each: Any) -> int:
         inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
@@ -51,9 +53,8 @@ def test_item_7_arrays_and_objects_are_counted(value: Any) -> None:
 
     strict = OPTIONS.model_copy(update={"max_json_containers": count(value)})
     assert parse(json.dumps(value).encode(), strict) == value
-    if count(value):
-        with pytest.raises(ValueError, match="arrays and objects"):
-            parse(json.dumps(value).encode(), strict.model_copy(update={"max_json_containers": count(value) - 1}))
+    with pytest.raises(ValueError, match="arrays and objects"):
+        parse(json.dumps(value).encode(), strict.model_copy(update={"max_json_containers": count(value) - 1}))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,7 @@ def test_item_7_arrays_and_objects_are_counted(value: Any) -> None:
     [
         ("/v1/completions", "prompt", [1]),
         ("/v1/embeddings", "input", [1]),
+        ("/v1/completions", "stop", "a"),
         ("/v1/chat/completions", "documents", {}),
         ("/v1/chat/completions", "messages", {"role": "user", "content": "a"}),
     ],
@@ -68,7 +70,7 @@ def test_item_7_arrays_and_objects_are_counted(value: Any) -> None:
 async def test_item_7_many_small_objects_are_refused_by_the_name_of_their_field(
     serve: Serve, path: str, field: str, item: object
 ) -> None:
-    answer = await serve().post(path, {"user": "[[[", field: [item] * 40_000})
+    answer = await serve().post(path, {"user": "[[[", field: [item] * (140_000 if item == "a" else 40_000)})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert answer.json()["error"]["code"] == "limit_exceeded"
 
@@ -84,8 +86,8 @@ async def share_of_the_loop(run: Callable[[], Any]) -> float:
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": [1] * 500_000}),
-        ("/v1/completions", {"prompt": ["a"] * 300_000}),
-        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 300_000}),
+        ("/v1/completions", {"prompt": ["a"] * 120_000}),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 120_000}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": "b"}] * 2000}),
         ("/detokenize", {"tokens": [65] * 400_000}),
     ],
@@ -95,8 +97,58 @@ async def test_item_7_large_bodies_are_read_beside_the_loop(serve: Serve, path: 
     server = serve(access_log=False)
     await server.post(path, {**body, **{name: value[:1] for name, value in body.items() if len(value) > 1}})
     call = Call(server.app, path, pieces=[json.dumps(body).encode()])
-    assert await share_of_the_loop(call.run) < 0.5
+    share = await share_of_the_loop(call.run)
+    assert share < 0.5
     assert call.status in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt_logprobs": 20}),
+        ("/v1/completions", {"prompt_logprobs": 20, "stream": True}),
+        ("/v1/completions", {"echo": True, "logprobs": 20, "n": 2}),
+        ("/v1/chat/completions", {"prompt_logprobs": 20}),
+        ("/tokenize", {"return_token_strs": True}),
+        ("/v1/embeddings", {}),
+    ],
+)
+async def test_item_7_large_answers_are_written_beside_the_loop(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, path: str, body: dict[str, Any]
+) -> None:
+    engine = FakeEngine(tokenizer, max_model_len=8192)
+    server = serve(engine, access_log=False)
+    text: dict[str, Any] = {"prompt": "a" * 4000, "max_tokens": 1}
+    if path == "/tokenize":
+        text = {"prompt": "ab" * 200_000}
+    elif path == "/v1/embeddings":
+        text, engine.width = {"input": ["a"] * 32}, 4096
+    elif path == "/v1/chat/completions":
+        text = {"messages": [{"role": "user", "content": "a" * 4000}], "max_tokens": 1}
+    await Call(server.app, path, {**text, **body}).run()  # the first one makes what is kept
+    call = Call(server.app, path, {**text, **body})
+    share = await share_of_the_loop(call.run)
+    assert call.status == 200
+    assert len(call.text) > 500_000
+    assert share < 0.5
+
+
+async def test_item_7_log_probabilities_of_a_prompt_are_the_same_for_each_answer(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    server = serve(FakeEngine(tokenizer, max_model_len=8192))
+    long, short = "a" * 1500, "a" * 5  # written beside the loop, and on it
+    for prompt in (long, short):
+        body = {"prompt": prompt, "prompt_logprobs": 2, "n": 2, "max_tokens": 2}
+        found = (await server.post("/v1/completions", body)).json()["choices"]
+        entries = found[0]["prompt_logprobs"]
+        assert entries == found[1]["prompt_logprobs"]
+        assert entries[0] is None
+        assert len(entries) == len(prompt)
+        assert entries[1] == {
+            "64": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+            "65": {"logprob": -2.0, "rank": 2, "decoded_token": "b"},
+        }
 
 
 async def test_item_7_big_jobs_run_one_at_a_time_and_keys_take_turns() -> None:

@@ -5,6 +5,7 @@ import math
 import struct
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -26,10 +27,21 @@ from outpace.server.stream import Event, Reply, events_of_all, observed, until_g
 from outpace.server.validate import Work
 from outpace.server.write import ChatWriter, CompletionWriter
 
+_MANY = 4096  # numbers of all vectors
+_PIECE = 2**15  # entries of a list
+
 
 def json_response(value: object) -> Response:
     """A value as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def long_list(values: list[Any]) -> Any:
+    """A list as JSON, made in short calls of C code, between which other threads can run."""
+    if len(values) < _PIECE:
+        return values
+    pieces = [msgspec.json.encode(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE)]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def events(serving: Serving, works: Sequence[Work], name: str) -> AsyncGenerator[Event, None]:
@@ -79,13 +91,17 @@ def router(serving: Serving) -> APIRouter:
         requests = [work.request(f"embd-{uuid.uuid4().hex}") for work in works]
         vectors = await until_gone(request.receive, serving.engine.embed(requests))
         count = sum(len(work.prompt_token_ids) for work in works)
-        result: EmbeddingList = {
-            "object": "list",
-            "data": [_entry(index, vector, body) for index, vector in enumerate(vectors)],
-            "model": model,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-        }
-        return json_response(result)
+
+        def make() -> Response:
+            result: EmbeddingList = {
+                "object": "list",
+                "data": [_entry(index, vector, body) for index, vector in enumerate(vectors)],
+                "model": model,
+                "usage": {"prompt_tokens": count, "total_tokens": count},
+            }
+            return json_response(result)
+
+        return make() if sum(map(len, vectors)) < _MANY else await serving.answers.run(make)
 
     @routes.get("/models", response_model=None, responses=answers(ModelList, "The names of the model."))
     async def models() -> Response:

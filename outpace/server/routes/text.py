@@ -7,8 +7,10 @@ from outpace.server.body import StrictRoute
 from outpace.server.protocol import DetokenizeRequest, TokenizeRequest
 from outpace.server.responses import DetokenizedText, Tokens
 from outpace.server.routes.documented import answers
-from outpace.server.routes.openai import json_response
+from outpace.server.routes.openai import json_response, long_list
 from outpace.server.serving import Serving
+
+_MANY = 4096  # tokens
 
 
 def router(serving: Serving) -> APIRouter:
@@ -27,13 +29,18 @@ def router(serving: Serving) -> APIRouter:
             pieces = await validator.chat_pieces(body.messages, body.tools or [], add_generation_prompt=wanted)
             special = bool(body.add_special_tokens)
         ids = await tokens.encode(pieces, add_special_tokens=special)
-        result: Tokens = {
-            "count": len(ids),
-            "max_model_len": serving.engine.card.max_model_len,
-            "tokens": ids,
-            "token_strs": tokens.texts(ids) if body.return_token_strs else None,
-        }
-        return json_response(result)
+        longest, named = serving.engine.card.max_model_len, bool(body.return_token_strs)
+
+        def make() -> Response:
+            result: Tokens = {
+                "count": len(ids),
+                "max_model_len": longest,
+                "tokens": long_list(ids),
+                "token_strs": long_list(tokens.texts(ids)) if named else None,
+            }
+            return json_response(result)
+
+        return make() if len(ids) < _MANY else await serving.answers.run(make)
 
     @routes.post("/detokenize", response_model=None, responses=answers(DetokenizedText, "The text."))
     async def detokenize(body: DetokenizeRequest) -> Response:
