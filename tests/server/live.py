@@ -129,6 +129,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             template_processes=1,
             tool_call_parser="hermes",
             access_log=False,
+            allow_priority=True,
             body_timeout=BODY_TIMEOUT,
         )
     with server:

@@ -110,7 +110,7 @@ async def test_stop_strings_end_the_answer_and_the_engine(
 
 
 async def test_parameters_reach_the_engine(serve: Serve) -> None:
-    server = serve()
+    server = serve(allow_priority=True)
     asked = {"prompt": "a", "n": 2, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3, "top_k": -1}
     penalties = {"presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {"5": 1}}
     ends = {
