@@ -1,13 +1,13 @@
 """The answers to one prompt as they grow: tokens, text, log-probabilities, and why each ended."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import InputError, ModelError
-from outpace.structure import Grammar
+from outpace.structure import Grammar, StructureCheck
 from outpace.tokenizer import Detokenizer, token_texts
 from outpace.types import (
     CompletionOutput,
@@ -56,6 +56,8 @@ class Answer:
         self.completion.finish_reason = reason
         if self.text is not None:
             self.text.finish()
+        if self.group.check is not None and reason is FinishReason.STOP:
+            self.completion.structure_check = self.group.check(self.completion.text)
         self.group.output.finished = all(each.completion.finish_reason for each in self.group.answers)
 
 
@@ -71,6 +73,8 @@ class Group:
     """Answers that begin once the first has computed what they share."""
     arrival: int = 0
     """Its place in the queue, which all its answers keep."""
+    check: Callable[[str], StructureCheck] | None = None
+    """Checks what the grammar does not enforce."""
 
     def lose(self) -> None:
         """A step failed: no answer will grow any more."""

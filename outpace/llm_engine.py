@@ -17,8 +17,10 @@ from outpace.log import logger
 from outpace.prepare import PagedParts
 from outpace.runner.start import start_runner
 from outpace.scheduler import Scheduler, Totals
-from outpace.structure import Grammar, StructuredOutputs
-from outpace.structured.compile import Compiler, Vocabulary
+from outpace.structure import FIELD, Grammar, StructuredOutputs
+from outpace.structured.check import SchemaCheck
+from outpace.structured.compile import Compiler
+from outpace.structured.vocabulary import Vocabulary
 from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput
 
 
@@ -88,8 +90,9 @@ class LLMEngine:
 
         grammar: what `params.structured_outputs` was compiled to elsewhere; without one it is compiled here.
         """
+        check = None
         if grammar is None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = self._compile(params.structured_outputs)
+            grammar, check = self._compile(params.structured_outputs)
         if isinstance(params, SamplingParams) and params.seed is None and self._config.seed is not None:
             params = replace(params, seed=self._config.seed)
         if isinstance(params, SamplingParams) and isinstance(prompt_token_ids, list | tuple):
@@ -98,6 +101,7 @@ class LLMEngine:
         group = make_group(
             request_id, prompt_token_ids, params, self.tokenizer, eos_token_ids=ends, grammar=grammar, **options
         )
+        group.check = check
         self._check_vocabulary(group.answers[0].request.prompt_token_ids, params)
         self._check_logprobs(params)
         if group.answers[0].request.pooling is not None and not self._parts.model.gives_hidden:
@@ -242,14 +246,18 @@ class LLMEngine:
             if answer.completion.finish_reason is None:
                 self._end(answer, FinishReason.ERROR)
 
-    def _compile(self, asked: StructuredOutputs) -> Grammar:
+    def _compile(self, asked: StructuredOutputs) -> tuple[Grammar, SchemaCheck | None]:
+        """The grammar of an answer, and the check of what it does not enforce."""
         if self.tokenizer is None:
             raise ModelError("structured_outputs: they need a tokenizer; pass LLM(tokenizer=...)")
         with self._compiling:
             if self._compiler is None:
                 parts = self._parts
                 self._compiler = Compiler(Vocabulary.of(self.tokenizer, parts.vocab_size, parts.eos_token_ids))
-        return self._compiler.compile(asked)
+        grammar = self._compiler.compile(asked)
+        if not grammar.later or not isinstance(asked.json, str):
+            return grammar, None
+        return grammar, SchemaCheck(asked.json, grammar.later, f"{FIELD}.json")
 
     @property
     def max_logprobs(self) -> int:

@@ -1,4 +1,4 @@
-"""What an answer has to look like, and what holds it to that. No xgrammar here: `outpace.structured` has it."""
+"""What an answer has to look like, and what holds it to that. No llguidance here: `outpace.structured` has it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from outpace.errors import InputError
 
 FIELD = "structured_outputs"
-"""What the problem of an answer begins with if the request is to blame."""
+"""Prefix of errors that are caused by the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +18,20 @@ class StructuredOutputs:
     """What an answer has to look like: exactly one of these; names are vLLM's."""
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema; kept as text. Properties come in the order of the schema."""
+    """A JSON schema; kept as text. Properties come in the order of the schema. What a grammar cannot enforce
+    (`uniqueItems`, say) is checked when the answer is finished: `CompletionOutput.structure_check`."""
     regex: str | None = None
     """The whole answer matches it."""
     choice: tuple[str, ...] | list[str] | None = None
     """The answer is one of these."""
     grammar: str | None = None
-    """EBNF with a rule called root."""
+    """EBNF with a rule called root, or Lark with a rule called start."""
     json_object: bool | None = None
     """True: any JSON object."""
     structural_tag: str | None = None
-    """Text with tags that hold one of the above, as xgrammar describes it in JSON."""
+    """Text with tags that hold JSON by a schema, in xgrammar's JSON format: triggered_tags or tags_with_separator."""
+    disable_any_whitespace: bool = False
+    """JSON without white space between its parts; with `json` and `json_object` only."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -43,6 +46,10 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _strings(self.choice))
         if self.json_object not in (None, True):
             raise InputError(f"structured_outputs.json_object: expected True, got {self.json_object!r:.80}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise InputError("structured_outputs.disable_any_whitespace: expected true or false")
+        if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
+            raise InputError(f"structured_outputs.disable_any_whitespace: not with {given[0]}; only with json")
         for name in ("json", "regex", "grammar", "structural_tag"):
             if not isinstance(getattr(self, name), str | None):
                 what = "an object or text" if name == "json" else "text"
@@ -62,6 +69,21 @@ def _as_json(value: object) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"structured_outputs.json: not a JSON schema ({error})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class StructureCheck:
+    """The check of a finished answer against the parts of its schema that no grammar can enforce."""
+
+    checked: tuple[str, ...]
+    """The keywords that were checked, with their places in the schema."""
+    problem: str | None
+    """What is wrong with the answer; None: it is valid by the whole schema."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the answer is valid by the whole schema."""
+        return self.problem is None
 
 
 class Matcher(Protocol):

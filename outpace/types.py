@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from outpace.errors import InputError
-from outpace.structure import Grammar, StructuredOutputs
+from outpace.structure import Grammar, StructureCheck, StructuredOutputs
 
 Pooling = Literal["mean", "last"]
 """Which hidden states of the last layer make the vector of a prompt."""
@@ -234,6 +234,8 @@ class CompletionOutput:
     """For each token, if `SamplingParams.logprobs` asks for them."""
     cumulative_logprob: float | None = None
     """Their sum over the tokens of the answer."""
+    structure_check: StructureCheck | None = None
+    """Set when an answer has ended whose schema asks for what no grammar enforces: what was checked, and found."""
     source: HasText | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -1,26 +1,28 @@
 """Answers held to a structure: they keep to it, whatever the model wants, and nobody else notices."""
 
-import contextlib
 import json
 import random
 import re
+import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from outpace import LLM, FinishReason, InputError, ModelError, NotSupported, RequestOutput, SamplingParams
 from outpace import StructuredOutputs as Structure
 from outpace.structured.cache import SizedCache
-from outpace.structured.compile import CompiledGrammar, Compiler, Vocabulary
+from outpace.structured.compile import CompiledGrammar, Compiler, memory_of
 from outpace.structured.regex import checked_regex
 from outpace.structured.schema import checked_schema
+from outpace.structured.vocabulary import Vocabulary
 from tests.models import byte_tokenizer, tiny
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -42,6 +44,20 @@ def llm() -> LLM:
 
 def held(max_tokens: int = 120, options: dict[str, Any] | None = None, **structure: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, structured_outputs=Structure(**structure), **(options or GREEDY))
+
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(Vocabulary.of(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id]))
+
+
+def accepts(grammar: CompiledGrammar, text: str) -> bool:
+    """Whether a text is an answer by the grammar."""
+    matcher = grammar.matcher([TOKENIZER.eos_token_id])
+    return all(matcher.accept(token) for token in [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id])
 
 
 def ask(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
@@ -134,7 +150,7 @@ def test_a_json_object_is_one(llm: LLM) -> None:
 def test_an_open_schema_allows_more_than_the_empty_object(llm: LLM) -> None:
     rng = random.Random(0)
     for schema, wanted in (({"type": "object"}, b'{"a": [1]}'), ({"type": "array"}, b'[1, "x", {}]')):
-        matcher = llm.engine._compile(Structure(json=schema)).matcher([llm.tokenizer.eos_token_id])  # type: ignore[union-attr]
+        matcher = llm.engine._compile(Structure(json=schema))[0].matcher([llm.tokenizer.eos_token_id])  # type: ignore[union-attr]
         ids = llm.tokenize(wanted.decode())
         assert all(matcher.accept(token) for token in ids)
         assert not matcher.accept(rng.choice(ids))
@@ -286,7 +302,7 @@ def test_an_answer_that_takes_too_long_ends_alone(llm: LLM, monkeypatch: pytest.
 
 @pytest.mark.parametrize("bounds", [{"maxLength": 300}, {"minLength": 150}, {"minLength": 130, "maxLength": 200}])
 def test_long_strings_keep_to_their_bounds(llm: LLM, bounds: dict[str, int]) -> None:
-    """xgrammar's own form of them would let control characters through."""
+    """Also where escapes and control characters could get in between."""
     schema = {"type": "string", **bounds}
     ended = 0
     for seed in range(8):
@@ -339,47 +355,33 @@ def test_parameters_take_structures_alone() -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"not": {"type": "string"}}, "'not'"),
-    ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, r"properties.a.*'if'"),
-    ({"banana": 3}, "'banana'"),
     ({"type": "banana"}, "type"),
     ({"type": [{}]}, "type"),
-    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "items": {"contains": {}}}, "contains"),
-    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "allOf"),
-    ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "oneOf"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-    ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "oneOf"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
     ({"anyOf": []}, "anyOf"),
-    ({"anyOf": [{"type": "null"}], "type": "object"}, "anyOf and type"),
+    ({"anyOf": [{"type": "null"}], "type": "object"}, "Unsatisfiable"),
     ({"enum": []}, "enum"),
-    ({"type": "string", "enum": ["a", 5]}, "enum"),
     ({"$ref": "http://example.org/schema"}, r"\$ref"),
+    ({"not": {"$ref": "http://example.org/schema"}}, "example.org"),
     ({"$ref": "#/$defs/missing"}, r"\$ref"),
     ({"$ref": "#"}, r"\$ref.*itself"),
     ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, r"\$ref.*itself"),
-    ({"type": "string", "pattern": "(?=a)b"}, r"\(\?="),
-    ({"type": "string", "pattern": 'a"b'}, "regular expression"),
-    ({"type": "string", "pattern": "("}, ""),
+    ({"$dynamicRef": "#a"}, "dynamicRef"),
+    ({"type": "string", "pattern": "("}, "pattern"),
+    ({"type": "string", "pattern": "a)(b"}, "pattern"),
+    ({"type": "string", "pattern": "\\"}, "pattern"),
     ({"type": "string", "pattern": 5}, "pattern"),
-    ({"type": "string", "pattern": "a", "minLength": 3}, "pattern and minLength"),
-    ({"type": "string", "format": "banana"}, "format"),
+    ({"type": "object", "patternProperties": {"(": {}}}, "patternProperties"),
     ({"type": "string", "minLength": -1}, "minLength"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength"),
-    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf"),
-    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
-    ({"type": "integer", "multipleOf": 4096}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 0}, "multipleOf"),
     ({"type": "integer", "minimum": "a"}, "minimum"),
     ({"type": "integer", "minimum": 5, "maximum": 2}, ""),
-    ({"type": "object", "required": ["a"]}, "required"),
     ({"type": "object", "required": "a"}, "required"),
     ({"type": "object", "properties": []}, "properties"),
-    ({"type": "object", "minProperties": 2}, "minProperties"),
-    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
-    ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "patternProperties"),
-    ({"minLength": 3, "minimum": 2}, "type"),
+    ({"type": "object", "properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, ""),
+    ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "disjoint"),
     ({"type": "array", "items": 5}, "items"),
-    ({"nullable": True, "type": "string"}, "nullable"),
 ]
 
 
@@ -398,8 +400,8 @@ def test_cve_2025_48942_what_is_no_schema_is_refused(llm: LLM, text: str) -> Non
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("(", "a)", "[", "a{3,1}", "[z-a]", "(?=a)b", "(?<!a)b", r"\bword", r"(a)\1", "(?i)a", r"\p{L}", "a^b", "a$b"),
-        *(r"\Aa", r"\Qa", "[[:alpha:]]", "a\\", "*", "\ud800"),
+        *("(", "a)", "[", "a{3,1}", "[z-a]", "(?=a)b", "(?<!a)b", r"\bword", r"(a)\1", "a^b", "a$b"),
+        *(r"\Qa", "a\\", "*", "\ud800"),
     ],
 )
 def test_cve_2025_48943_a_regex_that_cannot_be_kept_to_is_refused(llm: LLM, pattern: str) -> None:
@@ -407,15 +409,16 @@ def test_cve_2025_48943_a_regex_that_cannot_be_kept_to_is_refused(llm: LLM, patt
         ask(llm, "hi", held(regex=pattern))
 
 
-@pytest.mark.parametrize("grammar", ["", 'root ::= "a', 'rot ::= "a"', "root ::= x", "root ::= root", "\ud800"])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        *("", 'root ::= "a', 'rot ::= "a"', "root ::= x", "root ::= root", "\ud800", "a", 'root ::= ("a"'),
+        *('root ::= * "a"', "root ::= []", 'root ::= "\\q"', "root ::= \u00e9", f"root ::= {'(' * 99}", "start: x"),
+    ],
+)
 def test_a_grammar_that_is_none_is_refused(llm: LLM, grammar: str) -> None:
     with pytest.raises(InputError, match=r"structured_outputs\.grammar"):
         ask(llm, "hi", held(grammar=grammar))
-
-
-def test_an_error_that_speaks_of_half_a_character_is_told(llm: LLM) -> None:
-    with pytest.raises(InputError, match=r"structured_outputs\.grammar: .* Unexpected character"):
-        ask(llm, "hi", held(grammar="root ::= \u00e9"))
 
 
 def test_cve_2025_57809_recursion_is_followed(llm: LLM) -> None:
@@ -461,10 +464,12 @@ def test_a_model_without_an_end_or_a_tokenizer_says_so(tokenizer: PreTrainedToke
         assert texts(ask(endless, "hi", held(9, stop, regex="abc"))[0]) == ["abc"]
 
 
-def test_without_xgrammar_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+def test_item_18_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with make() as llm:
-        with pytest.raises(NotSupported, match=r"pip install 'outpace\[structured\]'"):
+        with pytest.raises(
+            NotSupported, match=r"^structured_outputs: llguidance is missing; pip install 'outpace\[structured\]'$"
+        ):
             ask(llm, "hi", held(regex="a"))
         assert ask(llm, "hi", SamplingParams(max_tokens=2))[0].finished
 
@@ -502,7 +507,7 @@ def test_the_compiler_keeps_what_was_used_last(tokenizer: PreTrainedTokenizerFas
     compiler = Compiler(vocabulary)
     first = compiler.compile(Structure(regex="a+"))
     assert compiler.compile(Structure(regex="a+")) is first
-    small = Compiler(vocabulary, cache_bytes=first.num_bytes + 1)
+    small = Compiler(vocabulary, cache_bytes=memory_of(first.to_bytes()) + 1)
     once = small.compile(Structure(regex="a+"))
     small.compile(Structure(regex="b+"))
     assert small.compile(Structure(regex="a+")) is not once
@@ -523,15 +528,22 @@ def test_a_grammar_crosses_to_another_process(tokenizer: PreTrainedTokenizerFast
     assert not matcher.accept(0)
 
 
-@given(st.text(alphabet='ab|()[]{}^$\\?*+.dDwx0-9:<=!"', max_size=12))
-def test_a_regex_matches_what_it_matches_in_python(pattern: str) -> None:
-    for in_json in (True, False):
-        problem = refusal(checked_regex, pattern, "field", in_json=in_json)
-        assert problem is None or problem.startswith("field: ")
-    with contextlib.suppress(InputError, re.error, FutureWarning):
-        wanted, made = re.compile(pattern), re.compile(checked_regex(pattern, "field"))
-        for text in ("", "a", "b.", ".", "\n", "a\n", "ab", "-", "]", "^", "9x"):
-            assert bool(made.fullmatch(text)) <= bool(wanted.fullmatch(text)), (pattern, text)
+@settings(deadline=None)
+@given(st.text(alphabet='ab|()[]{}^$\\?*+.dDwx0-9:<=!"&~', max_size=12))
+def test_a_regex_matches_what_it_matches_in_python(compiler: Compiler, pattern: str) -> None:
+    problem = refusal(compiler.compile, Structure(regex=pattern), "field")
+    assert problem is None or problem.startswith("field: ")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wanted = re.compile(pattern)
+    except (re.error, FutureWarning):
+        return
+    if problem is not None:
+        return
+    made = compiler.compile(Structure(regex=pattern), "field")
+    for text in ("", "a", "b.", ".", "\n", "a\n", "ab", "-", "]", "^", "9x", "&", "[a", "a]"):
+        assert accepts(made, text) <= bool(wanted.fullmatch(text)), (pattern, text)
 
 
 def test_a_dot_is_no_line_end(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -581,4 +593,4 @@ def test_a_schema_is_checked_without_trouble_and_once_is_enough(schema: Any) -> 
     assert problem is None or problem.startswith("field: ")
     if problem is None:
         found = checked_schema(json.dumps(schema), "field")
-        assert checked_schema(found, "field") == found
+        assert checked_schema(found.text, "field").text == found.text

@@ -1,91 +1,102 @@
-"""BigJobs: work on large requests, one piece at a time in a thread, in turns between API keys.
+"""BigJobs: work that takes long, one piece at a time in a thread, in turns between API keys.
 
 One at a time: each needs many times its size in memory, and several threads that compute would take the GIL from the
 event loop more often.
 """
 
-import asyncio
 import contextlib
 import ctypes
 import sys
-from collections import deque
+import threading
+from asyncio import wrap_future
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outpace.errors import Overloaded
 from outpace.server.caller import CALLER
 
 Result = TypeVar("Result")
 REST = 1.0  # seconds without a job until free memory goes back
+Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class BigJobs:
-    """A thread that does one job after the other. Every key has its own queue; the queues take turns."""
+    """A thread that does one job after the other. Every key has its own queue; the queues take turns.
+
+    A caller who leaves while the job runs frees nothing before it ends: jobs that were left cannot pile up in the
+    thread before those of others.
+    """
 
     def __init__(self, what: str, most: int | None = None) -> None:
         """what: the jobs, for the error that is raised when `most` of one key wait; None: any number may."""
         self._what, self._most = what, most
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=what.replace(" ", "-"))
-        self._waiting: dict[int | None, deque[asyncio.Future[None]]] = {}  # by key, the next turn first
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[int | None, deque[Job]] = OrderedDict()  # by key, the next turn first
         self._busy = False
-        self._rest: asyncio.TimerHandle | None = None
+        self._wake = threading.Event()  # from the rest after a job
 
     async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function in the thread, in the context of the caller. Overloaded: too many wait."""
-        await self._turn()
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, copy_context().run, function, *arguments)
-        finally:
-            self._next()
+        context = copy_context()
+        return await wrap_future(self.submit(lambda: context.run(function, *arguments)))
 
-    async def _turn(self) -> None:
-        if not self._busy:
-            self._busy = True
-            if self._rest is not None:
-                self._rest.cancel()
-            return
-        queue = self._waiting.setdefault(CALLER.get(), deque())
-        if self._most is not None and len(queue) >= self._most:
-            raise Overloaded(f"{len(queue)} {self._what} are waiting; try later")
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in queue:
-                queue.remove(turn)
-            else:  # its turn had come
-                self._next()
-            raise
+    def submit(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Queue a job of the caller. Overloaded: too many wait."""
+        future: Future[Result] = Future()
+        key = CALLER.get()
+        with self._lock:
+            if self._busy:
+                queue = deque(job for job in self._waiting.get(key, ()) if not job[0].cancelled())
+                if self._most is not None and len(queue) >= self._most:
+                    raise Overloaded(f"{len(queue)} {self._what} are waiting; try later")
+                queue.append((future, function))
+                self._waiting[key] = queue
+            else:
+                self._wake.set()
+                self._thread.submit(self._work, (future, function))
+                self._busy = True
+        return future
 
-    def _next(self) -> None:
-        """Let the next one run: the first of the key whose turn it is."""
-        while self._waiting:
-            key = next(iter(self._waiting))
-            queue = self._waiting.pop(key)
-            turn = queue.popleft() if queue else None
+    def _work(self, job: Job | None) -> None:
+        """Do a job and those that came meanwhile. Free memory goes back later, when answers have been sent."""
+        self._wake.clear()
+        while job is not None:
+            future, function = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # it belongs to whoever waits
+                    future.set_exception(error)
+            del future, function
+            job = self._next()
+        if not self._wake.wait(REST):
+            give_memory_back()
+
+    def _next(self) -> Job | None:
+        """The first job of the key whose turn it is."""
+        with self._lock:
+            if not self._waiting:
+                self._busy = False
+                return None
+            key, queue = self._waiting.popitem(last=False)
+            job = queue.popleft()
             if queue:
                 self._waiting[key] = queue  # at the end
-            if turn is not None and not turn.done():
-                turn.set_result(None)
-                return
-        self._busy = False
-        self._rest_later()
+            return job
 
-    def _rest_later(self) -> None:
-        """Give free memory back to the system once there was nothing to do for a while, and answers have been sent."""
-        if self._rest is not None:
-            self._rest.cancel()
-        self._rest = asyncio.get_running_loop().call_later(REST, self._thread.submit, give_memory_back)
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._rest is not None:
-            self._rest.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, wait: bool = False) -> None:
+        """Give up what waits, and end the thread. wait: until what runs has ended."""
+        with self._lock:
+            for queue in self._waiting.values():
+                for future, _ in queue:
+                    future.cancel()
+            self._waiting.clear()
+        self._wake.set()
+        self._thread.shutdown(wait=wait, cancel_futures=True)
 
 
 def give_memory_back() -> None:

@@ -2,8 +2,6 @@
 
 import os
 import sys
-import tempfile
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,12 @@ import msgspec
 from outpace.errors import InputError
 from outpace.server.render import end_after, limit_memory
 from outpace.structure import StructuredOutputs
-from outpace.structured.compile import Compiler, Vocabulary
+from outpace.structured.compile import Compiler
+from outpace.structured.vocabulary import Vocabulary
 
 MADE, REFUSED, BROKEN = b"+", b"-", b"!"
 """First byte of an answer: what follows is the grammar, what is wrong with it, or what is wrong here."""
-MAX_COMPILED = 8 * 2**20  # bytes of one compiled grammar
-_THREADS = min(8, os.cpu_count() or 1)
+MAX_ANSWER = 2**21  # bytes; a grammar is about as long as what was asked
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -27,43 +25,33 @@ class Job(msgspec.Struct, array_like=True):
     where: str
     kind: str
     value: str | bool | list[str]
+    compact: bool
     max_depth: int
 
 
-def compiled(compiler: Compiler, data: bytes, warnings: Callable[[], str]) -> bytes:
-    """The answer to a job. What xgrammar warns of it would pass over: that is refused. MemoryError: there is none."""
+class Made(msgspec.Struct, array_like=True):
+    """A grammar that compiles, as text, and the keywords that it does not enforce."""
+
+    grammar: bytes
+    later: tuple[str, ...]
+
+
+def compiled(compiler: Compiler, data: bytes) -> bytes:
+    """The answer to a job. MemoryError: there is none."""
     job = msgspec.msgpack.decode(data, type=Job)
-    warnings()
     try:
-        asked: dict[str, Any] = {job.kind: job.value}
-        made = compiler.compile(StructuredOutputs(**asked), job.where, job.max_depth).to_bytes()
+        asked: dict[str, Any] = {job.kind: job.value, "disable_any_whitespace": job.compact}
+        found = compiler.compile(StructuredOutputs(**asked), job.where, job.max_depth)
     except InputError as error:
         return REFUSED + str(error).encode()
     except Exception as error:
-        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
-            raise MemoryError from None  # what is left of this process is of no use
+        if isinstance(error, MemoryError):
+            raise  # what is left of this process is of no use
         return BROKEN + repr(error).encode()
-    if warned := warnings():
-        return REFUSED + f"{job.where}: it cannot be kept to exactly ({warned})".encode()
-    if len(made) > MAX_COMPILED:
-        return REFUSED + f"{job.where}: compiled it is longer than {MAX_COMPILED} bytes; make it simpler".encode()
-    return MADE + made
-
-
-def _warnings() -> Callable[[], str]:
-    """Takes over standard error; what was written there since the last call."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-    os.dup2(file.fileno(), 2)
-
-    def take() -> str:
-        file.seek(0)
-        text = file.read(4096).decode(errors="replace")
-        file.seek(0)
-        file.truncate()
-        _, found, message = text.partition("Warning: ")
-        return message.strip().splitlines()[0][:200] if found else ""
-
-    return take
+    made = MADE + msgspec.msgpack.encode(Made(found.to_bytes(), found.later))
+    if len(made) > MAX_ANSWER:
+        return REFUSED + f"{job.where}: as a grammar it is longer than {MAX_ANSWER} bytes; make it simpler".encode()
+    return made
 
 
 def _address_space_mb() -> int:
@@ -78,14 +66,15 @@ def main(handle: int, megabytes: int, seconds: float) -> None:
     """Compile one grammar after the other until the parent is gone."""
     connection = Connection(handle)
     try:
-        compiler = Compiler(Vocabulary.of_bytes(connection.recv_bytes()), _THREADS, cache_bytes=0)
-        warnings = _warnings()
+        vocabulary = Vocabulary.of_bytes(connection.recv_bytes())
+        compiler = Compiler(vocabulary, cache_bytes=0)
+        _ = vocabulary.lengths  # made before the first job, whose time is limited
         limit_memory(_address_space_mb() + megabytes)
         connection.send_bytes(b"{}")  # ready
         while True:
             job = connection.recv_bytes()
             done = end_after(seconds)
-            answer = compiled(compiler, job, warnings)
+            answer = compiled(compiler, job)
             done()
             connection.send_bytes(answer)
     except (EOFError, OSError, MemoryError):

@@ -1,10 +1,11 @@
 """What the HTTP side knows of an engine: requests of token ids in, deltas of token ids out, numbers to show."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from outpace.errors import EngineDead, InputError, Overloaded
+from outpace.structure import StructureCheck
 from outpace.types import FinishReason, Pooling, SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -25,13 +26,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WireGrammar:
-    """A compiled grammar on its way to the engine process."""
+    """A grammar on its way to the engine process."""
 
     key: bytes
-    """Of what it was compiled from."""
+    """Of what it was made from."""
     data: bytes = field(repr=False)
     vocabulary: bytes = field(repr=False)
-    """The tokens it was compiled for."""
+    """The tokens it was made for."""
+    check: Callable[[str], StructureCheck] | None = field(default=None, repr=False)
+    """Checks finished answers for what the grammar does not enforce; stays on the HTTP side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from outpace.log import logger
 from outpace.server.engine import WireGrammar
 from outpace.server.messages import Learn, Unlearn
 from outpace.structured.cache import SizedCache
-from outpace.structured.compile import CompiledGrammar, Vocabulary
+from outpace.structured.compile import CompiledGrammar, memory_of
+from outpace.structured.vocabulary import Vocabulary
 
-MAX_BYTES = 64 * 2**20  # of grammars that an engine process is to know
+MAX_BYTES = 64 * 2**20  # of compiled grammars that an engine process is to know
 
 
 class Taught:
@@ -25,7 +26,7 @@ class Taught:
             return
         yield Learn(grammar.key, grammar.data, b"" if self._begun else grammar.vocabulary)
         self._begun = True
-        for key in self._keys.put(grammar.key, True, len(grammar.data)):
+        for key in self._keys.put(grammar.key, True, memory_of(grammar.data)):
             yield Unlearn(key)
 
 

@@ -53,6 +53,14 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class StructureCheckText(TypedDict):
+    """The check of a finished answer for what no grammar enforces."""
+
+    checked: list[str]
+    valid: bool
+    problem: str | None
+
+
 class CompletionChoice(TypedDict):
     """One answer, or what a chunk adds to it."""
 
@@ -64,6 +72,7 @@ class CompletionChoice(TypedDict):
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
+    structure_check: NotRequired[StructureCheckText]
 
 
 class Completion(TypedDict):
@@ -140,6 +149,7 @@ class ChatChoice(TypedDict):
     finish_reason: FinishText
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
+    structure_check: NotRequired[StructureCheckText]
 
 
 class ChatChunkChoice(TypedDict):
@@ -151,6 +161,7 @@ class ChatChunkChoice(TypedDict):
     finish_reason: FinishText | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
+    structure_check: NotRequired[StructureCheckText]
 
 
 class ChatCompletion(TypedDict):

@@ -18,7 +18,7 @@ from outpace.server.engine import Delta, Engine, EngineDead
 from outpace.server.problems import ClientGone
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
-from outpace.structure import FIELD
+from outpace.structure import FIELD, StructureCheck
 from outpace.tokenizer import Detokenizer
 from outpace.types import FinishReason, SamplingParams, TokenLogprobs
 
@@ -48,6 +48,8 @@ class Event:
     """In the first event of a prompt."""
     times: tuple[float, float] | None = None
     """In the first event of a prompt, as in `Delta`."""
+    check: StructureCheck | None = None
+    """In the last event of an answer that is whole, where its grammar does not enforce all that was asked."""
 
 
 class _Answer:
@@ -63,6 +65,8 @@ class _Answer:
             prompt_token_ids=work.prompt_token_ids,
         )
         self._prompt, self._index = prompt, index
+        self._check = work.grammar.check if work.grammar is not None else None
+        self._said: list[str] = []  # all its text, where it is to be checked
         self.finished = False
 
     def take(self, delta: Delta) -> Event:
@@ -87,6 +91,13 @@ class _Answer:
             times=delta.times,
         )
 
+    async def check(self, event: Event) -> None:
+        """Check the answer, if this is its last event and the grammar does not enforce all that was asked."""
+        if self._check is not None:
+            self._said.append(event.text)
+            if event.finish_reason is FinishReason.STOP:
+                event.check = await asyncio.to_thread(self._check, "".join(self._said))
+
 
 async def events_of(
     engine: Engine, work: Work, tokens: Tokens, request_id: str, prompt: int = 0
@@ -100,6 +111,7 @@ async def events_of(
             if answer.finished:
                 continue  # it met a stop string, and the engine did not know yet
             event = answer.take(delta)
+            await answer.check(event)
             if params:
                 event.params = params.pop()
             if event.finish_reason is not None and delta.finish_reason is None:

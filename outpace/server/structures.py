@@ -1,19 +1,20 @@
 """What the answer to a request has to look like: found in its fields, held to the limits, and compiled."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import InputError
 from outpace.server.chat_protocol import NamedTool
 from outpace.server.engine import WireGrammar
-from outpace.server.grammars import Grammars
+from outpace.server.grammars import Check, Grammars, Make
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
 from outpace.server.protocol import ChatRequest, SamplingFields
-from outpace.server.tools import Style, call_format
+from outpace.server.tools import CallCheck, Style, call_format
 from outpace.structure import STRUCTURES, StructuredOutputs
+from outpace.structured.check import SchemaCheck
 from outpace.structured.schema import checked_schema
 
 _NO_FORM: Mapping[Style, str] = {
@@ -29,8 +30,8 @@ class Structure:
 
     field: str
     asked: StructuredOutputs
-    make: Callable[[], StructuredOutputs] | None = None
-    """Gives it checked, where `asked` is what the request says; takes its time."""
+    make: Make | None = None
+    """Gives it checked, where `asked` is what the request says; takes milliseconds."""
 
 
 class Structures:
@@ -101,20 +102,30 @@ class Structures:
             )
         several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
 
-        def calls(check: Callable[[str, Any], Any]) -> StructuredOutputs:
-            schemas = {name: check(*where_and_schema) for name, where_and_schema in given.items()}
+        def calls(schemas: Mapping[str, Any]) -> StructuredOutputs:
             found = call_format(self._style, schemas, required=required, several=several)
             if found is None:
                 raise bad(field, _NO_FORM[self._style])
             return StructuredOutputs(structural_tag=json.dumps(found))
 
-        return Structure(field, calls(lambda where, schema: schema), lambda: calls(self._arguments))
+        def checked() -> tuple[StructuredOutputs, Check | None]:
+            schemas: dict[str, Any] = {}
+            checks: dict[str, SchemaCheck] = {}
+            for name, (where, schema) in given.items():
+                schemas[name], check = self._arguments(where, schema)
+                if check is not None:
+                    checks[name] = check
+            return calls(schemas), CallCheck(self._style, checks) if checks else None
 
-    def _arguments(self, where: str, schema: Mapping[str, Any]) -> Any:
+        return Structure(field, calls({name: schema for name, (_, schema) in given.items()}), checked)
+
+    def _arguments(self, where: str, schema: Mapping[str, Any]) -> tuple[Any, SchemaCheck | None]:
+        """The schema of arguments as it is compiled, and the check of what that does not enforce."""
         if schema and schema.get("type", "object") != "object":
             raise bad(where, "expected the schema of an object")
-        depth = self._options.max_schema_depth
-        return json.loads(checked_schema(json.dumps({"type": "object", **schema}), where, depth))
+        text = json.dumps({"type": "object", **schema})
+        found = checked_schema(text, where, self._options.max_schema_depth)
+        return json.loads(found.text), SchemaCheck(text, found.later, where) if found.later else None
 
 
 def _fields(request: SamplingFields) -> dict[str, StructuredOutputs]:
@@ -131,7 +142,7 @@ def _fields(request: SamplingFields) -> dict[str, StructuredOutputs]:
     given = request.structured_outputs
     if given is not None:
         known = [name for name in STRUCTURES if name != "structural_tag"]
-        if unknown := given.keys() - set(known):
+        if unknown := given.keys() - {*known, "disable_any_whitespace"}:
             raise bad("structured_outputs", f"{min(unknown)[:80]!r} is unknown; it takes one of {', '.join(known)}")
         made = StructuredOutputs(**given)
         found[f"structured_outputs.{made.kind}"] = made

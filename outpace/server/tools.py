@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from outpace.structured.compile import MAX_WHITESPACE
+from outpace.structure import StructureCheck
+from outpace.structured.check import SchemaCheck
 
 Style = Literal["hermes", "llama3_json", "none"]
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -67,7 +68,7 @@ def call_format(style: Style, tools: Mapping[str, Any], *, required: bool, sever
         {
             "type": "tag",
             "begin": f'{before}{{"name": {json.dumps(name)}, "{key}": ',
-            "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE},
+            "content": {"type": "json_schema", "json_schema": schema},
             "end": f"}}{after}",
         }
         for name, schema in tools.items()
@@ -78,6 +79,25 @@ def call_format(style: Style, tools: Mapping[str, Any], *, required: bool, sever
     else:
         calls = {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
     return {"type": "structural_tag", "format": {**calls, "stop_after_first": not several}}
+
+
+class CallCheck:
+    """Checks the calls of a finished answer for what their grammar does not enforce."""
+
+    def __init__(self, style: Style, checks: Mapping[str, SchemaCheck]) -> None:
+        """checks: by the name of the tool."""
+        self._style, self._checks = style, checks
+
+    def __call__(self, text: str) -> StructureCheck:
+        """What is found in an answer."""
+        checked = tuple(f"{name}: {place}" for name, check in self._checks.items() for place in check.later)
+        parser = parser_of(self._style)
+        for piece in (*parser.feed(text), *parser.finish()) if parser is not None else ():
+            if isinstance(piece, Call) and piece.name in self._checks:
+                found = self._checks[piece.name](piece.arguments)
+                if found.problem is not None:
+                    return StructureCheck(checked, f"{piece.name}: {found.problem}")
+        return StructureCheck(checked, None)
 
 
 class Hermes:

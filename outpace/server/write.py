@@ -21,6 +21,7 @@ from outpace.server.responses import (
     FinishText,
     PromptLogprob,
     PromptLogprobs,
+    StructureCheckText,
     TokenLogprob,
     ToolCall,
     TopLogprob,
@@ -30,6 +31,7 @@ from outpace.server.stream import Event
 from outpace.server.tokens import Tokens
 from outpace.server.tools import Call, Parser, Piece, Style, parser_of
 from outpace.server.validate import Work
+from outpace.structure import StructureCheck
 from outpace.types import Logprob, TokenLogprobs
 
 _VOCABULARY = 2**15  # log-probabilities that -1 stands for, about
@@ -106,6 +108,10 @@ def _by_rank(entry: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(entry.items(), key=lambda item: (item[1].rank, item[0]))
 
 
+def _check_text(check: StructureCheck) -> StructureCheckText:
+    return {"checked": list(check.checked), "valid": check.valid, "problem": check.problem}
+
+
 class CompletionWriter(_Writer):
     """/v1/completions."""
 
@@ -136,6 +142,8 @@ class CompletionWriter(_Writer):
             "finish_reason": event.finish_reason.value if event.finish_reason else None,
             "stop_reason": event.stop_reason,
         }
+        if event.check is not None:
+            choice["structure_check"] = _check_text(event.check)
         if self._request.return_token_ids:
             choice["token_ids"] = event.token_ids
             if first:
@@ -205,6 +213,8 @@ def _joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
             "top_logprobs": [item for each in given for item in each["top_logprobs"]],
             "text_offset": [item for each in given for item in each["text_offset"]],
         }
+    if "structure_check" in last:
+        result["structure_check"] = last["structure_check"]
     if "token_ids" in parts[0]:
         result["token_ids"] = [token for part in parts for token in part["token_ids"]]
         result["prompt_token_ids"] = parts[0]["prompt_token_ids"]
@@ -230,6 +240,7 @@ class ChatWriter(_Writer):
     ) -> None:
         super().__init__(request, [work], tokens, model, name)
         self._asked, self._role = request, role
+        self._only_calls = work.structure == "tool_choice"  # what is no whole call was cut off, and is no text
         self._messages = [_Message(parser_of(style)) for _ in range(work.params.n)]
         self._told = False  # what is known of the prompt stands in the first chunk
 
@@ -286,7 +297,7 @@ class ChatWriter(_Writer):
 
     def _delta(self, message: _Message, piece: Piece) -> AnswerDelta:
         if isinstance(piece, str):
-            return {"content": piece} if piece else {}
+            return {"content": piece} if piece and not self._only_calls else {}
         if message.calls and self._asked.parallel_tool_calls is False:
             return {}
         call: ToolCall = _tool_call(piece, message.calls)
@@ -304,6 +315,8 @@ class ChatWriter(_Writer):
         }
         if reason is not None:
             choice["stop_reason"] = event.stop_reason
+            if event.check is not None:
+                choice["structure_check"] = _check_text(event.check)
         if self._request.return_token_ids:
             choice["token_ids"] = event.token_ids if begins else []
         return self._head("chat.completion.chunk", [choice])
@@ -351,6 +364,8 @@ def _message(parts: Sequence[ChatChunkChoice]) -> Any:
         "finish_reason": parts[-1]["finish_reason"],
         "stop_reason": parts[-1].get("stop_reason"),
     }
+    if "structure_check" in parts[-1]:
+        choice["structure_check"] = parts[-1]["structure_check"]
     if "token_ids" in parts[0]:
         choice["token_ids"] = [token for part in parts for token in part["token_ids"]]
     return choice

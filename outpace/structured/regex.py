@@ -1,62 +1,74 @@
-"""Regular expressions that can be kept to exactly: what xgrammar would pass over is refused."""
+"""Regular expressions as the regex crate of Rust understands them: what it reads differently from Python and
+JavaScript is written in another way, what it has not is refused."""
 
-from itertools import pairwise
+import re
 
 from outpace.errors import InputError
 
-_CLASSES = frozenset("dDwWsS")
-_CONTROL = frozenset("nrtfvxu0")
-_DOT = r"[^\n\r]"
-"""What a dot means: xgrammar's takes line ends, too."""
+_LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
+_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;=?@[\\]^_`{|}~")  # may follow a backslash in Rust; < and > mean boundaries
+_SET_OPERATORS = ("&&", "--", "~~")
+_TOKEN = re.compile(r"\\.|\(\?<?[=!]|.", re.DOTALL)
 
 
-def checked_regex(pattern: str, where: str, *, in_json: bool = False) -> str:
-    """The pattern as xgrammar understands it; what it would ignore or read differently is refused.
+def checked_regex(pattern: str, where: str) -> str:
+    """The pattern for llguidance. InputError names what it cannot do."""
+    if (problem := not_regular(pattern)) is not None:
+        raise InputError(f"{where}: {problem} in a regular expression is not supported here")
+    return for_rust(pattern, where)
 
-    in_json: of a string in JSON, whose escapes are not known.
+
+def not_regular(pattern: str) -> str | None:
+    """What in the pattern needs a backtracking matcher: a look around, a word boundary or a backreference."""
+    inside = False
+    for token in _TOKEN.findall(pattern):
+        if token[0] == "\\":
+            letter = token[1:]
+            if not inside and (letter in ("b", "B", "k") or letter in tuple("123456789")):
+                return token
+        elif inside:
+            inside = token != "]"
+        elif token in _LOOKS:
+            return token
+        else:
+            inside = token == "["
+    return None
+
+
+def for_rust(pattern: str, where: str) -> str:
+    """The same pattern: in Rust a class may hold classes and set operators, and some escapes mean something else.
+
+    InputError: it is not a whole pattern. llguidance puts others around it, which would make it whole.
     """
-    place, inside, dots = 0, False, []
+    made: list[str] = []
+    place, inside, begun, depth = 0, False, False, 0  # begun: a class that has no character yet
     while place < len(pattern):
-        letter, rest = pattern[place], pattern[place + 1 : place + 5]
-        if letter == "\\":
-            _check_escape(rest[:1], where, in_json)
-            place += 2
-            continue
-        if in_json and (letter == '"' or letter < " "):
-            raise _refused(where, repr(letter), "JSON writes it in another way; leave it out")
-        if inside:
-            if letter == "[" and rest[:1] in (":", ".", "="):
-                raise _refused(where, f"[{rest[:1]}", "name the characters")
-            inside = letter != "]"
-        elif letter == "[":
-            inside = True
-            place += rest.startswith("^")
-        elif letter == "(" and rest.startswith("?") and not _plain_group(rest):
-            raise _refused(where, f"({rest[:2]}", "of groups there are (...), (?:...) and (?<name>...)")
-        elif letter == "^" and place > 0:
-            raise _refused(where, "^", "it can stand at the beginning alone")
-        elif letter == "$" and rest:
-            raise _refused(where, "$", "it can stand at the end alone")
-        elif letter == ".":
-            dots.append(place)
-        place += 1
-    if in_json or not dots:
-        return pattern
-    pieces = [pattern[begin + 1 : end] for begin, end in pairwise((-1, *dots, len(pattern)))]
-    return _DOT.join(pieces)
-
-
-def _check_escape(letter: str, where: str, in_json: bool) -> None:
-    if not letter:
-        raise InputError(f"{where}: the regular expression ends with a backslash")
-    known = letter in _CLASSES or (not in_json and letter in _CONTROL) or not letter.isalnum()
-    if not known or (in_json and letter in '\\"'):
-        raise _refused(where, f"\\{letter}", "name the characters")
-
-
-def _plain_group(rest: str) -> bool:
-    return rest.startswith("?:") or (rest.startswith("?<") and rest[2:3] not in ("=", "!"))
-
-
-def _refused(where: str, what: str, remedy: str) -> InputError:
-    return InputError(f"{where}: {what} in a regular expression is not supported here: {remedy}")
+        letter, pair = pattern[place], pattern[place : place + 2]
+        if letter == "\\" and len(pair) == 2:
+            made.append(pair if pair[1].isalnum() or pair[1] in _PUNCTUATION else pair[1])
+            place, begun = place + 2, False
+        elif not inside:
+            depth += (letter == "(") - (letter == ")")
+            if letter == "\\" or depth < 0:
+                raise InputError(f"{where}: the regular expression has a {letter} that nothing belongs to")
+            made.append(letter)
+            inside = begun = letter == "["
+            place += 1
+            if inside and pattern[place : place + 1] == "^":
+                made.append("^")
+                place += 1
+        elif letter == "[" and pattern[place + 1 : place + 2] == ":":  # [:alpha:] means the same to everybody
+            end = pattern.find(":]", place)
+            stop = place + 1 if end < 0 else end + 2
+            made.append(pattern[place:stop])
+            place, begun = stop, False
+        elif letter == "[" or pair in _SET_OPERATORS:
+            made.append(f"\\{letter}")
+            place, begun = place + 1, False
+        else:
+            made.append(letter)
+            inside, begun = letter != "]" or begun, False
+            place += 1
+    if inside or depth:
+        raise InputError(f"{where}: the regular expression has a {'[' if inside else '('} that is not closed")
+    return "".join(made)

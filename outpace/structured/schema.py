@@ -1,30 +1,26 @@
-"""JSON schemas that can be kept to exactly. xgrammar passes over keywords that it does not know; here they are refused.
-
-What is accepted may be narrowed, never widened: every answer is valid by the schema as it was given.
+"""JSON schemas as llguidance takes them: annotations are dropped, and so is what no grammar can enforce, which is
+checked when an answer is finished. What is kept may be narrowed, never widened: every answer is valid by it.
 """
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from outpace.errors import InputError
-from outpace.structured.regex import checked_regex
+from outpace.structured.regex import for_rust, not_regular
 
 Schema = dict[str, Any]
 
 MAX_DEPTH = 32
-MAX_QUICK = 128  # repetitions of a character class that xgrammar works out beforehand
-_NOTES = frozenset(
-    {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
-    | {"$schema", "$id", "$comment"}
-)
+_LEVELS = 4  # of JSON for one of schemas: an object of properties in an object, in a list
 _DEFINITIONS = ("$defs", "definitions")
-_FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_APPLIED = ("$ref", "anyOf", "oneOf", "allOf")
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "object": (
         *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
     ),
@@ -32,22 +28,50 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }
-_KNOWN = frozenset(_NOTES.union(_DEFINITIONS, _FORMS, {"type"}, *_KEYWORDS.values()))
+_TYPED = frozenset().union(*_KEYWORDS.values())
+_KEPT = frozenset({*_DEFINITIONS, *_APPLIED, *_TYPED, "const", "enum", "type"})
+_LATER: Mapping[str, tuple[Any, ...]] = {
+    "not": (),
+    "if": (),
+    "uniqueItems": (False,),
+    "contains": (),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "propertyNames": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+}
+"""Keywords that no grammar enforces, and the values by which they ask for nothing."""
+_REFUSED = ("$dynamicRef", "$recursiveRef")
 _FORMATS = frozenset(
-    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
-    | {"uri-template"}
+    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
 )
+"""Formats that are enforced; others are annotations, as JSON Schema says."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MOST_OF = 10**6  # multipleOf: larger ones take too many states
 
 
-def checked_schema(text: str, where: str, max_depth: int = MAX_DEPTH) -> str:
-    """The schema as xgrammar understands it. InputError names what cannot be kept to."""
+@dataclass(frozen=True, slots=True)
+class CheckedSchema:
+    """A schema for llguidance, as text."""
+
+    text: str
+    later: tuple[str, ...]
+    """The keywords that it leaves out, with their places: to be checked when an answer is finished."""
+
+
+def checked_schema(text: str, where: str, max_depth: int = MAX_DEPTH) -> CheckedSchema:
+    """The schema as llguidance understands it. InputError names what is wrong."""
     try:
         schema = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: it is not JSON ({str(error)[:80]})") from None
-    return json.dumps(_Check(schema, where, max_depth).schema("#", schema), ensure_ascii=False)
+    check = _Check(schema, where, max_depth)
+    if schema is False or _is_deeper(schema, _LEVELS * max_depth):
+        raise check.refused("", "no answer fits it" if schema is False else f"nested more than {max_depth} deep")
+    made = check.schema("#", schema)
+    return CheckedSchema(json.dumps(made, ensure_ascii=False), tuple(check.later))
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -59,36 +83,68 @@ def _finite(digits: str) -> float:
     return value if math.isfinite(value) else _no_constant(digits)
 
 
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON is nested deeper; the keywords that are checked later are not walked through otherwise."""
+    layer = [value]
+    for _ in range(levels + 1):
+        layer = [
+            inner
+            for each in layer
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not layer:
+            return False
+    return True
+
+
 class _Check:
     """One schema with its definitions."""
 
     def __init__(self, root: Any, where: str, max_depth: int) -> None:
         self._root, self._where, self._max_depth = root, where, max_depth
+        self._merged = _merges(root)
+        self.later: dict[str, None] = {}
+        """What is to be checked later, in the order of the schema."""
 
     def refused(self, at: str, problem: str) -> InputError:
         """The error for something at a place in the schema."""
-        place = at.removeprefix("#").removeprefix("/").replace("/", ".")
-        return InputError(f"{self._where}: {place[:200] + ': ' if place else ''}{problem}")
+        return InputError(f"{self._named_place(at)}: {problem}")
+
+    def _named_place(self, at: str) -> str:
+        """A place in the schema, as errors call it."""
+        place = _place(at)[:200]
+        return f"{self._where}: {place}" if place else self._where
 
     def schema(self, at: str, schema: Any, depth: int = 0) -> Any:
         """A schema or a part of one, checked; where it leaves a choice, the choice is made."""
         if depth > self._max_depth:
             raise self.refused(at, f"nested more than {self._max_depth} deep")
-        if schema is True:
-            return True
+        if isinstance(schema, bool):
+            return schema
         if not isinstance(schema, dict):
             raise self.refused(at, f"expected a schema, got {json.dumps(schema)[:40]}")
-        for name in schema:
-            if name not in _KNOWN:
-                raise self.refused(at, f"the keyword {name[:40]!r} is not supported, and it is not ignored in silence")
-        found: Schema = {name: value for name, value in schema.items() if name not in _NOTES}
+        for name in _REFUSED:
+            if name in schema:
+                raise self.refused(at, f"{name} is not supported; use $ref")
+        given = _without_lists(schema)
+        found: Schema = {name: value for name, value in given.items() if name in _KEPT}
+        if "propertyNames" in given and self._named(found, given["propertyNames"]):
+            given = {name: value for name, value in given.items() if name != "propertyNames"}
+        for name, nothing in _LATER.items():
+            if name in given and given[name] not in nothing:
+                self._leave(at, name)
         for name in _DEFINITIONS:
             if name in found:
                 found[name] = self._each(f"{at}/{name}", found[name], depth)
-        forms = [name for name in _FORMS if name in found]
-        if forms:
-            return self._form(at, found, forms, depth)
-        return self._typed(at, found, depth)
+        self._apply(at, found, depth)
+        self._type(at, found, depth)
+        return found
+
+    def _leave(self, at: str, keyword: str) -> None:
+        """Check a keyword later."""
+        place = _place(at)
+        self.later[f"{place}.{keyword}" if place else keyword] = None
 
     def _each(self, at: str, schemas: Any, depth: int) -> Schema:
         if not isinstance(schemas, dict):
@@ -100,39 +156,20 @@ class _Check:
             raise self.refused(at, "expected a list of schemas that is not empty")
         return [self.schema(f"{at}/{index}", part, depth + 1) for index, part in enumerate(schemas)]
 
-    def _form(self, at: str, found: Schema, forms: list[str], depth: int) -> Schema:
-        """A schema that is given by one keyword."""
-        form = forms[0]
-        beside = [name for name in found if name != form and name not in _DEFINITIONS]
-        if form in ("const", "enum") and beside == ["type"]:
-            beside = []
-        if beside:
-            raise self.refused(at, f"{form} and {beside[0]} in one schema are not supported together")
-        if form == "$ref":
+    def _apply(self, at: str, found: Schema, depth: int) -> None:
+        """Keywords that stand for other schemas, or for values."""
+        if "$ref" in found:
             self._resolve(at, found["$ref"])
-        elif form in ("const", "enum"):
-            self._values(at, found)
-            found.pop("type", None)
-        else:
-            parts = self._several(f"{at}/{form}", found[form], depth)
-            if form == "allOf" and len(parts) > 1:
-                raise self.refused(at, "allOf of several schemas is not supported; write them as one")
-            if form == "oneOf":
-                self._check_disjoint(at, parts)
-                del found["oneOf"]
-                form = "anyOf"
-            found[form] = parts
-        return found
-
-    def _values(self, at: str, found: Schema) -> None:
-        values = [found["const"]] if "const" in found else found["enum"]
-        if not isinstance(values, list) or not values:
+        for name in ("anyOf", "allOf", "oneOf"):
+            if name in found:
+                found[name] = self._several(f"{at}/{name}", found[name], depth)
+        if "oneOf" in found:
+            if not self._is_disjoint(at, found["oneOf"]):
+                self._leave(at, "oneOf")
+            if "anyOf" not in found:
+                found["anyOf"] = found.pop("oneOf")
+        if "enum" in found and (not isinstance(found["enum"], list) or not found["enum"]):
             raise self.refused(at, "enum: expected a list of values that is not empty")
-        if "type" in found:
-            types = self._types(at, found["type"])
-            for value in values:
-                if not any(_is(value, kind) for kind in types):
-                    raise self.refused(at, f"enum: {json.dumps(value)[:40]} is not of type {found['type']}")
 
     def _resolve(self, at: str, reference: Any) -> Any:
         """What a reference stands for. One that leads to itself alone stands for nothing."""
@@ -158,25 +195,20 @@ class _Check:
             raise self.refused(at, f"$ref: {reference[:80]!r} is not one of #, #/$defs/NAME and #/definitions/NAME")
         return definitions[name]
 
-    def _check_disjoint(self, at: str, parts: list[Any]) -> None:
-        """oneOf is anyOf if no value fits two of them."""
+    def _is_disjoint(self, at: str, parts: list[Any]) -> bool:
+        """Whether no value fits two of the schemas: then oneOf means anyOf."""
         seen: set[str] = set()
         tagged: list[dict[str, set[str]]] = []
         for part in parts:
             branch = self._resolve(at, part["$ref"]) if isinstance(part, dict) and "$ref" in part else part
-            kind = branch.get("type") if isinstance(branch, dict) else None
-            if kind == "object":
+            kinds = _kinds(branch)
+            if kinds == {"object"}:
                 tagged.append(_tags(branch))
-                continue
-            kinds = {kind} if isinstance(kind, str) else set(map(str, kind)) if isinstance(kind, list) else {"?"}
-            kinds = kinds | {"integer", "number"} if kinds & {"integer", "number"} else kinds
-            if "?" in kinds or seen & kinds or "object" in kinds:
-                raise self.refused(at, "oneOf: two of its schemas may fit one value; use anyOf")
-            seen |= kinds
-        if len(tagged) > 1 and not any(_tells_apart(name, tagged) for name in tagged[0]):
-            raise self.refused(
-                at, "oneOf: two of its schemas may fit one value; give one required property other values in each"
-            )
+            elif not kinds or seen & kinds or "object" in kinds:
+                return False
+            else:
+                seen |= kinds
+        return len(tagged) < 2 or any(_tells_apart(name, tagged) for name in tagged[0])
 
     def _types(self, at: str, given: Any) -> list[str]:
         types = [given] if isinstance(given, str) else given
@@ -184,97 +216,136 @@ class _Check:
             raise self.refused(at, f"type: {json.dumps(given)[:60]} is not one of {', '.join(_KEYWORDS)}, or a list")
         return types
 
-    def _typed(self, at: str, found: Schema, depth: int) -> Any:
-        """A schema that is given by a type and its keywords."""
-        used = [name for name in found if name not in _DEFINITIONS and name != "type"]
-        if "type" not in found:
-            if not used:
-                return found or True
+    def _type(self, at: str, found: Schema, depth: int) -> None:
+        """The type and its keywords. A type that is missing is the one that all keywords are about."""
+        used = [name for name in found if name in _TYPED]
+        if "type" not in found and used and not any(name in found for name in (*_APPLIED, "const", "enum")):
             fitting = [kind for kind, names in _KEYWORDS.items() if set(used) <= set(names)]
-            if not fitting:
-                raise self.refused(at, f"type: missing beside {used[0]}")
-            found["type"] = "number" if "number" in fitting else fitting[0]
-        types = self._types(at, found["type"])
+            if fitting:
+                found["type"] = "number" if "number" in fitting else fitting[0]
+        if "type" in found:
+            self._types(at, found["type"])
         for name in _COUNTS:
             if name in found and (type(found[name]) is not int or found[name] < 0):
                 raise self.refused(at, f"{name}: expected a count")
-        if {"integer", "number"} & set(types):
-            self._check_number(at, found, types)
-        if "string" in types:
-            self._check_string(at, found)
-        if "object" in types:
-            self._object(at, found, depth)
-        if "array" in types:
-            self._array(at, found, depth)
-        return found
-
-    def _check_number(self, at: str, found: Schema, types: list[str]) -> None:
-        bounds = [name for name in _BOUNDS if name in found]
-        for name in bounds:
-            if type(found[name]) not in (int, float):
-                raise self.refused(at, f"{name}: expected a number")
-        if "multipleOf" in found:
-            if "number" in types or type(found["multipleOf"]) is not int or not 1 <= found["multipleOf"] <= 1024:
-                raise self.refused(at, "multipleOf: only 1 to 1024, of type integer, is supported")
-            if bounds:
-                raise self.refused(at, f"multipleOf and {bounds[0]} are not supported together")
-
-    def _check_string(self, at: str, found: Schema) -> None:
-        length = "minLength" if "minLength" in found else "maxLength"
-        given = [name for name in ("pattern", "format", length) if name in found]
-        if len(given) > 1:
-            raise self.refused(at, f"{given[0]} and {given[1]} are not supported together")
         if "format" in found and (not isinstance(found["format"], str) or found["format"] not in _FORMATS):
-            raise self.refused(at, f"format: {str(found['format'])[:40]!r} is not one of {', '.join(sorted(_FORMATS))}")
-        if "pattern" in found:
-            self._pattern(f"{at}/pattern", found["pattern"])
-        if length in found:
-            self._length(at, found)
+            del found["format"]
+        if "pattern" in found and self._pattern(f"{at}/pattern", found) is None:
+            del found["pattern"]
+            self._leave(at, "pattern")
+        if "multipleOf" in found:
+            self._multiple(at, found)
+        if any(name in found for name in _KEYWORDS["object"]) or found.get("type") == "object":
+            self._object(at, found, depth)
+        if any(name in found for name in _KEYWORDS["array"]):
+            self._array(at, found, depth)
 
-    def _length(self, at: str, found: Schema) -> None:
-        """Bounds of a string's length. Short ones become a pattern, which is compiled sooner.
-
-        Long ones stay, for xgrammar's own form: a pattern would take milliseconds for each token. Neither has escapes.
-        """
-        least, most = found.get("minLength", 0), found.get("maxLength")
-        if most is not None and most < least:
-            raise self.refused(at, f"maxLength: {most} is less than minLength, {least}")
-        if max(least, most or 0) <= MAX_QUICK:
-            found["pattern"] = f".{{{least},{'' if most is None else most}}}"
-            found.pop("minLength", None)
-            found.pop("maxLength", None)
-
-    def _pattern(self, at: str, pattern: Any) -> None:
+    def _pattern(self, at: str, found: Schema) -> str | None:
+        pattern = found["pattern"]
         if not isinstance(pattern, str):
             raise self.refused(at, "expected a regular expression")
-        checked_regex(pattern, str(self.refused(at, "")).removesuffix(": "), in_json=True)
+        found["pattern"] = for_rust(pattern, self._named_place(at))
+        return found["pattern"] if not_regular(pattern) is None else None
+
+    def _multiple(self, at: str, found: Schema) -> None:
+        of = found["multipleOf"]
+        if type(of) not in (int, float) or of <= 0:
+            raise self.refused(at, "multipleOf: expected a number above 0")
+        if of > _MOST_OF:
+            del found["multipleOf"]
+            self._leave(at, "multipleOf")
+
+    def _named(self, found: Schema, names: Any) -> bool:
+        """Write propertyNames in another way, if it is a list of names or one pattern: Pydantic's dict[Enum, ...]."""
+        branch = self._resolve("", names["$ref"]) if isinstance(names, dict) and "$ref" in names else names
+        if not isinstance(branch, dict) or any(name in found for name in ("properties", "patternProperties")):
+            return False
+        value = found.get("additionalProperties", True)
+        asserted = {name for name in branch if name in _KEPT or name in _LATER} - {"type", *_DEFINITIONS}
+        listed = branch.get("enum", [branch["const"]] if "const" in branch else None)
+        if asserted in ({"enum"}, {"const"}) and isinstance(listed, list):
+            found["properties"] = {name: value for name in listed if isinstance(name, str)}
+        elif asserted == {"pattern"} and isinstance(branch["pattern"], str) and not_regular(branch["pattern"]) is None:
+            found["patternProperties"] = {branch["pattern"]: value}
+        else:
+            return False
+        found["additionalProperties"] = False
+        return True
 
     def _object(self, at: str, found: Schema, depth: int) -> None:
         properties = found["properties"] = self._each(f"{at}/properties", found.get("properties", {}), depth)
         required = found.get("required", [])
-        if not isinstance(required, list):
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise self.refused(at, "required: expected a list of names")
-        for name in required:
-            if not isinstance(name, str) or name not in properties:
-                raise self.refused(at, f"required: {str(name)[:40]!r} is not among the properties")
-        patterns = self._each(f"{at}/patternProperties", found.get("patternProperties", {}), depth)
-        for pattern in patterns:
-            self._pattern(f"{at}/patternProperties/{pattern}", pattern)
-            found["patternProperties"] = patterns
-        if len(patterns) > 1 or (patterns and properties):
-            raise self.refused(at, "patternProperties: only one, and without properties, is supported")
-        more = found.get("additionalProperties", not properties and not patterns)
-        if more is not False:
-            more = self.schema(f"{at}/additionalProperties", more, depth + 1)
-        found["additionalProperties"] = more
-        if "minProperties" in found and (patterns or more is not False):
-            raise self.refused(at, "minProperties: only with properties and additionalProperties=false is supported")
+        patterns = found.get("patternProperties", {})
+        if isinstance(patterns, dict) and any(not_regular(pattern) for pattern in patterns):
+            del found["patternProperties"]
+            patterns, found["additionalProperties"] = {}, True
+            self._leave(at, "patternProperties")
+        if patterns:
+            parts = self._each(f"{at}/patternProperties", patterns, depth)
+            place = self._named_place(f"{at}/patternProperties")
+            found["patternProperties"] = {for_rust(pattern, place): part for pattern, part in parts.items()}
+        if "additionalProperties" in found:
+            more = found["additionalProperties"]
+            found["additionalProperties"] = self.schema(f"{at}/additionalProperties", more, depth + 1)
+        elif (properties or patterns) and not self._merged:
+            properties.update({name: True for name in required if name not in properties and not patterns})
+            found["additionalProperties"] = False
+        for name in ("minProperties", "maxProperties"):
+            if found.get(name, 0) > 1 and set(properties) - set(required):
+                del found[name]
+                self._leave(at, name)
 
     def _array(self, at: str, found: Schema, depth: int) -> None:
         if "prefixItems" in found:
             found["prefixItems"] = self._several(f"{at}/prefixItems", found["prefixItems"], depth)
-        items = found.get("items", "prefixItems" not in found)
-        found["items"] = False if items is False else self.schema(f"{at}/items", items, depth + 1)
+        if "items" in found:
+            found["items"] = self.schema(f"{at}/items", found["items"], depth + 1)
+        elif "prefixItems" in found and not self._merged:
+            found["items"] = False
+
+
+def _place(at: str) -> str:
+    return at.removeprefix("#").removeprefix("/").replace("/", ".")
+
+
+def _without_lists(schema: Schema) -> Schema:
+    """The same schema with prefixItems, where it is of a draft that wrote a list of items."""
+    if not isinstance(schema.get("items"), list):
+        return {name: value for name, value in schema.items() if name != "additionalItems"}
+    given = {name: value for name, value in schema.items() if name not in ("items", "additionalItems")}
+    more = {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
+    return {**given, **({"prefixItems": schema["items"]} if schema["items"] else {}), **more}
+
+
+def _merges(root: Any) -> bool:
+    """Whether some schema adds to another one. Then none of them may be closed by itself."""
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            applied = [name for name in _APPLIED if name in value]
+            several = isinstance(value.get("allOf"), list) and len(value["allOf"]) > 1
+            beside = len(applied) > 1 or any(name in value for name in _TYPED)
+            if several or (applied and beside):
+                return True
+            waiting += value.values()
+    return False
+
+
+def _kinds(branch: Any) -> set[str]:
+    """The types of values that fit a schema; none: they are not known."""
+    if not isinstance(branch, dict):
+        return set()
+    given = branch.get("type")
+    values = branch.get("enum", [branch["const"]] if "const" in branch else None)
+    if given is None and isinstance(values, list) and all(isinstance(value, bool | None) for value in values):
+        given = ["null" if value is None else "boolean" for value in values]
+    kinds = {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list) else set()
+    return kinds | {"integer", "number"} if kinds & {"integer", "number"} else kinds
 
 
 def _tells_apart(name: str, tagged: list[dict[str, set[str]]]) -> bool:
@@ -299,11 +370,3 @@ def _tags(schema: Schema) -> dict[str, set[str]]:
         if name in required and isinstance(values, list):
             found[name] = {json.dumps(value, sort_keys=True) for value in values}
     return found
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool) or value is None:
-        return kind == ("null" if value is None else "boolean")
-    if isinstance(value, int | float):
-        return kind == "number" or (kind == "integer" and value == int(value))
-    return kind == ("string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from outpace.server.big_jobs import BigJobs
 from outpace.server.body import parse
 from outpace.server.caller import CALLER
 from outpace.server.options import ServerConfig
+from tests.patience import PATIENCE
 from tests.server.asgi import Call
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine
@@ -153,8 +155,10 @@ async def test_item_7_log_probabilities_of_a_prompt_are_the_same_for_each_answer
 
 async def test_item_7_big_jobs_run_one_at_a_time_and_keys_take_turns() -> None:
     jobs, order, inside = BigJobs("jobs", 8), [], []
+    queued = threading.Event()
 
     def work(name: str) -> None:
+        assert queued.wait(PATIENCE)
         inside.append(name)
         assert len(inside) == 1
         order.append(name)
@@ -165,7 +169,10 @@ async def test_item_7_big_jobs_run_one_at_a_time_and_keys_take_turns() -> None:
         await jobs.run(work, name)
 
     names = [(1, "a1"), (1, "a2"), (1, "a3"), (1, "a4"), (2, "b1"), (2, "b2"), (3, "c1")]
-    await asyncio.gather(*(ask(*each) for each in names))
+    asked = [asyncio.create_task(ask(*each)) for each in names]
+    await asyncio.sleep(0)
+    queued.set()
+    await asyncio.gather(*asked)
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
     jobs.close()
 

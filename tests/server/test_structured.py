@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -27,12 +26,13 @@ from outpace.server.messages import Learn, Unlearn
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError
 from outpace.structure import StructuredOutputs
-from outpace.structured.compile import CompiledGrammar, Vocabulary
+from outpace.structured.compile import CompiledGrammar, memory_of
+from outpace.structured.vocabulary import Vocabulary
 from outpace.types import SamplingParams
 from tests.models import tiny
 from tests.patience import PATIENCE
 from tests.server.conftest import Serve, Served
-from tests.server.fake import FakeEngine
+from tests.server.fake import FakeEngine, says
 from tests.server.test_worker import answers, engine
 
 pytestmark = pytest.mark.anyio
@@ -214,7 +214,7 @@ async def test_a_grammar_that_cannot_be_read_fails_its_request(folder: Path) -> 
 
 
 def test_cve_2025_29770_an_engine_forgets_as_it_is_told(tokenizer: PreTrainedTokenizerFast) -> None:
-    taught = Taught(max_bytes=25)
+    taught = Taught(max_bytes=2 * memory_of(b"0123456789") + 5)
     known: set[bytes] = set()
     for number in [*range(6), 5, 0]:
         grammar = WireGrammar(b"%d" % number, b"0123456789", b"words")
@@ -285,7 +285,7 @@ async def test_text_is_not_held_to_anything(served: Serve) -> None:
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
         ({"structured_outputs": {"banana": 1}}, "structured_outputs"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
-        ({"guided_json": {"type": "object", "properties": {"a": {"not": {}}}}}, "guided_json"),
+        ({"guided_json": {"type": "object", "properties": {"a": {"type": "no"}}}}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_regex": "(?=a)b"}, "guided_regex"),
         ({"guided_regex": "("}, "guided_regex"),
@@ -324,12 +324,16 @@ async def test_each_limit_is_an_option(served: Serve, option: str, limit: int, f
     assert (await served().post(COMPLETIONS, {"prompt": "a", **fields})).status_code == 200
 
 
-async def test_without_xgrammar_the_answer_says_how_to_get_it(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+@pytest.mark.parametrize("asked", [{"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_json": {}}], ids=str)
+async def test_item_18_without_llguidance_the_answer_names_the_extra(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     server = serve()
-    answer = await server.post(COMPLETIONS, {"prompt": "a", "guided_regex": "a"})
+    answer = await server.post(COMPLETIONS, {"prompt": "a", **asked})
     assert answer.status_code == 400
-    assert "pip install 'outpace[structured]'" in answer.json()["error"]["message"]
+    assert "llguidance is missing; pip install 'outpace[structured]'" in answer.json()["error"]["message"]
+    assert "tokenizer" not in answer.json()["error"]["message"]
     assert (await server.post(COMPLETIONS, {"prompt": "a"})).status_code == 200
 
 
@@ -407,7 +411,7 @@ async def test_calls_that_cannot_be_held_are_refused(
 
 
 @pytest.mark.parametrize("parameters", [{"type": "something"}, {"type": ["object"]}, {"properties": {"a": 5}}])
-@pytest.mark.parametrize("pattern", [None, "(", "\\", "(?!a)"])
+@pytest.mark.parametrize("pattern", [None, "(", "\\", "a)(b"])
 async def test_cve_2025_48944_a_tool_of_a_wrong_type_or_pattern(
     served: Serve, parameters: dict[str, Any], pattern: str | None
 ) -> None:
@@ -417,8 +421,7 @@ async def test_cve_2025_48944_a_tool_of_a_wrong_type_or_pattern(
     body = {"messages": MESSAGES, "tools": [tool("f", parameters)], "tool_choice": "required"}
     answer = await server.post(CHAT, body)
     assert answer.status_code == 400
-    expected = "tool_choice" if pattern == "(" else "tools[0].function.parameters"  # the compiler's word for that
-    assert answer.json()["error"]["param"] == expected
+    assert answer.json()["error"]["param"] == "tools[0].function.parameters"
     assert (await server.post(CHAT, {"messages": MESSAGES})).status_code == 200
 
 
@@ -484,14 +487,19 @@ async def test_b7_a_bomb_is_refused_or_answered_soon(served: Serve, grammars: Gr
     assert (await server.post(COMPLETIONS, {"prompt": "a", "guided_regex": f"after {name}"})).status_code == 200
 
 
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process knows a grammar that never ends, and one that eats memory."""
+    monkeypatch.setattr("outpace.server.grammars._PROGRAM", (str(Path(__file__).with_name("stuck.py")),))
+
+
+@pytest.mark.usefixtures("stuck")
 async def test_b7_what_takes_too_long_is_killed(tokenizer: PreTrainedTokenizerFast) -> None:
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=3.0))
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=2.0))
     try:
         kept = await grammars.compile("a", StructuredOutputs(regex="ab"))
-        assert grammars._child is not None
-        os.kill(grammars._child._process.pid, signal.SIGSTOP)  # now it never ends, however quick the machine is
         with pytest.raises(Exception, match="field: it takes too much time") as caught:
-            await grammars.compile("field", StructuredOutputs(regex="ac"))
+            await grammars.compile("field", StructuredOutputs(regex="stuck"))
         assert getattr(caught.value, "param") == "field"  # noqa: B009 - an ApiError
         assert await grammars.compile("a", StructuredOutputs(regex="ab")) is kept, "the cache is not the process's"
         assert await grammars.compile("a", StructuredOutputs(regex="cd"))
@@ -502,13 +510,13 @@ async def test_b7_what_takes_too_long_is_killed(tokenizer: PreTrainedTokenizerFa
     assert not child.alive
 
 
+@pytest.mark.usefixtures("stuck")
 async def test_b7_memory_is_limited(tokenizer: PreTrainedTokenizerFast) -> None:
-    grammars = Grammars(
-        tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=PATIENCE, grammar_memory_mb=64)
-    )
+    options = ServerConfig(grammar_timeout=PATIENCE, grammar_memory_mb=64)
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, options)
     try:
         with pytest.raises(Exception, match="field: it takes too much memory"):
-            await grammars.compile("field", StructuredOutputs(regex="((a|b){0,100}(c|d){0,100}){0,100}"))
+            await grammars.compile("field", StructuredOutputs(regex="hungry"))
         assert await grammars.compile("a", StructuredOutputs(regex="cd"))
     finally:
         grammars.close()
@@ -518,11 +526,11 @@ async def test_what_breaks_the_compiler_is_no_fault_of_the_request(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
-        def compile(self, asked: StructuredOutputs, where: str) -> None:
+        def compile(self, asked: StructuredOutputs, where: str, max_depth: int) -> None:
             raise IndexError("a defect")
 
     broken: Any = Broken()
-    answer = compiled(broken, msgspec.msgpack.encode(Job("field", "regex", "a", 32)), str)
+    answer = compiled(broken, msgspec.msgpack.encode(Job("field", "regex", "a", False, 32)))
     grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
     monkeypatch.setattr(Child, "ask", lambda *arguments: answer)
     try:
@@ -534,11 +542,12 @@ async def test_what_breaks_the_compiler_is_no_fault_of_the_request(
         grammars.close()
 
 
+@pytest.mark.usefixtures("stuck")
 async def test_what_was_refused_is_not_compiled_again(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=0.5))
-    slow = StructuredOutputs(regex="(.{0,500}x){0,500}")
+    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=2.0))
+    slow = StructuredOutputs(regex="stuck")
     try:
         for asked in (StructuredOutputs(grammar="nonsense"), slow):
             with pytest.raises(ApiError, match="field: "):
@@ -554,10 +563,11 @@ async def test_what_was_refused_is_not_compiled_again(
         grammars.close()
 
 
+@pytest.mark.usefixtures("stuck")
 async def test_closing_waits_for_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=PATIENCE))
     await grammars.compile("a", StructuredOutputs(regex="ab"))
-    waiting = asyncio.create_task(grammars.compile("b", StructuredOutputs(regex="(.{0,500}x){0,500}")))
+    waiting = asyncio.create_task(grammars.compile("b", StructuredOutputs(regex="stuck")))
     await asyncio.sleep(0.2)
     grammars.close()
     with pytest.raises(ApiError) as caught:
@@ -596,3 +606,78 @@ async def test_long_schemas_of_tools_are_refused_before_they_are_looked_at(serve
         CHAT, {"messages": MESSAGES, "tools": [tool("f"), tool("f")], "tool_choice": "required"}
     )
     assert same.json()["error"]["param"] == "tools[1].function.name"
+
+
+# What no grammar enforces, and what was cut off
+
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(("said", "valid"), [("[1, 2]", True), ("[1, 1]", False)])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_item_22_an_answer_says_what_was_checked(
+    served: Serve, tokenizer: PreTrainedTokenizerFast, path: str, said: str, valid: bool
+) -> None:
+    server = served(FakeEngine(tokenizer, says(said)))
+    body = body_of(path, guided_json=UNIQUE, n=2)
+    for choice in (await server.post(path, body)).json()["choices"]:
+        check = choice["structure_check"]
+        assert (check["checked"], check["valid"]) == (["uniqueItems"], valid)
+        assert (check["problem"] is None) == valid
+    chunks = events(await server.post(path, {**body, "stream": True}))
+    found = [choice for chunk in chunks for choice in chunk["choices"] if "structure_check" in choice]
+    assert [choice["structure_check"]["valid"] for choice in found] == [valid, valid]
+    assert all(choice["finish_reason"] == "stop" for choice in found), "it stands where the answer ends"
+    cut = await server.post(path, {**body, "max_tokens": 2})
+    held = await server.post(path, body_of(path, guided_json={"type": "array"}))
+    assert all("structure_check" not in choice for each in (cut, held) for choice in each.json()["choices"])
+
+
+async def test_item_22_calls_are_checked(served: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    call = '<tool_call>\n{"name": "sum", "arguments": {"of": %s}}\n</tool_call>'
+    tools = [tool("sum", {"type": "object", "properties": {"of": UNIQUE}, "required": ["of"]}), tool("weather")]
+    for said, valid in (("[1, 2]", True), ("[2, 2]", False)):
+        server = served(FakeEngine(tokenizer, says(call % said)), tool_call_parser="hermes")
+        answer = await server.post(CHAT, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["structure_check"]["checked"] == ["sum: properties.of.uniqueItems"]
+        assert choice["structure_check"]["valid"] == valid
+        assert valid or choice["structure_check"]["problem"].startswith("sum: of: ")
+
+
+async def test_item_22_white_space_can_be_turned_off(served: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    server = served()
+    asked = {"json": CITY, "disable_any_whitespace": True}
+    assert (await server.post(COMPLETIONS, {"prompt": "a", "structured_outputs": asked})).status_code == 200
+    assert accepts(grammar_of(server), tokenizer, '{"city":"bonn","days":2}')
+    assert not accepts(grammar_of(server), tokenizer, '{"city": "bonn","days":2}')
+    wrong = {"choice": ["a"], "disable_any_whitespace": True}
+    refused = await server.post(COMPLETIONS, {"prompt": "a", "structured_outputs": wrong})
+    assert (refused.status_code, "disable_any_whitespace" in refused.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("max_tokens", [5, 14, 40])
+async def test_item_22_a_forced_call_that_is_cut_off_is_no_text(
+    served: Serve, tokenizer: PreTrainedTokenizerFast, style: str, max_tokens: int
+) -> None:
+    call = '{"name": "weather", "%s": {"city": "bonn", "days": 2}}'
+    said = f"<tool_call>\n{call % 'arguments'}\n</tool_call>" if style == "hermes" else call % "parameters"
+    server = served(FakeEngine(tokenizer, says(said)), tool_call_parser=style)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        body = {"messages": MESSAGES, "tools": [tool("weather")], "tool_choice": choice, "max_tokens": max_tokens}
+        (found,) = (await server.post(CHAT, body)).json()["choices"]
+        assert (found["finish_reason"], found["message"].get("tool_calls")) == ("length", None)
+        assert not found["message"]["content"]
+        streamed = events(await server.post(CHAT, {**body, "stream": True}))
+        chunks = [choice for chunk in streamed for choice in chunk["choices"]]
+        assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == ""
+        assert chunks[-1]["finish_reason"] == "length"
+
+
+def events(answer: Any) -> list[Any]:
+    """The chunks of a stream."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
