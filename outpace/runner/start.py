@@ -17,11 +17,14 @@ from outpace.inject.paged import BatchModel
 from outpace.log import chosen
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import FEW, Shape, shapes
+from outpace.sampling import SamplingBatch, sample
+from outpace.types import Request, SamplingParams
 
 GPU_TOKENS = 2048  # of a step that is timed
 MAX_TOKENS = 8192
 STEP_SECONDS = 0.05
 CPU_TOKENS = 256
+SAMPLED = (SamplingParams(), SamplingParams(top_p=0.9))  # one for each kernel that samples
 GIB = 1 << 30
 
 
@@ -129,16 +132,34 @@ def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
 def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:
     """Run a step of each kind, side by side: a kernel is compiled when it is first launched, which takes a second."""
 
-    def run(shape: Shape) -> None:
+    def run(shape: Shape) -> torch.Tensor:
         torch.cuda.set_device(model.device)
         pages = allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size)
-        Runner(model, pages, limits).warm_up(shape)
+        return Runner(model, pages, limits).warm_up(shape)
 
     kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("decode", "chunks", "mixed")]
     few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
     picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
-    with ThreadPoolExecutor(len(picked) or 1 if model.reentrant else 1) as threads:
-        list(threads.map(run, picked))
+    if not picked:
+        return
+    with ThreadPoolExecutor(len(picked) + 1 if model.reentrant else 1) as threads:
+        steps = [threads.submit(run, shape) for shape in picked]
+        choices = [threads.submit(_sample_once, steps[0].result(), params) for params in SAMPLED]
+        for step in steps:
+            step.result()
+        for choice in choices:
+            choice.result()
+
+
+@torch.no_grad()
+def _sample_once(logits: torch.Tensor, params: SamplingParams) -> None:
+    """Choose a token: without this the first request that samples would wait 3.5 s for the kernel."""
+    torch.cuda.set_device(logits.device)
+    batch = SamplingBatch.of(
+        [Request(request_id="", prompt_token_ids=(0,), params=params)], logits.shape[1], logits.device
+    )
+    history = torch.zeros(1, 1, dtype=torch.int32, device=logits.device)
+    sample(logits[:1], batch, history, torch.ones(1, dtype=torch.int64, device=logits.device))
 
 
 def _num_blocks(
