@@ -15,6 +15,7 @@ from outpace.inject.paged import BatchModel
 from outpace.inject.start import Injection, plan_injection
 from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.build import Loaded, load
+from outpace.loading.dtypes import default_dtype
 from outpace.loading.inspect import (
     ModelInfo,
     check_model,
@@ -23,7 +24,7 @@ from outpace.loading.inspect import (
     generation_config,
     token_list,
 )
-from outpace.loading.place import default_dtype, to_dtype
+from outpace.loading.place import to_dtype
 from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.log import chosen, logger
 
@@ -83,10 +84,15 @@ class PagedParts:
     """What requests get where they do not say, by names of SamplingParams."""
 
 
-def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfig) -> PagedParts:
-    """A model by name, from a folder, a .gguf file or live, made ready to run over pages."""
+def load_paged(
+    model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfig, *, tokenizer: bool = True
+) -> PagedParts:
+    """A model by name, from a folder, a .gguf file or live, made ready to run over pages.
+
+    tokenizer: False leaves it out, for an engine that sees token ids alone.
+    """
     begin = time.perf_counter()
-    loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
+    loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked, tokenizer)
     info = describe(loaded.model, asked.config)
     if info.kind == "encoder-decoder":
         raise encoder_decoder(loaded.name)
@@ -123,11 +129,11 @@ def load_paged(model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfi
     )
 
 
-def _load(model: str | os.PathLike[str] | None, config: LLMConfig) -> Loaded:
+def _load(model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool) -> Loaded:
     if not isinstance(model, str | os.PathLike | None):
         raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
     source = None if model is None else os.fspath(model)
-    return load(source, dtype=config.dtype, device=config.torch_device)
+    return load(source, dtype=config.dtype, device=config.torch_device, tokenizer=tokenizer)
 
 
 def _live(model: nn.Module, config: LLMConfig) -> Loaded:

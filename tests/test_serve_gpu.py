@@ -30,7 +30,9 @@ def engine_of(pid: int) -> int:
     """The engine process of a server."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     found = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    (engine,) = (child for child in found if b"outpace.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes())
+    (engine,) = (
+        child for child in found if b"outpace.server.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
     return engine
 
 

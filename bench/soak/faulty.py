@@ -4,6 +4,7 @@ SIGUSR1 makes its next step raise an error, SIGUSR2 makes it sleep for a minute.
 """
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from outpace.runner.runner import Runner
-from outpace.server import supervisor, worker
+from outpace.server import engine_process, supervisor, worker
 from outpace.types import Step, StepOutput
 
 STALL = 60.0  # seconds
@@ -53,7 +54,10 @@ def run_worker(fd: int) -> int:
     Runner.launch = launch  # type: ignore[method-assign, assignment]
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, faults.arm)
-    return worker.main(fd)
+    engine_process.die_with(os.getppid())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    return worker.run(fd)
 
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:

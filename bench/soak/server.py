@@ -167,7 +167,7 @@ def is_engine(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return b"outpace.server.worker" in command or b"bench.soak.faulty" in command
+    return b"outpace.server.engine_process" in command or b"bench.soak.faulty" in command
 
 
 def _kill(pid: int) -> None:

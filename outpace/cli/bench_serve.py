@@ -151,7 +151,7 @@ def _rates(sweep: str | None, one: float) -> list[float]:
 def _tokenize(folder: Path | None) -> Callable[[str], list[int]] | None:
     if folder is None:
         return None
-    from outpace.loading.build import load_tokenizer
+    from outpace.loading.read_tokenizer import load_tokenizer
 
     found: Any = load_tokenizer(str(folder))
     if found is None:

@@ -58,7 +58,7 @@ def _versions() -> Iterator[tuple[str, ...]]:
 def _choices() -> Iterator[tuple[str, ...]]:
     from outpace.config import InferenceConfig
     from outpace.kernels.dispatch import default_kernels
-    from outpace.loading.place import default_dtype
+    from outpace.loading.dtypes import default_dtype
 
     device = InferenceConfig().torch_device
     dtype, reason = default_dtype(device)

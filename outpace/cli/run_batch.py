@@ -174,7 +174,7 @@ async def _engine(
     """The server's app over an engine of its own, called without a port."""
     import httpx
 
-    from outpace.loading.build import load_tokenizer
+    from outpace.loading.read_tokenizer import load_tokenizer
     from outpace.server.app import create_app
     from outpace.server.options import ServerConfig
     from outpace.server.supervisor import Supervisor

@@ -6,6 +6,7 @@ JSON files work unchanged. Unlike there, every accepted field acts or raises: wh
 in `rules.LATER` and raises `NotSupportedYet`; the release that brings the capability removes the line.
 """
 
+from outpace.config.asked import AskedConfig
 from outpace.config.inference import ConfigLike, InferenceConfig, default_inference_config
 from outpace.config.llm import LLMConfig
 from outpace.config.sections import (
@@ -21,6 +22,7 @@ from outpace.config.sections import (
 from outpace.config.values import parse_dtype
 
 __all__ = [
+    "AskedConfig",
     "CacheConfig",
     "CheckpointConfig",
     "ConfigLike",

@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, field_validator, model_validator
 
 from outpace.config.base import ConfigModel
-from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER
+from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER, is_int8
 from outpace.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -21,6 +20,9 @@ from outpace.config.sections import (
 )
 from outpace.config.values import Device, DType, check_device, same_device, same_dtype
 from outpace.errors import NotSupportedYet
+
+if TYPE_CHECKING:
+    import torch
 
 _SCHEDULES = "only outpace.LLM and outpace serve schedule requests; leave it out"
 _KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; leave it out"
@@ -161,7 +163,7 @@ class InferenceConfig(ConfigModel):
         for path, capability in self.later.items():
             if _at(self, path) != default_of(path, type(self)):
                 raise NotSupportedYet(path, capability)
-        if self.dtype == torch.int8:
+        if is_int8(self):
             raise NotSupportedYet("dtype", "int8 quantization")
         return self
 
@@ -170,8 +172,15 @@ class InferenceConfig(ConfigModel):
         yield from (message for wrong, message in (*COMPOSITIONS, *INFERENCE_COMPOSITIONS) if wrong(self))
 
     @property
-    def torch_device(self) -> torch.device:
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.torch_device.type
+
+    @property
+    def torch_device(self) -> "torch.device":
         """The device the engine runs on."""
+        import torch
+
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from outpace.config.base import ConfigModel
 
 if TYPE_CHECKING:
@@ -38,6 +36,11 @@ LATER_IN_LLM: Mapping[str, str] = {"pipeline_parallel_size": "pipeline paralleli
 """The same for the fields that only `LLMConfig` has."""
 
 
+def is_int8(config: "InferenceConfig") -> bool:
+    """Whether int8 was asked for, of a config that may know dtypes by name alone."""
+    return str(config.dtype).removeprefix("torch.") == "int8"
+
+
 def _changed(config: ConfigModel, *names: str) -> bool:
     """Whether one of the fields is not at its default."""
     return any(getattr(config, name) != type(config).model_fields[name].default for name in names)
@@ -50,11 +53,11 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "enable_cuda_graph with tensor_parallel.tp_size > 1: a captured graph cannot span ranks; turn one of them off",
     ),
     (
-        lambda c: c.enable_cuda_graph and c.torch_device.type != "cuda",
+        lambda c: c.enable_cuda_graph and c.device_type == "cpu",
         "enable_cuda_graph: a CPU has no CUDA graphs; leave it off, or give device='cuda' on a machine with a GPU",
     ),
     (
-        lambda c: c.use_triton and (c.torch_device.type != "cuda" or not c.replace_with_kernel_inject),
+        lambda c: c.use_triton and (c.device_type == "cpu" or not c.replace_with_kernel_inject),
         "use_triton: Triton kernels run in fused layers on a GPU, where they are used anyway; give "
         "replace_with_kernel_inject=True on a machine with a GPU, or leave it out",
     ),
@@ -79,7 +82,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too",
     ),
     (
-        lambda c: c.dtype == torch.int8 and c.quant is not None and c.quant.weight.num_bits != 8,
+        lambda c: is_int8(c) and c.quant is not None and c.quant.weight.num_bits != 8,
         "dtype int8 with quant.weight.num_bits other than 8: they say different things about the weights; give one",
     ),
     (
@@ -150,11 +153,11 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "are; give one",
     ),
     (
-        lambda c: c.torch_device.type != "cuda" and _changed(c.cache, "gpu_memory_utilization"),
+        lambda c: _changed(c.cache, "gpu_memory_utilization") and c.device_type == "cpu",
         "cache.gpu_memory_utilization: the model runs on a CPU; give cache.cpu_cache_space instead",
     ),
     (
-        lambda c: c.torch_device.type == "cuda" and _changed(c.cache, "cpu_cache_space"),
+        lambda c: _changed(c.cache, "cpu_cache_space") and c.device_type == "cuda",
         "cache.cpu_cache_space: the model runs on a GPU; give cache.gpu_memory_utilization instead",
     ),
 )

@@ -1,47 +1,64 @@
-"""Values that configs share: a dtype by any of its names, a device that exists."""
+"""Values that configs share: a dtype by any of its names, a device that exists. torch is imported when it is needed."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import BeforeValidator, PlainSerializer
 
-DTYPE_NAMES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "bfloat": torch.bfloat16,
-    "int8": torch.int8,
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_NAMES: Mapping[str, str] = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "bfloat": "bfloat16",
+    "int8": "int8",
 }
+"""Name of a dtype -> its name in torch."""
 
 
-def parse_dtype(value: object) -> torch.dtype:
-    """A torch.dtype from itself or any of its names ("fp16", "half", "torch.float16", ...)."""
+def dtype_name(value: object) -> str:
+    """torch's name of a dtype, which may be given by any of its names or as a torch.dtype."""
     name = str(value).removeprefix("torch.").lower()
-    if isinstance(value, torch.dtype | str) and name in DTYPE_NAMES:
+    if (isinstance(value, str) or type(value).__module__ == "torch") and name in DTYPE_NAMES:
         return DTYPE_NAMES[name]
     raise ValueError(f"{value!r} is not a dtype Outpace runs in; use one of {', '.join(DTYPE_NAMES)}")
+
+
+def parse_dtype(value: object) -> "torch.dtype":
+    """A torch.dtype from itself or any of its names ("fp16", "half", "torch.float16", ...)."""
+    name = dtype_name(value)  # first: a wrong name need not wait for torch
+
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def same_dtype(left: object, right: object) -> bool:
     """Whether two ways of writing a dtype mean the same one."""
     try:
-        return parse_dtype(left) == parse_dtype(right)
+        return dtype_name(left) == dtype_name(right)
     except ValueError:
         return left == right
 
 
-DType = Annotated[torch.dtype, BeforeValidator(parse_dtype), PlainSerializer(str, return_type=str)]
+if TYPE_CHECKING:
+    DType = torch.dtype
+else:
+    DType = Annotated[Any, BeforeValidator(parse_dtype), PlainSerializer(str, return_type=str)]
+DTypeName = Annotated[str, BeforeValidator(dtype_name)]
 
 
 def device_name(value: object) -> object:
     """A device by its name; what is no torch.device is left for others to judge."""
-    return str(value) if isinstance(value, torch.device) else value
+    return str(value) if type(value).__module__ == "torch" else value
 
 
 def same_device(left: object, right: object) -> bool:
@@ -54,6 +71,11 @@ Device = Annotated[str, BeforeValidator(device_name)]
 
 def check_device(name: str) -> None:
     """Raise ValueError unless this machine has the device."""
+    if name == "cpu":
+        return
+
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError:

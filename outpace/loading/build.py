@@ -1,20 +1,16 @@
 """Load a model, read top to bottom: find it, check it, choose the dtype, build it, place it."""
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,13 +23,9 @@ from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model
 from outpace.loading.dtypes import choose_dtype, short
 from outpace.loading.gguf import GGUFModel, read_gguf, skeleton
 from outpace.loading.inspect import encoder_decoder, use_engine
+from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
+from outpace.loading.read_tokenizer import is_default, read_tokenizer
 from outpace.log import chosen, logger
-
-# What transformers and the libraries under it raise for files that are not what they should be.
-_LOAD_ERRORS = (
-    *(OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, AttributeError, EOFError),
-    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
-)
 
 
 @dataclass(frozen=True)
@@ -50,37 +42,39 @@ class Loaded:
     """Sampling values that its authors recommend elsewhere than in generation_config.json."""
 
 
-def load(source: str | Path | None, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Loaded:
-    """Load a folder, a .gguf file, a Hugging Face id, or (None) the default model."""
+def load(
+    source: str | Path | None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    tokenizer: bool = True,
+) -> Loaded:
+    """Load a folder, a .gguf file, a Hugging Face id, or (None) the default model.
+
+    tokenizer: False leaves it out where that saves time.
+    """
     device = device or _choose_device()
     path = None if source is None else local_path(source)
-    if source is None or (path is None and source == DEFAULT_MODEL):
-        return replace(_load_folder(default_model_path(), DEFAULT_MODEL, dtype, device), sampling=SAMPLING)
+    if is_default(source, path):
+        found = _load_folder(default_model_path(), DEFAULT_MODEL, dtype, device, tokenizer)
+        return replace(found, sampling=SAMPLING)
     if path is None:
-        return _load_folder(fetch(str(source)), str(source), dtype, device)
+        return _load_folder(fetch(str(source)), str(source), dtype, device, tokenizer)
     if path.is_dir():
-        return _load_folder(path, path.resolve().name, dtype, device)
+        return _load_folder(path, path.resolve().name, dtype, device, tokenizer)
     if path.suffix.lower() == ".gguf":
         return _load_gguf(path, dtype, device)
     raise ModelError(f"model: {path} is neither a folder nor a .gguf file; name the folder that holds the model")
 
 
-def load_tokenizer(source: str | Path | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of what `load` would load, without the weights; None: it has none."""
-    path = None if source is None else local_path(source)
-    if path is not None and path.suffix.lower() == ".gguf":
-        return read_gguf(path).tokenizer
-    if source is None or (path is None and source == DEFAULT_MODEL):
-        path = default_model_path()
-    return _read_tokenizer(open_checkpoint(path or fetch(str(source))))
-
-
-def _load_folder(folder: Path, name: str, dtype: torch.dtype | None, device: torch.device) -> Loaded:
+def _load_folder(
+    folder: Path, name: str, dtype: torch.dtype | None, device: torch.device, with_tokenizer: bool
+) -> Loaded:
     checkpoint = open_checkpoint(folder)
     config = _read_config(folder)
     _check_kind(config, name)
     dtype, reason = _decide_dtype(dtype, _own_dtype(config, checkpoint), device)
-    tokenizer = _read_tokenizer(checkpoint)  # before the weights: it fails sooner
+    tokenizer = read_tokenizer(checkpoint) if with_tokenizer else None  # before the weights: it fails sooner
     with bars_on_terminals_only():
         model = _read_weights(checkpoint, config, dtype).to(device)  # type: ignore[arg-type]
     return Loaded(_ready(model), tokenizer, name, folder, dtype, reason)
@@ -133,8 +127,8 @@ def _own_dtype(config: PreTrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
 def _read_config(folder: Path) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except _LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot use {folder / 'config.json'} ({_line(error)}); {_CODE}") from error
+    except LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot use {folder / 'config.json'} ({line(error)}); {REMEDY}") from error
     return config
 
 
@@ -145,19 +139,6 @@ def _check_kind(config: PreTrainedConfig, name: str) -> None:
         raise encoder_decoder(name, kind)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise NotSupported(f"model: {name} is a {kind}, which does not generate text from text; {use_engine(kind)}")
-
-
-def _read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    if not checkpoint.has_tokenizer:
-        chosen("tokenizer", None, f"{checkpoint.folder} holds none; pass token ids")
-        return None
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            checkpoint.folder, trust_remote_code=False, local_files_only=True
-        )
-    except _LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot use the tokenizer in {checkpoint.folder} ({_line(error)}); {_CODE}") from error
-    return tokenizer
 
 
 def _read_weights(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -171,8 +152,8 @@ def _read_weights(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch
             local_files_only=True,
             output_loading_info=True,
         )
-    except _LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot load {checkpoint.folder} ({_line(error)}); {_CODE}") from error
+    except LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot load {checkpoint.folder} ({line(error)}); {REMEDY}") from error
     model: PreTrainedModel = loaded[0]
     report = loaded[1]
     if missing := sorted(report["missing_keys"]):
@@ -183,10 +164,3 @@ def _read_weights(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch
     if unexpected := sorted(report["unexpected_keys"]):
         logger.warning("weights that this model has no place for: %s (%d)", ", ".join(unexpected[:5]), len(unexpected))
     return model
-
-
-_CODE = "download the model again, or use one that transformers runs by itself: Outpace never runs code from a model"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

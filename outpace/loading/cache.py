@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from filelock import FileLock
 from outpace.errors import ModelError, OutpaceError
 
 PROVENANCE = "outpace.json"
+_RUST_OS_ERROR = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -65,12 +67,22 @@ def install(name: str, make: Callable[[Path], None]) -> Path:
             if not holds_model(target):
                 _check_free(target)
                 _make_whole(target, make)
-    except OSError as error:
+    except Exception as error:
+        if (problem := _of_the_system(error)) is None:
+            raise
         raise OutpaceError(
-            f"OUTPACE_CACHE: cannot write to {target.parent} ({error.strerror or error}); "
+            f"OUTPACE_CACHE: cannot write to {target.parent} ({problem}); "
             "free some space there, or set OUTPACE_CACHE to a folder that can be written"
         ) from error
     return target
+
+
+def _of_the_system(error: Exception) -> str | None:
+    """What the system said, if the error is its own. safetensors and tokenizers hand it on under other types."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = _RUST_OS_ERROR.search(str(error))
+    return found[1] if found else None
 
 
 def cached_models() -> list[CachedModel]:

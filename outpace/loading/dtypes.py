@@ -24,6 +24,13 @@ def choose_dtype(own: torch.dtype | None, device: torch.device) -> tuple[torch.d
     return torch.float32, f"the checkpoint is {short(own)}, which this CPU has no native matrix instructions for"
 
 
+def default_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype of `init_inference` when none is asked for, and the reason."""
+    if device.type == "cuda":
+        return torch.float16, "DeepSpeed's default on a GPU; give dtype= for another"
+    return torch.float32, "a CPU is fastest and exact in it; give dtype= for another"
+
+
 def native_on_cpu(dtype: torch.dtype) -> bool:
     """Whether both the CPU and this torch build have native matrix instructions for a 16-bit dtype."""
     capability = torch.backends.cpu.get_cpu_capability()

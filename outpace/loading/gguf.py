@@ -1,22 +1,26 @@
 """Read a GGUF file of the Llama family: its config, its tokenizer, and its tensors one at a time, dequantized."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import QuantError, dequantize
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from outpace.errors import ModelError
 from outpace.loading.gguf_config import ROPE_FREQS, architecture_of, build_config, hf_name
 from outpace.loading.gguf_tokenizer import build_tokenizer
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
 # What the reader, numpy and Python raise on bytes that are not what they should be.
+Result = TypeVar("Result")
 _READER_ERRORS = (ValueError, LookupError, TypeError, ArithmeticError, OSError, MemoryError)
 
 
@@ -30,8 +34,10 @@ class GGUFModel:
     permuted: bool
     tokenizer: PreTrainedTokenizerFast | None  # None: the file holds none
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, dtype: "torch.dtype") -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield (Hugging Face name, tensor); one tensor is dequantized at a time."""
+        import torch
+
         for name, entry in self.entries.items():
             values = _dequantize(entry)
             if self.permuted and (heads := self._rotated_heads(name)):
@@ -51,17 +57,30 @@ class GGUFModel:
 
 def read_gguf(path: Path) -> GGUFModel:
     """Open a GGUF file and check all of it but the values of the weights."""
+    return _checked(path, lambda reader: _read(path, reader))
+
+
+def _checked(path: Path, read: Callable[[GGUFReader], Result]) -> Result:
+    """Read something of a file; what is wrong with it is a ModelError."""
     reader = _open(path)
     try:
-        return _read(path, reader)
+        return read(reader)
     except ModelError as error:
         raise ModelError(f"model: {path.name}: {error}") from error
     except _READER_ERRORS as error:
         raise ModelError(f"model: {path.name} is a damaged GGUF file ({_line(error)}); fetch it again") from error
 
 
-def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def read_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a GGUF file alone, for a process without torch; None: the file holds none."""
+    return _checked(path, _tokenizer_of)
+
+
+def skeleton(config: PreTrainedConfig, dtype: "torch.dtype") -> "PreTrainedModel":
     """The model of a config on the meta device: shapes without memory. Its buffers are on meta too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
@@ -104,9 +123,23 @@ def _open(path: Path) -> GGUFReader:
 
 
 def _read(path: Path, reader: GGUFReader) -> GGUFModel:
+    metadata, config, by_name = _described(reader)
+    entries = _match(config, by_name)
+    _check_types(entries)
+    permuted = architecture_of(metadata)[1].permuted
+    return GGUFModel(path, config, entries, permuted, _build_tokenizer(metadata, config))
+
+
+def _tokenizer_of(reader: GGUFReader) -> PreTrainedTokenizerFast | None:
+    metadata, config, _ = _described(reader)
+    return _build_tokenizer(metadata, config)
+
+
+def _described(reader: GGUFReader) -> tuple[dict[str, Any], PreTrainedConfig, dict[str, ReaderTensor]]:
+    """The metadata, the config of the model, and its tensors by GGUF names."""
     metadata = {key: _contents(field) for key, field in reader.fields.items()}
     _refuse_parts(metadata)
-    _, architecture = architecture_of(metadata)
+    architecture_of(metadata)  # refuses those that it does not know
     by_name = {tensor.name: tensor for tensor in reader.tensors}
     divisors = by_name.pop(ROPE_FREQS, None)
     embedding = by_name.get("token_embd.weight")
@@ -114,11 +147,13 @@ def _read(path: Path, reader: GGUFReader) -> GGUFModel:
         raise ModelError("token_embd.weight: missing from the file, so this is not a whole model")
     config = build_config(metadata, frozenset(by_name), None if divisors is None else _dequantize(divisors))
     config.vocab_size = int(embedding.shape[-1])
-    entries = _match(config, by_name)
-    _check_types(entries)
-    has_tokenizer = "tokenizer.ggml.model" in metadata
-    tokenizer = build_tokenizer(metadata, config.max_position_embeddings, config.vocab_size) if has_tokenizer else None
-    return GGUFModel(path, config, entries, architecture.permuted, tokenizer)
+    return metadata, config, by_name
+
+
+def _build_tokenizer(metadata: dict[str, Any], config: PreTrainedConfig) -> PreTrainedTokenizerFast | None:
+    if "tokenizer.ggml.model" not in metadata:
+        return None
+    return build_tokenizer(metadata, config.max_position_embeddings, config.vocab_size)
 
 
 def _contents(field: Any) -> Any:
@@ -136,6 +171,8 @@ def _refuse_parts(metadata: dict[str, Any]) -> None:
 
 def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
     """Give every parameter of the model its tensor; anything left over on either side is an error."""
+    import torch
+
     wanted = {
         name: tuple(value.shape) for name, value in skeleton(deepcopy(config), torch.float32).state_dict().items()
     }

@@ -33,10 +33,3 @@ def _tell_config(model: nn.Module, dtype: torch.dtype) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "dtype"):
         config.dtype = dtype
-
-
-def default_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype of `init_inference` when none is asked for, and the reason."""
-    if device.type == "cuda":
-        return torch.float16, "DeepSpeed's default on a GPU; give dtype= for another"
-    return torch.float32, "a CPU is fastest and exact in it; give dtype= for another"

@@ -151,20 +151,27 @@ class EngineClient:
         """When the engine last did anything, or got work after it had none."""
         self.lost = asyncio.Event()
         """Set once the engine is gone."""
-        self.part = "starting a process"
+        self.startup_seconds: dict[str, float] = {}
+        """What the start took by part; "all" is what a clock showed, and the others add up to it."""
+        self.part = "importing torch"
         """How far the start is."""
         self.heard_at = time.monotonic()
         """When the engine last said anything."""
         self.pinged_at: float | None = None
         """When it was asked whether it is there, if it has not answered since."""
 
-    async def open(self, sock: socket.socket, start: Start) -> None:
-        """Have the engine load the model, and wait until it has; the socket is the client's from here on."""
+    async def open(self, sock: socket.socket, start: Start, *, since: float | None = None) -> None:
+        """Have the engine load the model, and wait until it has; the socket is the client's from here on.
+
+        since: when the process was started, on the monotonic clock.
+        """
+        begin = time.monotonic() if since is None else since
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=sock)
         self._transport = transport
         self._send(start)
-        await self._ready
+        ready = await self._ready
+        self.startup_seconds = _all_parts(ready.startup_seconds, time.monotonic() - begin)
 
     @property
     def ready(self) -> Ready:
@@ -231,7 +238,7 @@ class EngineClient:
             prefix_hits=last.prefix_hits,
             prefix_queries=last.prefix_queries,
             last_steps=list(self._last_steps),
-            startup_seconds=self.ready.startup_seconds,
+            startup_seconds=self.startup_seconds,
             step_limit_ms=self.ready.step_limit_ms,
             cache_config=self.ready.cache_config,
             step_sizes=list(last.step_sizes),
@@ -400,3 +407,8 @@ class EngineClient:
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(message))
+
+
+def _all_parts(seconds: dict[str, float], took: float) -> dict[str, float]:
+    """The parts that the engine measured, and before them the rest: the start of a process and its imports."""
+    return {"imports": max(0.0, took - sum(seconds.values())), **seconds, "all": took}

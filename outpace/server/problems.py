@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from outpace.errors import EngineDead, EngineUnavailable, InputError, NotSupported, OutpaceError, Overloaded
+
+if TYPE_CHECKING:
+    from fastapi.exceptions import RequestValidationError
 
 _FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[][\w\].\[]*)?): ")
 _LONGEST_MESSAGE = 1000
@@ -61,6 +64,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """What a client is told of an error; what nobody foresaw stays in the log, under the request's id."""
     if isinstance(error, ApiError):
         return error
+    from fastapi.exceptions import RequestValidationError  # imported late: `starting` answers before FastAPI is there
+
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
     if isinstance(error, HTTPException):
@@ -82,7 +87,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 _CODES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
-def _of_validation(error: RequestValidationError) -> ApiError:
+def _of_validation(error: "RequestValidationError") -> ApiError:
     """The first thing that is wrong with a body or a path, by the name of its field."""
     first = error.errors()[0]
     path = _dotted([str(step) for step in first["loc"][1:] if _STEP.fullmatch(str(step))])

@@ -25,7 +25,6 @@ from outpace.mii import Response
 START_SECONDS = 1800.0
 STOP_SECONDS = 60.0
 AT_ONCE = 32  # requests of one `generate`
-_CHILD = "from outpace.server.python_api import _child; _child()"
 
 
 def serve(model: str | os.PathLike[str] | None = None, **options: Any) -> "Server":
@@ -170,12 +169,7 @@ class Server(Client):
         self._said: deque[str] = deque(maxlen=20)
         self._patience = config.shutdown_timeout + STOP_SECONDS
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _CHILD,
-            ],  # -P: nothing is imported from where it stands
+            [sys.executable, "-P", "-m", "outpace.server.from_stdin"],  # -P: nothing is imported from where it stands
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -247,28 +241,6 @@ class Server(Client):
                 text = line.decode(errors="replace")
                 self._said.append(text.rstrip())
                 sys.stderr.write(text)
-
-
-def _child() -> None:
-    """The server's process: options are the first line of standard input, whose end is the end of the parent."""
-    from outpace.cli.serve import options_of
-    from outpace.server.logs import set_up
-    from outpace.server.run import run
-
-    received = b""
-    while not received.endswith(b"\n") and (more := os.read(0, 1 << 16)):
-        received += more
-    asked = json.loads(received)
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-    _, llm, config = options_of(asked["options"])
-    set_up(as_json=config.log_json)
-    sys.exit(run(asked["model"], llm, config))
 
 
 def completion_body(prompt: str, num_tokens: int, max_model_len: int, options: Mapping[str, Any]) -> dict[str, Any]:

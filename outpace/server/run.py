@@ -1,22 +1,30 @@
-"""`outpace serve` up to the first import that takes seconds: what cannot work is said before that."""
+"""`outpace serve` up to the imports that take seconds: options are checked, and the engine's process is started.
+
+The engine imports torch while this process imports its HTTP server: both take seconds, and a machine has two cores.
+"""
 
 import asyncio
 import errno
 import importlib.util
+import os
 import resource
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from outpace.config import LLMConfig
+from outpace.config import AskedConfig
 from outpace.errors import ConfigError, OutpaceError
 from outpace.loading.checkpoint import local_path, open_checkpoint
 from outpace.log import logger
+from outpace.server.client import Admission
 from outpace.server.options import ServerConfig
+from outpace.server.supervisor import Healing, Supervisor
 
 FINISHED = 0
 """Exit code: ended by a signal, and every request was answered."""
@@ -38,7 +46,7 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
     """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows."""
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     try:
-        asked = LLMConfig.of(dict(llm_options))
+        asked = AskedConfig.of(dict(llm_options))
         _check(config)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
@@ -46,17 +54,57 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
     try:
         _check_model(model)
         _allow_files(config.max_connections + SPARE_FILES)
-        with _bound(config) as sock:
-            if (warning := config.open_door()) is not None:
-                console.print(warning, style="bold red")
-            from outpace.server.serve import serve  # seconds of imports, which what cannot work need not wait for
-
-            return asyncio.run(serve(model, llm_options, asked, config, sock, console))
+        sock = _bound(config)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
         return NOT_STARTED
+    try:
+        with sock:
+            if (warning := config.open_door()) is not None:
+                console.print(warning, style="bold red")
+            return asyncio.run(_serve(model, llm_options, asked, config, sock, console))
+    except (OutpaceError, OSError) as error:
+        console.print(f"error: {error}")
+        return WRONG_OPTION if isinstance(error, ConfigError) else NOT_STARTED  # some only the engine can judge
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+async def _serve(
+    model: str | None,
+    llm_options: Mapping[str, Any],
+    asked: AskedConfig,
+    config: ServerConfig,
+    sock: socket.socket,
+    console: Console,
+) -> int:
+    """Start the engine's process, and only then import the HTTP server, which the engine need not wait for."""
+    admission = Admission(
+        max_waiting=asked.scheduler.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        max_sequences_per_caller=config.max_sequences_per_key,
+        max_waiting_tokens_per_caller=config.max_waiting_tokens_per_key,
+    )
+    healing = Healing(stall_timeout=config.stall_timeout, ready_timeout=config.ready_timeout)
+    engine = Supervisor(model, llm_options, admission=admission, healing=healing)
+    try:
+        before = process_age()
+        await engine.launch()
+
+        from outpace.server.serve import serve
+
+        return await serve(model, engine, config, sock, console, before)
+    finally:
+        await engine.close()
+
+
+def process_age() -> float:
+    """Seconds since the system started this process; elsewhere than on Linux, since Python did."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return time.perf_counter()
 
 
 def _check(config: ServerConfig) -> None:

@@ -1,6 +1,7 @@
 """`outpace serve`: the engine process, the HTTP server in front of it, and an orderly end.
 
-The port is open at once; until the model is loaded `starting.Front` answers. Then it hands over to the server's app.
+The port is open at once; until the model is loaded `starting.Front` answers. Then it hands over to the server's app,
+which is imported meanwhile: neither FastAPI nor transformers may be imported at the top of this file.
 
 The first SIGTERM or SIGINT drains: new requests get 503, those that run may finish for `shutdown_timeout` seconds. What
 runs after that, or when a second signal comes, is cut off with an error.
@@ -16,26 +17,24 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
-from transformers import PreTrainedTokenizerBase
 
-from outpace.config import LLMConfig
-from outpace.errors import ConfigError
-from outpace.loading.build import load_tokenizer
+from outpace.errors import StateError
+from outpace.loading.read_tokenizer import import_without_torch, is_here, load_tokenizer
 from outpace.log import logger
-from outpace.server import tracing
-from outpace.server.app import create_app
-from outpace.server.client import Admission
 from outpace.server.connection import limited
-from outpace.server.engine import EngineStatus
 from outpace.server.options import ServerConfig
-from outpace.server.run import BACKLOG, CUT_OFF, FINISHED, INTERRUPTED
+from outpace.server.run import BACKLOG, CUT_OFF, FINISHED, INTERRUPTED, process_age
 from outpace.server.starting import Front
-from outpace.server.supervisor import Healing, Supervisor
+from outpace.server.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from transformers import PreTrainedTokenizerBase
 
 FLUSH = 5  # seconds for clients to read the ends of their answers
 SWITCH = 0.001  # seconds that a thread may keep the event loop waiting; Python's own 5 ms add up over a request
@@ -44,24 +43,20 @@ DRAIN_TICK = 0.02  # seconds between looks at the requests that are left
 
 async def serve(
     model: str | None,
-    options: Mapping[str, Any],
-    asked: LLMConfig,
+    engine: Supervisor,
     config: ServerConfig,
     sock: socket.socket,
     console: Console,
+    before: float,
 ) -> int:
-    """Serve on a socket that listens, until a signal; the exit code. `asked` is what the options of the engine say."""
+    """Serve on a socket that listens, until a signal; the exit code.
+
+    The engine has been launched; its owner closes it. before: what this process took to get there, in seconds.
+    """
     sys.setswitchinterval(SWITCH)
     signals = _signals()
-    admission = Admission(
-        max_waiting=asked.scheduler.max_waiting,
-        max_waiting_tokens=config.max_waiting_tokens,
-        max_sequences_per_caller=config.max_sequences_per_key,
-        max_waiting_tokens_per_caller=config.max_waiting_tokens_per_key,
-    )
-    healing = Healing(stall_timeout=config.stall_timeout, ready_timeout=config.ready_timeout)
-    engine = Supervisor(model, options, admission=admission, healing=healing)
-    traces = tracing.make_provider(config.otlp_traces_endpoint)
+    gc.disable()  # until all is imported: there is no garbage yet, and looking for it takes a fifth of the time
+    traces: TracerProvider | None = None
     front = Front(lambda: engine.starting, config.retry_after)
     server = _Server(_uvicorn(front, config))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -69,19 +64,26 @@ async def serve(
         tokenizer = await _loaded(model, engine, serving, signals[0])
         if signals[0].is_set():
             return INTERRUPTED
+
+        from outpace.server.app import create_app  # `_loaded` has imported it, off the event loop
+        from outpace.server.tracing import make_provider
+
+        traces = make_provider(config.otlp_traces_endpoint)
         app = create_app(engine, config.model_copy(update={"allowed_hosts": config.hosts()}), tokenizer, traces=traces)
         async with app.router.lifespan_context(app):
             front.app = app
-            console.print("\n".join(_greeting(engine.card.name, engine.status(), config, sock, tokenizer)))
+            parts = _parts(engine.status().startup_seconds, before)
+            console.print("\n".join(_greeting(engine.card.name, parts, config, sock, tokenizer)))
             if engine.card.sampling:
                 shown = ", ".join(f"{name} {value}" for name, value in engine.card.sampling.items())
                 console.print(f"sampling defaults: {shown} (--generation-config none turns them off)")
             gc.collect()
+            gc.enable()
             gc.freeze()  # what is loaded stays: a collection that looks at it holds everybody up
             return await _serve(server, serving, engine, app.state.running, config.shutdown_timeout, signals)
     finally:
+        gc.enable()
         gc.unfreeze()  # else libraries complain at the end of what they see as leaks
-        await engine.close()
         await _closed(server, serving)
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)
@@ -89,12 +91,16 @@ async def serve(
 
 async def _loaded(
     model: str | None, engine: Supervisor, serving: asyncio.Task[None], interrupted: asyncio.Event
-) -> PreTrainedTokenizerBase | None:
-    """Start the engine; its tokenizer. Comes back early when a signal is there or the HTTP server has ended."""
+) -> "PreTrainedTokenizerBase | None":
+    """Wait for the engine, import the app, and read the tokenizer.
 
-    async def load() -> PreTrainedTokenizerBase | None:
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, model), engine.start())
-        return tokenizer
+    Comes back early when a signal is there or the HTTP server has ended.
+    """
+
+    async def load() -> "PreTrainedTokenizerBase | None":
+        here = is_here(model)  # otherwise the engine gets it, which may take torch, and this process waits for that
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(_import_and_read, model, here), engine.start())
+        return tokenizer if here else await asyncio.to_thread(load_tokenizer, model)
 
     loading, signal_came = asyncio.create_task(load()), asyncio.create_task(interrupted.wait())
     try:
@@ -108,9 +114,18 @@ async def _loaded(
         await asyncio.gather(loading, signal_came, return_exceptions=True)
 
 
+def _import_and_read(model: str | None, here: bool) -> "PreTrainedTokenizerBase | None":
+    """Import what `serve` needs later, and read the tokenizer of a model that is on this machine."""
+    import_without_torch()
+
+    import outpace.server.app  # noqa: F401
+
+    return load_tokenizer(model) if here else None
+
+
 def _ended_by_itself(serving: asyncio.Task[None]) -> NoReturn:
     serving.result()
-    raise ConfigError("the HTTP server ended by itself; its log says why")
+    raise StateError("the HTTP server ended by itself; its log says why")
 
 
 async def _closed(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
@@ -206,12 +221,19 @@ def _uvicorn(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     )
 
 
+def _parts(engine: Mapping[str, float], before: float) -> dict[str, float]:
+    """What the start took by part: of this process, of the engine, and of this process again. They add up to "all"."""
+    total = process_age()
+    own = {"start": before, **{part: took for part, took in engine.items() if part != "all"}}
+    return {**own, "http": total - sum(own.values()), "all": total}
+
+
 def _greeting(
     name: str,
-    status: EngineStatus,
+    parts: Mapping[str, float],
     config: ServerConfig,
     sock: socket.socket,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[str]:
     """What the start took, where the server is, and a first request to try."""
     host, port = sock.getsockname()[:2]
@@ -226,10 +248,10 @@ def _greeting(
         route = "/v1/completions"
         body["prompt"] = "A paged cache is"
     key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
-    parts = ", ".join(f"{part} {took:.2f} s" for part, took in status.startup_seconds.items())
+    shown = ", ".join(f"{part} {took:.2f} s" for part, took in parts.items() if took >= 0.005)
     return [
         *filter(None, [config.open_door()]),  # once more: the lines before it may be far up by now
-        f"{served} is ready ({parts})",
+        f"{served} is ready ({shown})",
         url,
         f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
     ]

@@ -1,10 +1,12 @@
 """What answers while the model is being loaded: the process lives, it is not ready, and how far it is."""
 
+import html
 import time
 import uuid
 from collections.abc import Callable
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,6 +14,13 @@ from outpace.server.problems import ApiError, error_response
 from outpace.server.responses import Health
 
 LIVE = "/health/live"
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Outpace is starting</title>
+<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
+<meta http-equiv="refresh" content="1"></head>
+<body><h1>Outpace is starting</h1><p>{}</p><p>This page opens by itself when the model is loaded.</p></body></html>
+"""
+_PAGE_HEADERS = {"content-security-policy": "default-src 'none'; frame-ancestors 'none'", "cache-control": "no-store"}
 
 
 class Front:
@@ -29,16 +38,21 @@ class Front:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._answer(scope["path"].removeprefix(scope.get("root_path", "")))(scope, receive, send)
+            await self._answer(scope)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def _answer(self, path: str) -> Response:
-        if path == LIVE:
+    def _answer(self, scope: Scope) -> Response:
+        if scope["path"].removeprefix(scope.get("root_path", "")) == LIVE:
             alive: Health = {"status": "ok"}
             return Response(msgspec.json.encode(alive), media_type="application/json")
-        took = time.monotonic() - self._since
-        error = ApiError(
-            503, f"The server is starting: {self._part()}, {took:.0f} s so far.", code="starting", retry=True
-        )
-        return error_response(error, uuid.uuid4().hex, self._retry_after)
+        said = f"The server is starting: {self._part()}, {time.monotonic() - self._since:.0f} s so far."
+        if _is_browser(scope):
+            headers = {"retry-after": str(self._retry_after), **_PAGE_HEADERS}
+            return Response(_PAGE.format(html.escape(said)), 503, headers, media_type="text/html")
+        return error_response(ApiError(503, said, code="starting", retry=True), uuid.uuid4().hex, self._retry_after)
+
+
+def _is_browser(scope: Scope) -> bool:
+    """Whether a person asks for a page: browsers name HTML among what they take, other clients do not."""
+    return scope["method"] in ("GET", "HEAD") and "text/html" in Headers(scope=scope).get("accept", "")

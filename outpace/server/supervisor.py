@@ -57,6 +57,15 @@ class Healing:
 
 
 @dataclass(frozen=True, slots=True)
+class _Launched:
+    """A worker's process that has not been told what to load."""
+
+    process: asyncio.subprocess.Process
+    socket: socket.socket
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Worker:
     process: asyncio.subprocess.Process
     client: EngineClient
@@ -85,9 +94,14 @@ class Supervisor:
         self._draining = False
         self._newest: EngineClient | None = None  # of the worker that was started last
         self._silent = False  # the worker shows no sign of life
+        self._launched: _Launched | None = None  # a process that `_spawn` has not taken over
+
+    async def launch(self) -> None:
+        """Start the process of the first worker and come back at once: its imports take seconds."""
+        self._launched = await self._launch()
 
     async def start(self) -> None:
-        """Start the first worker; what is wrong with the model or its options is raised."""
+        """Wait until the first worker is ready; what is wrong with the model or its options is raised."""
         assert self._watcher is None, "it has been started"
         self._worker = await self._spawn()
         self._watcher = asyncio.create_task(self._watch(self._worker))
@@ -157,6 +171,9 @@ class Supervisor:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._launched is not None:
+            self._launched.socket.close()
+            await _kill(self._launched.process)
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.client.lose(DRAINING)
@@ -173,13 +190,12 @@ class Supervisor:
 
     async def _spawn(self) -> _Worker:
         """A worker that is ready."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await _process(theirs)
+        launched, self._launched = self._launched or await self._launch(), None
+        process = launched.process
         client = self._newest = EngineClient(self._admission)
         try:
             async with asyncio.timeout(self._healing.start_timeout):
-                await client.open(ours, self._start)
+                await client.open(launched.socket, self._start, since=launched.since)
         except BaseException as error:
             client.lose("the engine did not start")
             await _kill(process)
@@ -188,6 +204,12 @@ class Supervisor:
             raise
         self._card = client.card
         return _Worker(process, client, time.monotonic())
+
+    async def _launch(self) -> _Launched:
+        since = time.monotonic()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return _Launched(await _process(theirs), ours, since)
 
     async def _watch(self, worker: _Worker) -> None:
         """Wait for the end of each worker, and start the next."""
@@ -280,10 +302,13 @@ def _hangs(client: EngineClient, healing: Healing) -> bool:
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
     """A worker at the other end of a socket. It imports what this process would, and nothing from where it stands."""
-    command = (sys.executable, "-P", "-m", "outpace.server.worker", str(sock.fileno()))
+    module, arguments = "outpace.server.engine_process", (str(sock.fileno()), str(os.getpid()))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return await asyncio.create_subprocess_exec(
-        *command, pass_fds=(sock.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=environment
+        *(sys.executable, "-P", "-m", module, *arguments),
+        pass_fds=(sock.fileno(),),
+        stdin=asyncio.subprocess.DEVNULL,
+        env=environment,
     )
 
 

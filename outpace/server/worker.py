@@ -5,14 +5,8 @@ that is new by then, when it has left. Until then answers stay in their requests
 other side admits a bounded number of requests.
 """
 
-import ctypes
-import faulthandler
-import gc
 import logging
-import os
-import signal
 import socket
-import sys
 import time
 from bisect import bisect_left
 from collections import deque
@@ -58,7 +52,6 @@ NUMBERS_EVERY = 0.1  # seconds
 MAX_FAILURES = 2  # steps that fail one after the other
 LAST_WORDS = 1.0  # seconds to send what is left
 MAX_LOGPROBS = 1 << 22  # in one frame: 20 bytes each at most, far below the longest frame
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -325,12 +318,11 @@ def _tokens(number: int, completion: CompletionOutput, sent: int, room: int) -> 
 
 def load(start: Start, tell: Callable[[str], None]) -> tuple[LLMEngine, PagedParts, dict[str, float]]:
     """The engine that was asked for, and what its start took by part. It sees token ids alone: no tokenizer."""
-    begin = time.perf_counter()
     tell("loading the weights")
-    parts = load_paged(start.model, LLMConfig.of(start.options))
+    parts = load_paged(start.model, LLMConfig.of(start.options), tokenizer=False)
     tell("compiling kernels, measuring memory, capturing graphs")
     engine = LLMEngine(parts)
-    return engine, parts, parts.seconds | engine.startup_seconds | {"all": time.perf_counter() - begin}
+    return engine, parts, parts.seconds | engine.startup_seconds
 
 
 def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Ready:
@@ -386,25 +378,7 @@ def serve(channel: Channel) -> int:
     return Worker(engine, parts, channel).run()
 
 
-def die_with_parent() -> None:
-    """No engine without its server, however the server ends. Elsewhere than on Linux the socket's end has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main(fd: int) -> int:
-    """Run as a process whose parent holds the other end of the socket `fd`."""
-    die_with_parent()
-    faulthandler.enable()  # a crash, or the parent's SIGABRT to a worker that hangs, shows where
-    for number in (signal.SIGINT, signal.SIGTERM):  # they come to the whole group; the parent decides when to end
-        signal.signal(number, signal.SIG_IGN)
-    os.set_inheritable(fd, False)
-    gc.freeze()  # what was imported stays: no collection needs to look at it
+def run(fd: int) -> int:
+    """Work for the process at the other end of the socket `fd`; the exit code."""
     with socket.socket(fileno=fd) as sock:
         return serve(Channel(sock))
-
-
-if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
-    logging.shutdown()
-    os._exit(code)  # at once: nothing here has to be taken apart

@@ -8,7 +8,7 @@ import torch
 import bench.server as bench_server
 from bench.server import Plan, folder_of, measure
 from outpace.bench import shapes
-from outpace.loading.build import load_tokenizer
+from outpace.loading.read_tokenizer import load_tokenizer
 
 TINY = {
     **shapes.SHAPES["qwen3-0.6b"], "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,

@@ -203,7 +203,7 @@ def test_a_name_on_hugging_face(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         asked.append(name)
         return str(folder)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     loaded = load("some/model", device=CPU)
     assert (loaded.name, loaded.path, asked) == ("some/model", folder, ["some/model"])
 
@@ -217,7 +217,7 @@ def test_a_name_on_hugging_face_with_bin_weights(folder: Path, tmp_path: Path, m
             shutil.copy(tmp_path / "pytorch_model.bin", folder)
         return str(folder)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert load("model", device=CPU).name == "model"
 
 

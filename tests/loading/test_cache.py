@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from outpace.errors import ModelError, OutpaceError
 from outpace.loading.cache import PROVENANCE, cache_dir, cached_models, install
@@ -202,12 +203,24 @@ def test_a_provenance_that_says_nothing(cache: Path, text: str) -> None:
     assert (model.name, model.dtype, model.source) == ("m", "unknown", "unknown")
 
 
-def test_a_full_disk(cache: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # tokenizers
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_item_12_a_full_disk_is_told_in_one_line_whoever_writes(cache: Path, error: Exception) -> None:
     def make(folder: Path) -> None:
-        raise OSError(28, "No space left on device")
+        (folder / "config.json").write_text("{}")
+        raise error
 
-    with pytest.raises(OutpaceError, match=r"OUTPACE_CACHE.*No space left on device"):
+    wanted = rf"OUTPACE_CACHE: cannot write to {cache / 'models'} \(No space left on device\); free some space"
+    with pytest.raises(OutpaceError, match=wanted):
         install("m", make)
+    assert [path.name for path in (cache / "models").iterdir()] == [".m.lock"]
 
 
 def test_cached_models(cache: Path) -> None:

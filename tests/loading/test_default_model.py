@@ -244,7 +244,7 @@ def test_a_conversion_that_fails_midway_leaves_nothing(
         raise ModelError("half way")
 
     with monkeypatch.context() as patch:
-        patch.setattr(default_model, "save_file", fail)
+        patch.setattr("safetensors.torch.save_file", fail)
         with pytest.raises(ModelError, match="half way"):
             default_model_path()
     assert nothing_kept(cache)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.loading.place import default_dtype, to_dtype
+from outpace.loading.dtypes import default_dtype
+from outpace.loading.place import to_dtype
 from tests.models import tiny
 
 

@@ -59,7 +59,7 @@ def served(folder: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str],
             while not (lines and lines[-1].startswith("curl ")):
                 lines.append(process.stderr.readline())
                 assert lines[-1], "".join(lines)
-            assert "is ready (load" in lines[-3]
+            assert "is ready (start" in lines[-3]
             threading.Thread(target=process.stderr.read, daemon=True).start()
             yield process, int(lines[-2].rpartition(":")[2])
         finally:

@@ -1,0 +1,96 @@
+"""The tokenizer of a model without its weights. It is the one of transformers, which works without torch as well."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.errors import ModelError
+from outpace.loading.cache import holds_model, models_dir
+from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
+from outpace.loading.default_model import DEFAULT_MODEL, default_model_path
+from outpace.log import chosen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+def import_without_torch() -> None:
+    """Import transformers as if torch were missing, for a process that only needs tokenizers.
+
+    Their code is the same in both cases, but the import takes a third of the time and of the memory. torch itself can
+    be imported afterwards; the models of transformers cannot. Nothing happens where either is imported already.
+    """
+    if "torch" not in sys.modules and "transformers" not in sys.modules:
+        with _hidden_torch():
+            from transformers.utils.import_utils import is_torch_available
+
+            assert not is_torch_available(), "transformers must not find torch here"
+
+
+@contextmanager
+def _hidden_torch() -> Iterator[None]:
+    before = os.environ.get(_NO_ADVICE)
+    os.environ[_NO_ADVICE] = "1"  # it would warn that there is no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        if before is None:
+            del os.environ[_NO_ADVICE]
+        else:
+            os.environ[_NO_ADVICE] = before
+
+
+def load_tokenizer(source: str | Path | None) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of what `build.load` would load; None: it has none."""
+    path = None if source is None else local_path(source)
+    if path is not None and path.suffix.lower() == ".gguf":
+        from outpace.loading.gguf import read_gguf_tokenizer
+
+        return read_gguf_tokenizer(path)
+    if is_default(source, path):
+        path = default_model_path()
+    return read_tokenizer(open_checkpoint(path or fetch(str(source))))
+
+
+def is_default(source: str | Path | None, path: Path | None) -> bool:
+    """Whether the default model is meant. path: what the source names on this machine."""
+    return source is None or (path is None and source == DEFAULT_MODEL)
+
+
+def is_here(source: str | Path | None) -> bool:
+    """Whether a model is on this machine, so that nothing needs to be fetched or converted first."""
+    path = None if source is None else local_path(source)
+    if is_default(source, path):
+        return holds_model(models_dir() / DEFAULT_MODEL)
+    if path is not None:
+        return True
+
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(str(source), "config.json"), str)
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer in a folder; None: it holds none."""
+    if not checkpoint.has_tokenizer:
+        chosen("tokenizer", None, f"{checkpoint.folder} holds none; pass token ids")
+        return None
+
+    from transformers import AutoTokenizer  # imported late: seconds, and the callers check options first
+
+    from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    except LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot use the tokenizer in {checkpoint.folder} ({line(error)}); {REMEDY}") from error
+    return tokenizer
