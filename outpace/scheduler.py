@@ -72,6 +72,8 @@ class Totals:
     """Tokens that were found in the cache when their request came in."""
     prefix_queries: int = 0
     """Tokens that were looked for there."""
+    iteration_tokens: int = 0
+    """Prefill tokens of the steps that are over, and the new tokens that these gave."""
 
 
 class Scheduler:
@@ -120,7 +122,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # both in order
         self._waiting: list[Sequence] = []
         self._ended: list[str] = []  # since the last step
-        self._in_flight: deque[tuple[int, list[tuple[Sequence, int, bool]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[Sequence, int, bool]], int]] = deque()
         self._num_added = 0
         self._num_steps = 0
 
@@ -220,12 +222,12 @@ class Scheduler:
                 (sequence, entry.num_new_tokens)
                 for (sequence, _, _), entry in zip(draft.flying, step.sequences, strict=True)
             )
-        self._in_flight.append((step.step_id, draft.flying))
+        self._in_flight.append((step.step_id, draft.flying, draft.prefill))
         return step
 
     def update(self, output: StepOutput) -> list[NewToken]:
         """Take in what the oldest step in flight has sampled; tokens of requests that have ended are left out."""
-        step_id, flying = self._in_flight.popleft()
+        step_id, flying, prefill = self._in_flight.popleft()
         assert output.step_id == step_id, f"step {step_id} has to be updated before step {output.step_id}"
         new = []
         for sequence, end, samples in flying:
@@ -247,6 +249,7 @@ class Scheduler:
                 self._register(sequence, full)  # if it was preempted since, these blocks are not its own any more
             if samples and reason is not None:
                 self._end(sequence)
+        self.totals.iteration_tokens += prefill + sum(each.token_id is not None for each in new)
         return new
 
     def assert_consistent(self) -> None:
@@ -257,7 +260,7 @@ class Scheduler:
         assert len(self._running) <= self.max_num_seqs
         for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
             assert queue == sorted((each for each in sequences if each.status is status), key=order_of)
-        flying = Counter(id(sequence) for _, step in self._in_flight for sequence, _, _ in step)
+        flying = Counter(id(sequence) for _, step, _ in self._in_flight for sequence, _, _ in step)
         for each in sequences:
             held, running = self.pool.blocks_for(each.num_computed), each.status is Status.RUNNING
             assert each.in_flight == flying[id(each)]

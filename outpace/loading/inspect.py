@@ -53,6 +53,15 @@ def describe(model: nn.Module, overrides: Mapping[str, Any] | None = None, *, fi
     )
 
 
+def embedding_sizes(model: nn.Module) -> tuple[int, ...]:
+    """Widths that vectors of a model may be cut to (Matryoshka); none: they have the model's own width alone."""
+    config = getattr(model, "config", None)
+    listed = getattr(config, "matryoshka_dimensions", None)
+    if not listed and getattr(config, "is_matryoshka", False) is True:
+        listed = range(1, (_int_or_none(getattr(config, "hidden_size", None)) or 0) + 1)
+    return tuple(size for size in listed or () if isinstance(size, int))
+
+
 def check_model(model: object) -> nn.Module:
     """The model itself, if it is one that can be run; otherwise an error that says what to do."""
     if not isinstance(model, nn.Module):

@@ -1,6 +1,6 @@
 """Messages and tools of chats, as clients send them; history that clients echo back is taken as it comes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -101,6 +101,14 @@ class ChatMessage(Body):
     def text(self) -> str | None:
         """What the message says."""
         return self.refusal if self.content is None else self.content
+
+
+def check_continuation(messages: Sequence[ChatMessage], add_generation_prompt: bool | None) -> None:
+    """Refuse `continue_final_message` where there is nothing to continue."""
+    if add_generation_prompt:
+        raise ValueError("continue_final_message: not with add_generation_prompt=true")
+    if not messages or messages[-1].role != "assistant" or not messages[-1].text:
+        raise ValueError("continue_final_message: the last message must be the assistant's, with content")
 
 
 class FunctionSpec(Body):

@@ -106,6 +106,8 @@ class ModelCard:
     """What requests get where they do not say, by names of SamplingParams: the model's generation config."""
     max_logprobs: int = 20
     """Most log-probabilities of a token that a request may ask for; at most the vocabulary."""
+    embedding_sizes: tuple[int, ...] = ()
+    """Widths that embeddings may be cut to; none: the model's own alone."""
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -151,7 +153,7 @@ class EngineStatus:
     cache_config: dict[str, str] = field(default_factory=dict)
     """How the cache was made, under vLLM's names."""
     step_sizes: list[int] = field(default_factory=list)
-    """Steps so far for each of `STEP_SIZES`, and those that were larger."""
+    """Steps so far by their tokens (prefill and new ones, as vLLM counts): for each of `STEP_SIZES`, and more."""
     step_tokens: int = 0
     """Tokens of all these steps."""
 

@@ -98,6 +98,8 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            if self._options.root_path:  # routes are found with it and without
+                scope["root_path"] = self._options.root_path
             await self._answer(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})

@@ -57,6 +57,11 @@ class _Engine(Collector):
             counter = CounterMetricFamily(f"outpace:{name}", text, labels=_LABELS)
             counter.add_metric([self._model], float(value(status)))
             yield counter
+        text = "Sequences that wait, by reason: for capacity, or deferred by something else, which nothing is here."
+        waiting = GaugeMetricFamily("outpace:num_requests_waiting_by_reason", text, labels=(*_LABELS, "reason"))
+        for reason, count in (("capacity", status.waiting), ("deferred", 0)):
+            waiting.add_metric([self._model, reason], float(count))
+        yield waiting
         parts = GaugeMetricFamily("outpace:startup_seconds", "What the last start took.", labels=(*_LABELS, "part"))
         for part, seconds in status.startup_seconds.items():
             parts.add_metric([self._model, part], seconds)

@@ -42,8 +42,8 @@ class ServerConfig(ConfigModel):
     allowed_hosts: tuple[str, ...] = ()
     """Host names that requests may ask for, * is any. A server on a loopback address takes the names of this machine
     and these alone, so that no page of another site can reach it by a name of its own; on others none means any."""
-    root_path: str = ""
-    """Path under which a proxy shows the server."""
+    root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$")
+    """Path under which a proxy shows the server, as /llm; requests may come with it or without."""
 
     api_keys: tuple[SecretStr, ...] = ()
     """Keys that open every route; without any it is open. More come from `api_key_file` and OUTPACE_API_KEYS."""
@@ -174,6 +174,8 @@ class ServerConfig(ConfigModel):
     """Offer /metrics."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span for each request; needs outpace[tracing]."""
+    tokenizer_info: bool = True
+    """Offer /tokenizer_info, which shows special tokens and the chat template."""
     docs: bool = True
     """Offer /docs and /openapi.json."""
 

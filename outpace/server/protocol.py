@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from outpace.server.chat_protocol import ChatMessage, NamedTool, ToolSpec
+from outpace.server.chat_protocol import ChatMessage, NamedTool, ToolSpec, check_continuation
 from outpace.server.fields import (
     Biases,
     Body,
@@ -90,7 +90,7 @@ class SamplingFields(Body):
     """One of the served names; null is the only model."""
     n: int | None = Field(default=None, ge=1)
     """Answers to each prompt."""
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 is greedy."""
     top_p: float | None = Field(default=None, ge=1e-9, le=1)
@@ -126,7 +126,10 @@ class SamplingFields(Body):
     spaces_between_special_tokens: Literal[True] | None = None
     allowed_token_ids: SomeTokenIds | None = None
     bad_words: Annotated[list[Text], FirstError()] | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=-1)
+    """This many likeliest ones in the place of each token of the prompt; -1 is the whole vocabulary."""
+    logprob_token_ids: SomeTokenIds | None = None
+    """With logprobs: those of exactly these tokens, and of the chosen one, instead of the likeliest."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Keep this many tokens at the end of the prompt."""
     add_special_tokens: bool | None = None
@@ -167,8 +170,19 @@ class CompletionRequest(SamplingFields):
     """Text, token ids, or a list of either."""
     echo: bool | None = None
     """The prompt in front of each answer."""
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=-1)
+    """This many likeliest ones in the place of each new token; -1 is the whole vocabulary."""
     suffix: Annotated[Literal[""] | None, because("the model writes forward only")] = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionRequest":
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise ValueError("logprob_token_ids: only with logprobs")
+        if self.max_tokens == 0 and self.logprob_token_ids is not None:
+            raise ValueError("logprob_token_ids: not with max_tokens=0, which makes no new tokens")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 only with echo or prompt_logprobs: the prompt alone is computed")
+        return self
 
 
 class ChatRequest(SamplingFields):
@@ -189,10 +203,12 @@ class ChatRequest(SamplingFields):
     }
 
     messages: Annotated[list[ChatMessage], FirstError(), Field(min_length=1)]
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """The newer name of max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
+    """-1 is the whole vocabulary."""
     tools: Annotated[list[ToolSpec], FirstError()] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """required: a call and nothing else; the name of a tool: a call of it."""
@@ -220,16 +236,16 @@ class ChatRequest(SamplingFields):
             raise ValueError("max_completion_tokens: differs from max_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise ValueError("logprob_token_ids: only with logprobs=true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice: only with tools")
         if isinstance(self.tool_choice, NamedTool):
             wanted = self.tool_choice.function.name
             if all(tool.function.name != wanted for tool in self.tools or ()):
                 raise ValueError(f"tool_choice: {wanted[:64]!r} is not among the tools")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message: not with add_generation_prompt=true")
-        if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].text):
-            raise ValueError("continue_final_message: the last message must be the assistant's, with content")
+        if self.continue_final_message:
+            check_continuation(self.messages, self.add_generation_prompt)
         return self
 
     def template_variables(self) -> dict[str, Any]:
@@ -244,8 +260,6 @@ class ChatRequest(SamplingFields):
 class EmbeddingRequest(Body):
     """POST /v1/embeddings."""
 
-    refused: ClassVar[Mapping[str, str]] = {"dimensions": "vectors have the width of the model"}
-
     input: Prompt
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -253,7 +267,10 @@ class EmbeddingRequest(Body):
     """Which hidden states of the last layer make the vector."""
     normalize: bool = True
     """Vectors of length 1, as OpenAI's are."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    dimensions: int | None = Field(default=None, ge=1, lt=2**31)
+    """The first so many numbers of each vector, where the model was trained for that."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
+    """Keep this many tokens at the end of each input; -1 is as many as the model takes."""
     add_special_tokens: bool | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
 
@@ -267,12 +284,16 @@ class TokenizeRequest(Body):
     tools: Annotated[list[ToolSpec], FirstError()] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give either prompt or messages")
+        if self.continue_final_message:
+            check_continuation(self.messages or (), self.add_generation_prompt)
         return self
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -69,6 +69,8 @@ def render(job: dict[str, Any]) -> dict[str, str]:
         return {"text": "".join(pieces)}
     except Refused as error:
         return {"error": f"the chat template refuses the messages: {error}"}
+    except UndefinedError as error:  # its message has names of the template alone
+        return {"error": f"the chat template fails: {str(error)[:200]}"}
     except MemoryError:
         pieces.clear()
         return {"error": "the chat template needs too much memory"}

@@ -25,12 +25,21 @@ class ErrorBody(TypedDict):
     error: ErrorText
 
 
+class PromptTokensDetails(TypedDict):
+    """Tokens of prompts by where they came from."""
+
+    cached_tokens: int
+    """Found in the prefix cache."""
+
+
 class Usage(TypedDict):
     """Tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: None
 
 
 class CompletionLogprobs(TypedDict):
@@ -69,13 +78,21 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishText | None
     stop_reason: int | str | None
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
     structure_check: NotRequired[StructureCheckText]
 
 
-class Completion(TypedDict):
+class WholeAnswer(TypedDict):
+    """Keys of other servers, which whole answers have and chunks have not."""
+
+    service_tier: NotRequired[None]
+    system_fingerprint: NotRequired[None]
+    kv_transfer_params: NotRequired[None]
+
+
+class Completion(WholeAnswer):
     """Answer of /v1/completions, and its chunks."""
 
     id: str
@@ -130,6 +147,10 @@ class AnswerMessage(TypedDict):
     content: str | None
     tool_calls: NotRequired[list[ToolCall]]
     refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    reasoning: None
 
 
 class AnswerDelta(TypedDict):
@@ -148,7 +169,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishText
     stop_reason: int | str | None
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
     structure_check: NotRequired[StructureCheckText]
 
 
@@ -160,11 +181,11 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishText | None
     stop_reason: NotRequired[int | str | None]
-    token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int] | None]
     structure_check: NotRequired[StructureCheckText]
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(WholeAnswer):
     """Answer of /v1/chat/completions."""
 
     id: str
@@ -173,8 +194,8 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class ChatChunk(TypedDict):
@@ -187,7 +208,7 @@ class ChatChunk(TypedDict):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class ModelEntry(TypedDict):
@@ -221,12 +242,16 @@ class EmbeddingUsage(TypedDict):
 
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None
 
 
 class EmbeddingList(TypedDict):
     """Answer of /v1/embeddings."""
 
+    id: str
     object: Literal["list"]
+    created: int
     data: list[EmbeddingEntry]
     model: str
     usage: EmbeddingUsage
@@ -239,6 +264,26 @@ class Tokens(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class AddedToken(TypedDict):
+    """A token beside the vocabulary of texts."""
+
+    content: str
+    special: bool
+
+
+class TokenizerInfo(TypedDict):
+    """Answer of /tokenizer_info: what tokenizer_config.json says."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    added_tokens_decoder: dict[str, AddedToken]
+    chat_template: str | None
 
 
 class DetokenizedText(TypedDict):
@@ -290,7 +335,7 @@ class Status(TypedDict):
     """What a step should take at most; None: not known yet."""
     cache_config: dict[str, str]
     step_sizes: list[int]
-    """Steps by their tokens: at most 1, 8, 16, 32, ... 16384, and more."""
+    """Steps by their tokens, prefill and new ones: at most 1, 8, 16, 32, ... 16384, and more."""
     step_tokens: int
 
 

@@ -57,7 +57,7 @@ async def serve(
     signals = _signals()
     gc.disable()  # until all is imported: there is no garbage yet, and looking for it takes a fifth of the time
     traces: TracerProvider | None = None
-    front = Front(lambda: engine.starting, config.retry_after)
+    front = Front(lambda: engine.starting, config.retry_after, config.root_path)
     server = _Server(_uvicorn(front, config))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -211,7 +211,6 @@ def _uvicorn(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         access_log=False,  # the app writes its own
         server_header=False,
         proxy_headers=False,
-        root_path=config.root_path,
         backlog=BACKLOG,
         timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
         timeout_graceful_shutdown=FLUSH,

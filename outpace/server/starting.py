@@ -26,9 +26,9 @@ _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; frame-ancestors
 class Front:
     """An ASGI app that answers by itself until it is given another, and then hands everything on."""
 
-    def __init__(self, part: Callable[[], str], retry_after: int) -> None:
+    def __init__(self, part: Callable[[], str], retry_after: int, root_path: str = "") -> None:
         """`part` says what the start is at."""
-        self._part, self._retry_after = part, retry_after
+        self._part, self._retry_after, self._root_path = part, retry_after, root_path
         self._since = time.monotonic()
         self.app: ASGIApp | None = None
         """The server, once there is one."""
@@ -43,7 +43,7 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
 
     def _answer(self, scope: Scope) -> Response:
-        if scope["path"].removeprefix(scope.get("root_path", "")) == LIVE:
+        if scope["path"].removeprefix(self._root_path) == LIVE:
             alive: Health = {"status": "ok"}
             return Response(msgspec.json.encode(alive), media_type="application/json")
         said = f"The server is starting: {self._part()}, {time.monotonic() - self._since:.0f} s so far."

@@ -48,6 +48,8 @@ class Event:
     """In the first event of a prompt."""
     times: tuple[float, float] | None = None
     """In the first event of a prompt, as in `Delta`."""
+    num_cached_tokens: int | None = None
+    """The same."""
     check: StructureCheck | None = None
     """In the last event of an answer that is whole, where its grammar does not enforce all that was asked."""
 
@@ -89,6 +91,7 @@ class _Answer:
             *(self._prompt, self._index, self._text.take(), delta.token_ids[:used], logprobs, reason, found),
             prompt_logprobs=delta.prompt_logprobs,
             times=delta.times,
+            num_cached_tokens=delta.num_cached_tokens,
         )
 
     async def check(self, event: Event) -> None:

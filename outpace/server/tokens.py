@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -15,6 +15,11 @@ _SHORT = 4096  # characters; fewer take about a millisecond, less than the way t
 _LONG = 1 << 18  # characters; they take turns, since each needs hundreds of times its size meanwhile
 _MOST_LONG = 16  # of them may wait, for each key
 _THREADS = 4
+_INFO = (
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "errors"),
+    *("padding_side", "split_special_tokens", "truncation_side"),
+)
+"""Entries of tokenizer_config.json that say how texts become tokens."""
 
 Result = TypeVar("Result")
 
@@ -67,12 +72,35 @@ class Tokens:
             return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])  # see `_encode`
         return str(self.tokenizer.decode(ids))
 
+    def names(self, ids: list[int]) -> list[str]:
+        """Tokens as the vocabulary spells them."""
+        return [str(name) for name in self.tokenizer.convert_ids_to_tokens(ids)]
+
     def texts(self, ids: Sequence[int]) -> list[str]:
         """What each token adds to a text by itself."""
         missing = [token for token in dict.fromkeys(ids) if token not in self._texts]
         if missing:
             self._texts.update(zip(missing, token_texts(self.tokenizer, missing), strict=True))
         return [self._texts[token] for token in ids]
+
+    def info(self, max_model_len: int, chat_template: str | None) -> dict[str, Any]:
+        """What tokenizer_config.json says, without paths: clients that make tokens themselves ask for it."""
+        tokenizer = self.tokenizer
+        given = {name: value for name in _INFO if isinstance(value := tokenizer.init_kwargs.get(name), bool | str)}
+        added = {
+            str(number): {"content": token.content, "special": token.special}
+            for number, token in tokenizer.added_tokens_decoder.items()
+        }
+        specials = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        return {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
+            **given,
+            **specials,
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": max_model_len,
+            "added_tokens_decoder": added,
+            "chat_template": chat_template,
+        }
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as tokens, with and without a space before it: both forms occur inside a text."""

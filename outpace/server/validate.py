@@ -70,6 +70,14 @@ class Validator:
         self.names = options.served_model_name or (card.name,)
         """What the model may be called."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template that chats are written with, if there is one."""
+        try:
+            return self._chats.template(tools=False)
+        except ApiError:
+            return None
+
     def model(self, asked: str | None) -> str:
         """The served name that was asked for."""
         if asked is None:
@@ -87,16 +95,18 @@ class Validator:
         """The prompts of /v1/completions."""
         self._check_limits(request, request.logprobs)
         works = []
-        shared: dict[str, Any] = {"logprobs": request.logprobs}
+        shared = _logprobs(request, request.logprobs)
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             shared["prompt_logprobs"] = request.logprobs
+        new = 16 if request.max_tokens is None else request.max_tokens
         for prompt in _prompts(request.prompt, self._options.max_prompts, "prompt"):
-            ids = await self._encode("prompt", prompt, request.add_special_tokens, request.truncate_prompt_tokens)
+            keep, least = request.truncate_prompt_tokens, min(new, 1)
+            ids = await self._encode("prompt", prompt, request.add_special_tokens, keep, new=least)
             text = None
             if request.echo:
                 cut = request.truncate_prompt_tokens is not None
                 text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
-            works.append(self._work(request, ids, request.max_tokens or 16, shared, text))
+            works.append(self._work(request, ids, new, shared, text))
         grammar, field = await self._structures.grammar(request) or (None, "")
         return self._of_caller([replace(work, grammar=grammar, structure=field) for work in works])
 
@@ -118,7 +128,7 @@ class Validator:
         asked = request.max_completion_tokens or request.max_tokens
         room = max(1, self._card.max_model_len - len(ids))
         usual = min(int(self._card.sampling.get("max_tokens", room)), room)
-        work = self._work(request, ids, asked or usual, {"logprobs": top}, None)
+        work = self._work(request, ids, asked or usual, _logprobs(request, top), None)
         grammar, field = await self._structures.grammar(request) or (None, "")
         return self._of_caller([replace(work, grammar=grammar, structure=field)])[0]
 
@@ -130,11 +140,23 @@ class Validator:
 
     async def embedding(self, request: EmbeddingRequest) -> list[Work]:
         """The inputs of /v1/embeddings."""
+        self._check_dimensions(request.dimensions)
+        longest, keep = self._card.max_model_len, request.truncate_prompt_tokens
+        if keep is not None and not 0 < (keep := longest if keep < 0 else keep) <= longest:
+            raise bad("truncate_prompt_tokens", f"expected 1 to {longest}, what the model takes, or -1 for that")
         params, works = SamplingParams(max_tokens=0), []
         for prompt in _prompts(request.input, self._options.max_prompts, "input"):
-            ids = await self._encode("input", prompt, request.add_special_tokens, request.truncate_prompt_tokens, new=0)
+            ids = await self._encode("input", prompt, request.add_special_tokens, keep, new=0)
             works.append(Work(prompt_token_ids=ids, params=params, pooling=request.pooling))
         return self._of_caller(works)
+
+    def _check_dimensions(self, asked: int | None) -> None:
+        sizes = self._card.embedding_sizes
+        if asked is None or asked in sizes:
+            return
+        if not sizes:
+            raise bad("dimensions", "vectors of this model have one width alone; do not set it")
+        raise bad("dimensions", f"this model was trained for {f'{sizes}':.80}; use one of these")
 
     async def mii(self, request: MiiRequest) -> list[Work]:
         """The prompts of /mii/{deployment}: `max_length` counts the prompt."""
@@ -231,15 +253,15 @@ class Validator:
         at_most("n", request.n or 1, options.max_n, "answers")
         self._check_stops(request.stop or [])
         at_most("stop_token_ids", len(request.stop_token_ids or ()), options.max_stop, "entries")
-        most = self._card.max_logprobs
-        at_most("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", logprobs or 0, most)
-        at_most("prompt_logprobs", request.prompt_logprobs or 0, most)
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        for field, count in ((name, logprobs or 0), ("prompt_logprobs", request.prompt_logprobs or 0)):
+            at_most(field, self._card.vocab_size if count < 0 else count, self._card.max_logprobs)
         at_most("logit_bias", len(request.logit_bias or ()), options.max_logit_bias, "entries")
         at_most("allowed_token_ids", len(request.allowed_token_ids or ()), options.max_allowed_tokens, "entries")
         at_most("bad_words", len(request.bad_words or ()), options.max_bad_words, "entries")
         for word in request.bad_words or ():
             at_most("bad_words", len(word), options.max_stop_chars, "characters each")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             self.check_ids(name, getattr(request, name) or ())
         self.check_ids("logit_bias", list(request.logit_bias or ()))
 
@@ -247,6 +269,12 @@ class Validator:
         at_most("stop", len(stops), self._options.max_stop, "strings")
         for stop in stops:
             at_most("stop", len(stop), self._options.max_stop_chars, "characters each")
+
+
+def _logprobs(request: SamplingFields, count: int | None) -> dict[str, Any]:
+    """What is asked of new tokens: named ones take the place of the likeliest."""
+    named = request.logprob_token_ids
+    return {"logprobs": count} if named is None else {"logprob_token_ids": named}
 
 
 def _prompts(prompt: Any, most: int, name: str) -> list[str | list[int]]:

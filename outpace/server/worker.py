@@ -20,6 +20,7 @@ from outpace.answers import Group
 from outpace.config import LLMConfig
 from outpace.errors import InputError, OutpaceError
 from outpace.llm_engine import LLMEngine
+from outpace.loading.inspect import embedding_sizes
 from outpace.log import logger
 from outpace.prepare import PagedParts, load_paged
 from outpace.runner.start import STEP_SECONDS
@@ -200,6 +201,7 @@ class Worker:
     def _step(self) -> None:
         totals = self._engine.totals
         steps, prefill, decode = totals.steps, totals.prefill_tokens, totals.decode_tokens
+        tokens = totals.iteration_tokens
         begin = time.perf_counter()
         self._told_idle = False  # a request may come and end in one turn
         try:
@@ -215,7 +217,8 @@ class Worker:
             took = 1e3 * (time.perf_counter() - begin)
             record = StepRecord(totals.steps, totals.prefill_tokens - prefill, totals.decode_tokens - decode, took)
             self._new_steps.append(record)
-            self._step_sizes[bisect_left(STEP_SIZES, record.prefill_tokens + record.decode_tokens)] += 1
+        if totals.iteration_tokens > tokens:
+            self._step_sizes[bisect_left(STEP_SIZES, totals.iteration_tokens - tokens)] += 1
         for output in outputs:
             if output.error is not None:
                 kind = "input" if output.error.startswith(FIELD) else "other"
@@ -297,7 +300,7 @@ class Worker:
             prefix_queries=totals.prefix_queries,
             new_steps=records,
             step_sizes=self._step_sizes,
-            step_tokens=totals.prefill_tokens + totals.decode_tokens,
+            step_tokens=totals.iteration_tokens,
         )
 
 
@@ -337,9 +340,13 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         created=int(time.time()),
         sampling=dict(parts.sampling),
         max_logprobs=engine.max_logprobs,
+        embedding_sizes=embedding_sizes(parts.module),
     )
     scheduler, cache = engine.scheduler, parts.config.cache
+    tokens = scheduler.pool.num_blocks * cache.block_size
     about = {
+        "kv_cache_size_tokens": str(tokens),
+        "kv_cache_max_concurrency": f"{tokens / engine.max_model_len:.2f}",
         "block_size": str(cache.block_size),
         "num_gpu_blocks": str(scheduler.pool.num_blocks),
         "enable_prefix_caching": str(cache.enable_prefix_caching),

@@ -33,6 +33,7 @@ class FakeEngine:
     hold_at: int = 0
     max_model_len: int = 512
     max_logprobs: int = 20
+    embedding_sizes: tuple[int, ...] = ()
     sampling: dict[str, int | float] = field(default_factory=dict)
     """What the model's generation config says."""
     num_cached_tokens: int = 0
@@ -51,7 +52,9 @@ class FakeEngine:
         """A model of bytes."""
         end = self.tokenizer.eos_token_id
         about = ("fake", self.max_model_len, len(self.tokenizer), (end,), "float32", "cpu", 1_700_000_000)
-        return ModelCard(*about, sampling=self.sampling, max_logprobs=self.max_logprobs)
+        return ModelCard(
+            *about, sampling=self.sampling, max_logprobs=self.max_logprobs, embedding_sizes=self.embedding_sizes
+        )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """One answer after the other, a few tokens at a time."""

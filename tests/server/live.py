@@ -107,6 +107,7 @@ def write_model(folder: Path) -> None:
     model = tiny(
         *("llama",), vocab_size=VOCAB, max_position_embeddings=MAX_MODEL_LEN, eos_token_id=END, bos_token_id=BEGIN
     )
+    model.config.matryoshka_dimensions = [8]
     with torch.no_grad():
         model.lm_head.weight[94:] = 0  # what is no printable ASCII is unlikely
     model.save_pretrained(folder)

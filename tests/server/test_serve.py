@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from transformers import PreTrainedTokenizerFast
@@ -258,5 +260,9 @@ def test_tls_and_a_path_of_a_proxy(folder: str, tmp_path: Path) -> None:
         assert server.url.startswith("https://")
         (response,) = server.generate(["hello"], max_new_tokens=4, do_sample=False, ignore_eos=True)
         assert response.generated_length == 4
+        for path in ("/health", "/llm/health", "/v1/models", "/llm/v1/models"):  # item 24
+            assert (
+                httpx.get(server.url + path, verify=ssl.create_default_context(cafile=certificate)).status_code == 200
+            )
         assert server.process.poll() is None
     assert server.process.returncode == FINISHED

@@ -3,6 +3,7 @@
 import base64
 import math
 import struct
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from outpace.server.routes.documented import answers
 from outpace.server.serving import Serving
 from outpace.server.stream import Event, Reply, events_of_all, observed, until_gone
 from outpace.server.validate import Work
-from outpace.server.write import ChatWriter, CompletionWriter
+from outpace.server.write import CompletionWriter
+from outpace.server.write_chat import ChatWriter
 
 _MANY = 4096  # numbers of all vectors
 _PIECE = 2**15  # entries of a list
@@ -94,10 +96,17 @@ def router(serving: Serving) -> APIRouter:
 
         def make() -> Response:
             result: EmbeddingList = {
+                "id": f"embd-{uuid.uuid4().hex}",
                 "object": "list",
+                "created": int(time.time()),
                 "data": [_entry(index, vector, body) for index, vector in enumerate(vectors)],
                 "model": model,
-                "usage": {"prompt_tokens": count, "total_tokens": count},
+                "usage": {
+                    "prompt_tokens": count,
+                    "total_tokens": count,
+                    "completion_tokens": 0,
+                    "prompt_tokens_details": None,
+                },
             }
             return json_response(result)
 
@@ -130,6 +139,7 @@ def _model(serving: Serving, name: str) -> ModelEntry:
 
 
 def _entry(index: int, vector: Sequence[float], asked: EmbeddingRequest) -> EmbeddingEntry:
+    vector = vector[: asked.dimensions]
     if not all(map(math.isfinite, vector)):
         raise RuntimeError("the engine gave a vector that is not finite")
     length = math.sqrt(math.fsum(value * value for value in vector)) if asked.normalize else 1.0

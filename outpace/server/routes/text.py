@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
 from outpace.server.protocol import DetokenizeRequest, TokenizeRequest
-from outpace.server.responses import DetokenizedText, Tokens
+from outpace.server.responses import DetokenizedText, TokenizerInfo, Tokens
 from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import json_response, long_list
 from outpace.server.serving import Serving
@@ -25,8 +25,13 @@ def router(serving: Serving) -> APIRouter:
         if body.messages is None:
             pieces, special = [body.prompt or ""], body.add_special_tokens is not False
         else:
-            wanted = body.add_generation_prompt is not False
-            pieces = await validator.chat_pieces(body.messages, body.tools or [], add_generation_prompt=wanted)
+            pieces = await validator.chat_pieces(
+                body.messages,
+                body.tools or [],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+                variables=body.chat_template_kwargs,
+            )
             special = bool(body.add_special_tokens)
         ids = await tokens.encode(pieces, add_special_tokens=special)
         longest, named = serving.engine.card.max_model_len, bool(body.return_token_strs)
@@ -36,7 +41,7 @@ def router(serving: Serving) -> APIRouter:
                 "count": len(ids),
                 "max_model_len": longest,
                 "tokens": long_list(ids),
-                "token_strs": long_list(tokens.texts(ids)) if named else None,
+                "token_strs": long_list(tokens.names(ids)) if named else None,
             }
             return json_response(result)
 
@@ -49,5 +54,12 @@ def router(serving: Serving) -> APIRouter:
         validator.check_ids("tokens", body.tokens)
         result: DetokenizedText = {"prompt": await tokens.decode(body.tokens)}
         return json_response(result)
+
+    if serving.options.tokenizer_info:
+
+        @routes.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo, "The tokenizer."))
+        async def tokenizer_info() -> Response:
+            """How texts become tokens, and the chat template."""
+            return json_response(tokens.info(serving.engine.card.max_model_len, validator.chat_template))
 
     return routes
