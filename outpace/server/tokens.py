@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from outpace.errors import InputError
 from outpace.server.big_jobs import BigJobs
+from outpace.server.fields import pieces
 from outpace.tokenizer import token_texts
 
 _SHORT = 4096  # characters; fewer take about a millisecond, less than the way to a thread and back is worth
@@ -78,7 +79,7 @@ class Tokens:
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """What each token adds to a text by itself."""
-        missing = [token for token in dict.fromkeys(ids) if token not in self._texts]
+        missing = list({token for piece in pieces(ids) for token in set(piece)} - self._texts.keys())
         if missing:
             self._texts.update(zip(missing, token_texts(self.tokenizer, missing), strict=True))
         return [self._texts[token] for token in ids]

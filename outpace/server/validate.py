@@ -8,6 +8,7 @@ from outpace.server.caller import Callers
 from outpace.server.chat import ChatPrompts
 from outpace.server.chat_protocol import ChatMessage, ToolSpec
 from outpace.server.engine import ANYBODY, Caller, EngineRequest, ModelCard, WireGrammar
+from outpace.server.fields import within
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, at_most, bad
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, SamplingFields
@@ -194,7 +195,7 @@ class Validator:
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """Tokens that the model does not have are refused here: on a GPU they would end the engine."""
-        if ids and not 0 <= min(ids) <= max(ids) < self._card.vocab_size:
+        if not within(ids, self._card.vocab_size - 1):
             raise bad(name, f"expected token ids from 0 to {self._card.vocab_size - 1}")
 
     async def _encode(

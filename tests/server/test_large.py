@@ -39,6 +39,31 @@ def test_item_7_json_is_read_as_it_was_written(value: Any, ascii: bool) -> None:
     assert parse(b"\xef\xbb\xbf" + data, OPTIONS) == value
 
 
+@pytest.mark.parametrize("size", [20_000, 300_000, 300_001])
+@pytest.mark.parametrize("gap", ["", " ", "\n  "])
+def test_item_7_long_lists_are_read_in_pieces_as_in_one(size: int, gap: str) -> None:
+    numbers = [number * 7919 % 100_003 - 5 for number in range(size)]
+    numbers[1], numbers[-1] = 2.5, None  # type: ignore[call-overload]
+    text = json.dumps({"a": numbers, "b": [numbers], "c": "[1,2" * 10}, separators=("," + gap, ":"))
+    assert parse(text.encode(), OPTIONS) == json.loads(text)
+
+
+@pytest.mark.parametrize("around", ['{"a": [1%s]}', '{"a": [%s1]}', '{"a": [1%s1]}', '{"a": [1,%s]}', '{"a": [%s]}'])
+@pytest.mark.parametrize(
+    "middle",
+    ["," * 300_000, ",1" * 150_000, ",1" * 150_000 + ",", "1," * 150_000 + " \n ", ",,1" * 99_000, "1 1," * 80_000],
+)
+def test_item_7_a_value_that_is_missing_in_a_long_list_is_found(around: str, middle: str) -> None:
+    for text in (around.replace("%s", middle), around.replace("%s", " " * 300_000)):
+        try:
+            value = json.loads(text)
+        except ValueError:
+            with pytest.raises(ValueError, match=r"."):
+                parse(text.encode(), OPTIONS)
+        else:
+            assert parse(text.encode(), OPTIONS) == value
+
+
 @given(value=VALUES, name=TEXT, around=st.sampled_from(["%s", "[%s]", '{"x": %s}', '[1, {"a": "\\"{"}, %s]']))
 def test_item_7_a_name_that_is_given_twice_is_found_anywhere(value: Any, name: str, around: str) -> None:
     key, inner = json.dumps(name), json.dumps(value)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
+from outpace.server.fields import pieces
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from outpace.server.responses import (
     ChatCompletion,
@@ -30,7 +31,6 @@ from outpace.server.write import CompletionWriter
 from outpace.server.write_chat import ChatWriter
 
 _MANY = 4096  # numbers of all vectors
-_PIECE = 2**15  # entries of a list
 
 
 def json_response(value: object) -> Response:
@@ -40,10 +40,7 @@ def json_response(value: object) -> Response:
 
 def long_list(values: list[Any]) -> Any:
     """A list as JSON, made in short calls of C code, between which other threads can run."""
-    if len(values) < _PIECE:
-        return values
-    pieces = [msgspec.json.encode(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE)]
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces(values)) + b"]")
 
 
 def events(serving: Serving, works: Sequence[Work], name: str) -> AsyncGenerator[Event, None]:
