@@ -16,6 +16,7 @@ from outpace.errors import InputError, ModelError, NotSupported
 from outpace.log import logger
 from outpace.prepare import PagedParts
 from outpace.runner.start import start_runner
+from outpace.runner.threads import for_engine
 from outpace.scheduler import Scheduler, Totals
 from outpace.structure import FIELD, Grammar, StructuredOutputs
 from outpace.structured.check import SchemaCheck
@@ -33,6 +34,7 @@ class LLMEngine:
         self._config = parts.config
         self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self._runner = self._started.runner
+        self._threads = for_engine(parts.device, deterministic=parts.config.deterministic)
         asked = parts.config.scheduler.async_scheduling
         self._compiler: Compiler | None = None
         self._compiling = threading.Lock()
@@ -159,12 +161,16 @@ class LLMEngine:
         After an error every request is gone, and the engine is ready for new ones.
         """
         try:
+            if self._threads is not None:
+                self._threads.before_step()
             step = self._scheduler.schedule()
             self._in_flight.append(self._runner.launch(step))
             ahead = 1 if self._overlap and step.sequences else 0
             changed: dict[str, RequestOutput] = {}
             while len(self._in_flight) > ahead:
                 self._take(self._in_flight.popleft()(), changed)
+            if self._threads is not None and not self.has_unfinished_requests:
+                self._threads.idle()
             return list(changed.values())
         except BaseException:
             self.epoch += 1

@@ -24,6 +24,7 @@ from outpace.loading.build import load
 from outpace.loading.checkpoint import local_path
 from outpace.loading.dtypes import choose_dtype, short
 from outpace.loading.inspect import describe
+from outpace.runner.machine import Usage, cores, usage, used_by_others
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Subject:
     speed: Speed
     vocab_size: int
     startup_seconds: dict[str, float]
+    since: Usage | None
+    """What programs had used of the processors when the model was ready."""
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -54,6 +57,7 @@ class Subject:
             "read_bandwidth_gb_s": self.speed.bandwidth / 1e9,
             "matmul_gflop_s": self.speed.flops / 1e9,
             "startup_seconds": self.startup_seconds,
+            "used_by_other_programs": self._used_by_others(),
             "peak_memory_bytes": peak_memory(self.llm.device),
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
@@ -61,6 +65,12 @@ class Subject:
             "num_blocks": scheduler.pool.num_blocks,
             "versions": {"outpace": __version__, **{name: version(name) for name in ("torch", "transformers")}},
         }
+
+    def _used_by_others(self) -> dict[str, float] | None:
+        """Cores that other programs have used since the model was ready, of those that there are."""
+        if self.since is None or (now := usage()) is None:
+            return None
+        return {"cores": used_by_others(self.since, now), "of": cores()}
 
 
 @contextmanager
@@ -89,7 +99,7 @@ def started(
     size = describe(module).vocab_size or embedding.weight.shape[0]
     seconds = {**llm.startup_seconds, "load": took, "all": llm.startup_seconds["all"] + took}
     try:
-        yield Subject(name, llm, cost_of(module), found, size, seconds)
+        yield Subject(name, llm, cost_of(module), found, size, seconds, usage())
     finally:
         llm.shutdown()
         del llm, module, embedding

@@ -1,6 +1,6 @@
 """Figures as tables for people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -9,6 +9,7 @@ from outpace.bench.figures import Figures
 from outpace.bench.splitfuse import PERCENTS, SPLIT, WHOLE
 
 MIB = 1 << 20
+BUSY = 0.25  # cores that other programs may use before figures count as too low
 
 
 def throughput_table(found: Figures, workload: str) -> Table:
@@ -109,7 +110,8 @@ def _table(facts: dict[str, Any], what: str, columns: Sequence[str], first: str 
     table = Table(
         title=f"{facts['model']} in {facts['dtype']} on {facts['device']}: {what}",
         title_justify="left",
-        caption=f"start-up, s: {parts}; peak memory {facts['peak_memory_bytes'] / MIB:,.0f} MiB; this device reads "
+        caption=_busy(facts["used_by_other_programs"])
+        + f"start-up, s: {parts}; peak memory {facts['peak_memory_bytes'] / MIB:,.0f} MiB; this device reads "
         f"{facts['read_bandwidth_gb_s']:,.1f} GB/s and computes {facts['matmul_gflop_s']:,.0f} GFLOP/s",
         caption_justify="left",
     )
@@ -117,6 +119,13 @@ def _table(facts: dict[str, Any], what: str, columns: Sequence[str], first: str 
     for column in columns:
         table.add_column(column, justify="right")
     return table
+
+
+def _busy(others: Mapping[str, float] | None) -> str:
+    """A warning where other programs had so much of the machine that figures are too low."""
+    if others is None or others["cores"] < BUSY:
+        return ""
+    return f"busy machine: other programs used {others['cores']:.1f} of {others['of']:.0f} cores, figures are too low; "
 
 
 def _known(value: float | None, style: str) -> str:

@@ -10,6 +10,7 @@ from outpace.bench.limits import Speed
 from outpace.bench.profiling import covered, profile_decode
 from outpace.bench.splitfuse import SPLIT, WHOLE, Experiment, splitfuse
 from outpace.bench.subject import Subject, started
+from outpace.bench.tables import throughput_table
 from outpace.bench.throughput import sweep, throughput
 from outpace.bench.workload import Item, Workload, uniform
 from outpace.errors import InputError
@@ -168,3 +169,13 @@ def test_spans_are_counted_once() -> None:
 def test_a_model_without_a_tokenizer_says_so(subject: Subject) -> None:
     with pytest.raises(InputError, match="LlamaForCausalLM has no tokenizer, so its prompts must be token ids"):
         subject.tokenize("hello")
+
+
+@pytest.mark.parametrize(("others", "said"), [(1.3, True), (0.1, False), (None, False)])
+def test_item_15_a_busy_machine_is_told_under_the_table(subject: Subject, others: float | None, said: bool) -> None:
+    found = throughput(subject, small(2), concurrency=2)
+    measured = found["outpace"]["used_by_other_programs"]
+    assert measured is None or 0 <= measured["cores"] <= measured["of"]
+    found["outpace"]["used_by_other_programs"] = None if others is None else {"cores": others, "of": 2}
+    caption = str(throughput_table(found, "").caption)
+    assert ("busy machine: other programs used 1.3 of 2 cores, figures are too low" in caption) == said
