@@ -6,6 +6,7 @@ the token of "a" gives "aaa...". Its template shows everything that a request ca
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.models import byte_tokenizer, tiny
 from tests.patience import PATIENCE
 
 NAMES = ("tiny", "org/tiny-alias")
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 4
 BODY_TIMEOUT = 2.0
 VOCAB = 258
@@ -43,6 +44,8 @@ class Live:
     """A running server."""
 
     server: Server
+    folder: Path
+    """Where its model is."""
 
     @property
     def url(self) -> str:
@@ -114,10 +117,9 @@ def write_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server with default limits."""
-    folder = tmp_path_factory.mktemp("live") / "model"
+@contextmanager
+def started(folder: Path) -> Iterator[Live]:
+    """A server with default limits, whose model is written to this folder."""
     write_model(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUTPACE_API_KEYS", raising=False)
@@ -134,8 +136,15 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             body_timeout=BODY_TIMEOUT,
         )
     with server:
-        made = Live(server)
+        made = Live(server, folder)
         with made.http() as client:
             client.post("/v1/completions", json={"prompt": "a", "guided_choice": ["a"]}).raise_for_status()
         yield made  # with all its processes, so that no test measures their start
     assert server.process.returncode == 0
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The server that tests share."""
+    with started(tmp_path_factory.mktemp("live") / "model") as made:
+        yield made
