@@ -11,11 +11,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import msgspec
 
-from outpace.errors import EngineDead, EngineUnavailable, InputError, OutpaceError, Overloaded
+from outpace.errors import EngineDead, EngineUnavailable, InputError, OutpaceError
+from outpace.server.admission import Admission, Loads, Size
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
 from outpace.server.known_grammars import Taught
 from outpace.server.messages import (
@@ -38,37 +40,12 @@ from outpace.server.messages import (
 LAST_STEPS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """How much may wait; the next request is refused at once. A request of n answers counts n times."""
-
-    max_waiting: int = 256
-    """Sequences without a first token, beyond those that the engine has room to run at once."""
-    max_waiting_tokens: int = 1 << 20
-    """Tokens of prompts without a first token; a longer prompt is let in when nothing else waits."""
-    max_sequences_per_caller: int | None = None
-    """Sequences of one caller, waiting and running."""
-    max_waiting_tokens_per_caller: int | None = None
-    """As `max_waiting_tokens`, of one caller."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """What waits and runs."""
-
-    waiting: int = 0  # sequences
-    waiting_tokens: int = 0
-    running: int = 0  # sequences
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """A request the engine has not finished with: a mailbox with at most one delta for each answer."""
 
     number: int
-    caller: str
-    num_tokens: int  # of the prompt
-    num_answers: int
+    size: Size
     open: int  # answers that have not ended; 0 for a vector that has come
     begun: bool = False
     cancelled: bool = False
@@ -137,12 +114,10 @@ class EngineClient:
     """An engine in another process, for as long as that process lives."""
 
     def __init__(self, admission: Admission | None = None) -> None:
-        self._admission = admission or Admission()
         self._numbers = itertools.count()
         self._entries: dict[int, _Entry] = {}
         self._taught = Taught()
-        self._load = _Load()
-        self._loads: dict[str, _Load] = {}  # by caller, while it has any
+        self._loads = Loads(admission)
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._last = Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0, [])
@@ -188,6 +163,11 @@ class EngineClient:
         """Requests the engine has not finished with."""
         return len(self._entries)
 
+    def room(self, requests: Sequence[EngineRequest]) -> AbstractContextManager[None]:
+        """Admit requests together, or none of them; what is not submitted when the context ends gives its room back."""
+        self._admit(requests)
+        return self._loads.reserved(requests)
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Deltas until every answer has ended; closing the generator cancels the request."""
         entry = self._submit(request)
@@ -210,7 +190,7 @@ class EngineClient:
         """The vector that each request asks for."""
         entries: list[_Entry] = []
         if requests:
-            self._admit(requests[0].caller.name, len(requests), sum(len(each.prompt_token_ids) for each in requests))
+            self._admit(requests)
         try:
             for request in requests:
                 entries.append(self._enter(request))
@@ -312,41 +292,21 @@ class EngineClient:
                 self._end(entry)
 
     def _submit(self, request: EngineRequest) -> _Entry:
-        self._admit(request.caller.name, request.params.n, len(request.prompt_token_ids))
+        if self.lost.is_set() or not self._loads.claim(request):
+            self._admit([request])
         for message in self._taught.before(request.grammar):
             self._send(message)
         return self._enter(request)
 
-    def _admit(self, caller: str, count: int, num_tokens: int) -> None:
+    def _admit(self, requests: Sequence[EngineRequest]) -> None:
         """Refuse what would have to wait behind too much, or what is more than one caller may have."""
         if self.lost.is_set():
             raise EngineUnavailable("the engine is not running; try again later")
-        most, load, own = self._admission, self._load, self._loads.get(caller, _Load())
-        room = most.max_waiting + max(0, self.ready.max_num_seqs - load.running)
-        if load.waiting and load.waiting + count > room:
-            raise Overloaded(
-                f"{load.waiting} requests are waiting (max_waiting={most.max_waiting}), no room for {count}; try later"
-            )
-        if load.waiting and load.waiting_tokens + num_tokens > most.max_waiting_tokens:
-            raise Overloaded(
-                f"{load.waiting_tokens} prompt tokens are waiting (max_waiting_tokens={most.max_waiting_tokens}), "
-                f"no room for {num_tokens}; try later"
-            )
-        sequences, tokens = most.max_sequences_per_caller, most.max_waiting_tokens_per_caller
-        if sequences is not None and own.waiting + own.running + count > sequences:
-            raise Overloaded(
-                f"your key has {own.waiting + own.running} sequences (max_sequences_per_key={sequences}), "
-                f"no room for {count}; try later"
-            )
-        if tokens is not None and own.waiting and own.waiting_tokens + num_tokens > tokens:
-            raise Overloaded(
-                f"{own.waiting_tokens} prompt tokens of your key are waiting (max_waiting_tokens_per_key={tokens}), "
-                f"no room for {num_tokens}; try later"
-            )
+        self._loads.admit(Size.of(requests), self.ready.max_num_seqs)
 
     def _enter(self, request: EngineRequest) -> _Entry:
-        number, count = next(self._numbers), request.params.n
-        entry = _Entry(number, request.caller.name, len(request.prompt_token_ids), count, count)
+        number = next(self._numbers)
+        entry = _Entry(number, Size.of([request]), request.params.n)
         try:
             data = frame(add(number, request))
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -354,9 +314,7 @@ class EngineClient:
         if not self._entries:
             self.progress_at = time.monotonic()
         self._entries[entry.number] = entry
-        for load in (self._load, self._loads.setdefault(entry.caller, _Load())):
-            load.waiting += entry.num_answers
-            load.waiting_tokens += entry.num_tokens
+        self._loads.enter(entry.size)
         assert self._transport is not None, "nothing is admitted before the engine is ready"
         self._transport.write(data)
         return entry
@@ -365,17 +323,11 @@ class EngineClient:
         """Its first token is there: it does not wait any more."""
         if not entry.begun:
             entry.begun = True
-            for load in (self._load, self._loads[entry.caller]):
-                load.waiting -= entry.num_answers
-                load.waiting_tokens -= entry.num_tokens
-                load.running += entry.num_answers
+            self._loads.begin(entry.size)
 
     def _forget(self, entry: _Entry) -> None:
         self._begin(entry)
-        for load in (self._load, self._loads[entry.caller]):
-            load.running -= entry.num_answers
-        if self._loads[entry.caller] == _Load():
-            del self._loads[entry.caller]
+        self._loads.leave(entry.size)
         del self._entries[entry.number]
 
     def _end(self, entry: _Entry) -> None:

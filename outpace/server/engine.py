@@ -1,6 +1,7 @@
 """What the HTTP side knows of an engine: requests of token ids in, deltas of token ids out, numbers to show."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -170,6 +171,9 @@ class Engine(Protocol):
 
         InputError: the request is wrong. Overloaded: the queue is full. EngineDead: the engine died; try again later.
         """
+
+    def room(self, requests: Sequence[EngineRequest]) -> AbstractContextManager[None]:
+        """Keep room for several requests of one caller, before the first is submitted; Overloaded: not for all."""
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
         """The vector that each request asks for by its `pooling`."""

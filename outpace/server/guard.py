@@ -166,24 +166,37 @@ class Guard:
 
     @asynccontextmanager
     async def _admitted(self, scope: Scope, key: int | None) -> AsyncIterator[None]:
-        """Counts requests that may cost something; one too many is refused before its body is read."""
+        """Counts requests that may cost something; one too many is refused before its body is read.
+
+        At `max_concurrent_requests` only keys above their fair part are refused, as `Admission` has it.
+        """
         if scope["method"] != "POST":
             yield
             return
         most, each = self._options.max_concurrent_requests, self._options.max_requests_per_key
-        if self._running.total() >= most:
+        own = self._running[key]
+        if self._running.total() >= most and own >= self._part(most, key):
             self._rejected("max_concurrent_requests")
             raise ApiError(
                 429, f"The server works on {most} requests, its limit; try later.", code="overloaded", retry=True
             )
-        if each is not None and self._running[key] >= each:
+        if each is not None and own >= each:
             self._rejected("max_requests_per_key")
-            raise ApiError(429, f"Your key has {each} requests running, its limit.", code="key_limit", retry=True)
+            raise ApiError(
+                429,
+                f"{each} requests of one caller are running (max_requests_per_key={each}); try later.",
+                code="key_limit",
+                retry=True,
+            )
         self._running[key] += 1
         try:
             yield
         finally:
             self._running[key] -= 1
+
+    def _part(self, most: int, key: int | None) -> int:
+        """The fair part of a limit for one of the keys that have requests running."""
+        return max(1, most // len({key, *(other for other, count in self._running.items() if count)}))
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
         """`receive` that gives up on bodies that are too long or too slow."""

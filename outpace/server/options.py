@@ -116,15 +116,19 @@ class ServerConfig(ConfigModel):
     max_bad_words: int = Field(default=128, ge=0)
     """Most bad words."""
     max_concurrent_requests: int = Field(default=1024, ge=1)
-    """Most requests in the server at once, whatever their state; more get 429."""
+    """Most requests in the server at once, whatever their state; more get 429. At this limit only API keys with more
+    than their fair part of it (the limit divided by the keys that have requests) are refused."""
     max_requests_per_key: int | None = Field(default=None, ge=1)
-    """Most requests of one API key at once; more get 429."""
+    """Most requests of one API key at once; more get 429. Without keys all requests count as those of one key."""
     max_sequences_per_key: int | None = Field(default=None, ge=1)
-    """Most sequences (prompts times answers) of one API key at once, waiting and running; more get 429."""
+    """Most sequences (prompts times answers) of one API key at once, waiting and running; more get 429. Without keys
+    all requests count as those of one key."""
     max_waiting_tokens_per_key: int | None = Field(default=None, ge=1)
-    """Most prompt tokens of one API key that wait for the engine; more get 429."""
+    """Most prompt tokens of one API key that wait for the engine; more get 429. Without keys all requests count as
+    those of one key."""
     max_waiting_tokens: int = Field(default=2**20, ge=1)
-    """Most prompt tokens that wait for the engine; more get 429. The engine's `max_waiting` counts the requests."""
+    """Most prompt tokens that wait for the engine; more get 429. The engine's `max_waiting` counts the requests.
+    Both limits are shared between API keys like `max_concurrent_requests`."""
     retry_after: int = Field(default=1, ge=1)
     """Seconds that clients are told to wait after 429 and 503."""
 

@@ -22,7 +22,7 @@ from outpace.config import AskedConfig
 from outpace.errors import ConfigError, OutpaceError
 from outpace.loading.checkpoint import local_path, open_checkpoint
 from outpace.log import logger
-from outpace.server.client import Admission
+from outpace.server.admission import Admission
 from outpace.server.options import ServerConfig
 from outpace.server.supervisor import Healing, Supervisor
 

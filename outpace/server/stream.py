@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from outpace.errors import InputError
 from outpace.server.big_jobs import BigJobs
-from outpace.server.engine import Delta, Engine, EngineDead
+from outpace.server.engine import Delta, Engine, EngineDead, EngineRequest
 from outpace.server.problems import ClientGone
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
@@ -103,10 +103,10 @@ class _Answer:
 
 
 async def events_of(
-    engine: Engine, work: Work, tokens: Tokens, request_id: str, prompt: int = 0
+    engine: Engine, work: Work, tokens: Tokens, request: EngineRequest, prompt: int = 0
 ) -> AsyncGenerator[Event, None]:
     """The events of one prompt. The engine ends an answer as soon as its text has met a stop string."""
-    count, request, params = work.params.n, work.request(request_id), [work.params]
+    count, params = work.params.n, [work.params]
     answers = [_Answer(work, tokens, prompt, prompt * count + number) for number in range(count)]
     async with aclosing(_by_field(engine.generate(request), work.structure)) as deltas:
         async for delta in deltas:
@@ -139,12 +139,18 @@ async def _by_field(deltas: AsyncGenerator[Delta, None], field: str) -> AsyncGen
 async def events_of_all(
     engine: Engine, works: Sequence[Work], tokens: Tokens, request_id: str
 ) -> AsyncGenerator[Event, None]:
-    """The events of several prompts as they come; an error of one ends all."""
-    sources = [events_of(engine, work, tokens, f"{request_id}-{number}", number) for number, work in enumerate(works)]
+    """The events of several prompts as they come; an error of one ends all. There is room for all, or none begins."""
+    requests = [work.request(f"{request_id}-{number}") for number, work in enumerate(works)]
+    sources = [
+        events_of(engine, work, tokens, request, number)
+        for number, (work, request) in enumerate(zip(works, requests, strict=True))
+    ]
     merged = sources[0] if len(sources) == 1 else _merge(sources)
-    async with aclosing(merged):
-        async for event in merged:
-            yield event
+    room = nullcontext() if len(sources) == 1 else engine.room(requests)
+    with room:
+        async with aclosing(merged):
+            async for event in merged:
+                yield event
 
 
 async def _merge(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerator[Event, None]:

@@ -24,7 +24,8 @@ from typing import Any
 
 from outpace.errors import EngineDead, EngineUnavailable, OutpaceError, StateError
 from outpace.log import logger
-from outpace.server.client import Admission, EngineClient
+from outpace.server.admission import Admission
+from outpace.server.client import EngineClient
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard
 from outpace.server.messages import Start
 
@@ -127,6 +128,10 @@ class Supervisor:
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return 0 if self._worker is None else self._worker.client.in_flight
+
+    def room(self, requests: Sequence[EngineRequest]) -> contextlib.AbstractContextManager[None]:
+        """Admit requests together, or none of them."""
+        return self._client().room(requests)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Deltas until every answer has ended; closing the generator cancels the request."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -42,6 +43,8 @@ class FakeEngine:
     width: int = 3
     """Of vectors."""
     requests: list[EngineRequest] = field(default_factory=list)
+    rooms: list[int] = field(default_factory=list)
+    """For how many requests at a time room was asked for."""
     open: set[str] = field(default_factory=set)
     closed_early: list[str] = field(default_factory=list)
     waits: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,6 +106,11 @@ class FakeEngine:
                     delta.prompt_logprobs = [None, *(likely(token, request.params.prompt_logprobs) for token in rest)]
                 first = False
                 yield delta
+
+    def room(self, requests: Sequence[EngineRequest]) -> AbstractContextManager[None]:
+        """There is room for everything."""
+        self.rooms.append(len(requests))
+        return nullcontext()
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
         """Vectors (length, 1 for mean, 0, ...)."""

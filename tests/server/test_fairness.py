@@ -1,20 +1,23 @@
 """One caller must not hurt another: shares, places, priorities, limits and cached prefixes of API keys."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import ConfigError, Overloaded
-from outpace.server.client import Admission, EngineClient
+from outpace.server.admission import Admission, Load
+from outpace.server.client import EngineClient
 from outpace.server.engine import Caller, EngineRequest
 from outpace.server.options import ApiKey, ServerConfig
 from outpace.types import SamplingParams
 from tests.models import tiny
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine
-from tests.server.test_worker import engine, greedy, request, run, until, vector_of
+from tests.server.test_worker import answers, engine, greedy, request, run, until, vector_of
 
 pytestmark = pytest.mark.anyio
 MANY, FEW = Caller("key-0"), Caller("key-1")
@@ -138,6 +141,85 @@ def test_item_4_limits_count_the_sequences_and_tokens_of_a_key(folder: Path, lim
             assert ended == ["other", "again"]
 
     run(ask())
+
+
+@pytest.mark.parametrize("limit", [{"max_waiting": 8}, {"max_waiting_tokens": 24}])
+def test_item_4_a_key_that_fills_the_queue_shuts_no_other_out(folder: Path, limit: dict[str, int]) -> None:
+    """At the limit of all, a key gets its fair part of it, and no more."""
+
+    async def ask() -> None:
+        ended: list[str] = []
+        async with engine(folder, Admission(**limit), max_num_seqs=1) as client:
+            tasks: list[asyncio.Task[None]] = []
+
+            async def enter(caller: Caller) -> int:
+                """Requests of a caller until one is refused: how many were let in."""
+                for count in range(99):
+                    task = asyncio.create_task(finished(client, caller.name, forever(caller=caller), ended))
+                    await asyncio.sleep(0)
+                    if task.done():
+                        with pytest.raises(Overloaded, match=next(iter(limit))):
+                            task.result()
+                        return count
+                    tasks.append(task)
+                raise AssertionError("nothing was refused")
+
+            many = await enter(MANY)
+            assert await enter(MANY) == 0
+            assert abs(await enter(FEW) - many // 2) <= 1
+            assert await enter(MANY) == 0
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: client.in_flight == 0)
+            assert ended == []
+
+    run(ask())
+
+
+async def test_item_4_requests_of_one_key_leave_others_their_part_of_the_server(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    fake = FakeEngine(tokenizer, hold=asyncio.Event())
+    server = serve(fake, api_keys=["many", "few"], max_concurrent_requests=4)
+
+    async def ask(key: str) -> int:
+        answer = await server.post("/v1/completions", {"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
+        return answer.status_code
+
+    held = []
+    for key, count in (("many", 4), ("few", 2)):
+        held += [asyncio.create_task(ask(key)) for _ in range(count)]
+        while len(fake.open) < len(held):
+            await asyncio.sleep(0)
+        assert await ask(key) == 429
+    assert await ask("many") == 429
+    assert fake.hold is not None
+    fake.hold.set()
+    assert [await task for task in held] == [200] * 6
+
+
+def test_item_4_prompts_of_one_request_are_let_in_together(folder: Path) -> None:
+    async def ask() -> None:
+        async with engine(folder, Admission(max_sequences_per_caller=4)) as client:
+            several = [replace(request(params=greedy(2, n=2)), request_id=str(number)) for number in range(3)]
+            with pytest.raises(Overloaded, match="no room for 6"):
+                client.room(several)
+            with client.room(several[:2]):
+                with pytest.raises(Overloaded, match="4 sequences of one caller"):
+                    await answers(client, request())
+                assert [len(await answers(client, each)) for each in several[:1]] == [2]
+            assert await answers(client, request())
+            assert (client._loads._all, client._loads._of) == (Load(), {})
+
+    run(ask())
+
+
+async def test_item_4_a_request_asks_for_room_for_all_its_prompts(serve: Serve) -> None:
+    server = serve()
+    for path, field in (("/v1/completions", "prompt"), ("/mii/fake", "prompts")):
+        assert (await server.post(path, {field: ["a", "b", "c"]})).status_code == 200
+    assert server.engine.rooms == [3, 3]
 
 
 async def test_item_4_a_request_larger_than_its_keys_limit_says_so(serve: Serve) -> None:

@@ -21,8 +21,9 @@ from outpace.llm import LLM
 from outpace.llm_engine import LLMEngine
 from outpace.prepare import load_paged
 from outpace.server import worker
+from outpace.server.admission import Admission, Load
 from outpace.server.channel import Channel
-from outpace.server.client import Admission, EngineClient, _Load
+from outpace.server.client import EngineClient
 from outpace.server.engine import Delta, EngineRequest
 from outpace.server.messages import Add, Cancel, Frames, FromWorker, News, Start, ToWorker, add, frame
 from outpace.server.worker import Worker, serve
@@ -634,8 +635,7 @@ def test_a_cancelled_embedding_is_forgotten(folder: Path) -> None:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             await until(lambda: client.in_flight == 0)
-            assert client._load == _Load()
-            assert not client._loads
+            assert (client._loads._all, client._loads._of) == (Load(), {})
 
     run(ask())
 
