@@ -40,7 +40,8 @@ def create_app(
     `traces` gets a span for each request; it is its owner's to shut down. `app.state.running` counts requests that have
     not been answered whole.
     """
-    serving = make_serving(engine, options, need_tokenizer(tokenizer))
+    keys = options.keys()  # read once: callers are known by their index in it
+    serving = make_serving(engine, options, need_tokenizer(tokenizer), keys)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +78,7 @@ def create_app(
     app.add_middleware(
         Guard,
         options=options,
-        keys=options.all_api_keys(),
+        keys=[key.secret for key in keys],
         rejected=serving.metrics.observe_rejection,
         ended=serving.metrics.observe_outcome,
         running=app.state.running,

@@ -1,9 +1,10 @@
 """Whose request is being answered, and what this caller may do: share of the steps, priorities, cached prefixes."""
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 from outpace.server.engine import ANYBODY, Caller
-from outpace.server.options import ServerConfig
+from outpace.server.options import ApiKey, ServerConfig
 from outpace.server.problems import bad
 
 CALLER: ContextVar[int | None] = ContextVar("outpace_caller", default=None)
@@ -13,8 +14,8 @@ CALLER: ContextVar[int | None] = ContextVar("outpace_caller", default=None)
 class Callers:
     """Knows the API keys of a server. The caller is that of the current request."""
 
-    def __init__(self, options: ServerConfig) -> None:
-        self._options, self._keys = options, options.keys()
+    def __init__(self, options: ServerConfig, keys: Sequence[ApiKey]) -> None:
+        self._options, self._keys = options, keys
 
     def current(self) -> Caller:
         """Who the engine shares its steps with; without keys all are one."""
@@ -27,15 +28,15 @@ class Callers:
         return (given or "") if self._options.share_prefix_cache or not name else f"{name}\0{given or ''}"
 
     def priority(self, given: int | None) -> int:
-        """The priority that was asked for, if this caller may."""
-        if not given:
-            return 0
+        """The priority that was asked for, if this caller may; without one, the nearest to 0 that it may have."""
         if not self._options.allow_priority:
-            raise bad("priority", "this server does not let requests set it (the option allow_priority does)")
-        index, options = CALLER.get(), self._options
-        key = None if index is None else self._keys[index]
-        low = options.min_priority if key is None or key.min_priority is None else key.min_priority
-        high = options.max_priority if key is None or key.max_priority is None else key.max_priority
+            if given:
+                raise bad("priority", "this server does not let requests set it (the option allow_priority does)")
+            return 0
+        index = CALLER.get()
+        low, high = self._options.priorities(None if index is None else self._keys[index])
+        if not given:
+            return min(max(0, low), high)
         if not low <= given <= high:
             raise bad("priority", f"expected {low} to {high}, the bounds of this key")
         return given

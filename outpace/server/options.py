@@ -53,7 +53,8 @@ class ServerConfig(ConfigModel):
     share_prefix_cache: bool = False
     """Let API keys share cached prefixes. Without this the time to a first token tells no key what others have sent."""
     allow_priority: bool = False
-    """Let requests set `priority` (smaller is sooner), within the bounds of their key."""
+    """Let requests set `priority` (smaller is sooner), within the bounds of their key. Requests without one have 0, or
+    the bound that is nearest to it."""
     min_priority: int = -100
     """Smallest priority of a request whose key has no bound of its own in `api_key_file`."""
     max_priority: int = 100
@@ -105,6 +106,9 @@ class ServerConfig(ConfigModel):
     """Most texts of which an answer is to be one."""
     max_n: int = Field(default=16, ge=1, le=128)
     """Most answers to a prompt."""
+    max_logprobs_per_request: int = Field(default=2**22, ge=1)
+    """Most log-probabilities of a request: those of its prompts, and of as many tokens as its answers may have. Chats
+    that do not set max_tokens get fewer tokens instead. The engine's `max_logprobs` counts those of one token."""
     max_stop: int = Field(default=8, ge=0)
     """Most stop strings, and most stop tokens."""
     max_stop_chars: int = Field(default=256, ge=1)
@@ -208,16 +212,41 @@ class ServerConfig(ConfigModel):
         return self
 
     def keys(self) -> tuple[ApiKey, ...]:
-        """The keys from the file, the option and the environment; what the file says of a key stands."""
-        keys = [] if self.api_key_file is None else _keys_of_file(Path(self.api_key_file))
+        """The keys from the option, the file and the environment; what the file says of a key stands."""
+        of_file = {} if self.api_key_file is None else self._keys_of_file(Path(self.api_key_file))
         given = [key.get_secret_value() for key in self.api_keys]
-        given += [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-        found: dict[str, ApiKey] = {}
-        for key in (*keys, *map(ApiKey, given)):
-            found.setdefault(key.secret, key)
+        more = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+        found = {secret: ApiKey(secret) for secret in (*given, *of_file, *more)} | of_file
         if not all(map(_is_key, found)):
             raise ConfigError("api_keys: a key has characters that no header can carry; use printable ASCII")
         return tuple(found.values())
+
+    def _keys_of_file(self, path: Path) -> dict[str, ApiKey]:
+        found: dict[str, ApiKey] = {}
+        for number, line in _lines_of_keys(path):
+            where = f"api_key_file: {path}:{number}"
+            key = _key_of_line(line, where)
+            if key.secret in found:
+                raise ConfigError(f"{where}: this key has a line already; remove one")
+            self._check_bounds(key, where)
+            found[key.secret] = key
+        if not found:
+            raise ConfigError(f"api_key_file: {path} holds no key; write one in each line")
+        return found
+
+    def _check_bounds(self, key: ApiKey, where: str) -> None:
+        bounded = key.min_priority is not None or key.max_priority is not None
+        if bounded and not self.allow_priority:
+            raise ConfigError(f"{where}: min_priority and max_priority act only with the option allow_priority")
+        low, high = self.priorities(key)
+        if low > high:
+            raise ConfigError(f"{where}: min_priority={low} is more than max_priority={high}")
+
+    def priorities(self, key: ApiKey | None) -> tuple[int, int]:
+        """The bounds of priorities, of a key or of requests without one."""
+        low = self.min_priority if key is None or key.min_priority is None else key.min_priority
+        high = self.max_priority if key is None or key.max_priority is None else key.max_priority
+        return low, high
 
     def all_api_keys(self) -> tuple[str, ...]:
         """The secrets of all keys."""
@@ -264,23 +293,17 @@ def _is_key(key: str) -> bool:
     return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
-def _keys_of_file(path: Path) -> list[ApiKey]:
+def _lines_of_keys(path: Path) -> list[tuple[int, str]]:
+    """Lines with a key, with their numbers."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         raise ConfigError(f"api_key_file: cannot read {path}; give a text file with one key in each line") from None
-    keys = [
-        _key_of_line(line, f"{path}:{number}")
-        for number, line in enumerate(lines, start=1)
-        if line and not line.startswith("#")
-    ]
-    if not keys:
-        raise ConfigError(f"api_key_file: {path} holds no key; write one in each line")
-    return keys
+    return [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
 
 
 def _key_of_line(line: str, where: str) -> ApiKey:
-    """A key, and what follows it as name=value."""
+    """A key, and what follows it as name=value. Errors show nothing of the line, which may be a secret."""
     secret, *given = line.split()
     values: dict[str, Any] = {}
     for word in given:
@@ -292,8 +315,8 @@ def _key_of_line(line: str, where: str) -> ApiKey:
             read = None
         if read is None:
             raise ConfigError(
-                f"api_key_file: {where}: cannot read {word[:40]!r}; after a key come weight=2, min_priority=-10 or "
-                "max_priority=0"
+                f"{where}: cannot read what follows the key; a key has no spaces, and after it come weight=2 (0.01 to "
+                "100), min_priority=-10 or max_priority=0"
             )
     return ApiKey(secret, **values)
 

@@ -1,15 +1,17 @@
 """What the routes of one server share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from outpace.server.big_jobs import BigJobs
+from outpace.server.caller import Callers
 from outpace.server.chat import ChatPrompts, Renderer
 from outpace.server.engine import Engine
 from outpace.server.grammars import Grammars
 from outpace.server.metrics import Metrics
-from outpace.server.options import ServerConfig
+from outpace.server.options import ApiKey, ServerConfig
 from outpace.server.problems import ApiError
 from outpace.server.structures import Structures
 from outpace.server.tokens import Tokens
@@ -46,7 +48,9 @@ class Serving:
         self.answers.close()
 
 
-def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> Serving:
+def make_serving(
+    engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase, keys: Sequence[ApiKey]
+) -> Serving:
     """The parts, put together."""
     tokens, renderer = Tokens(tokenizer), Renderer(options)
     chats = ChatPrompts(tokenizer, options, renderer)
@@ -55,7 +59,8 @@ def make_serving(engine: Engine, options: ServerConfig, tokenizer: PreTrainedTok
     except ApiError:
         template = ""
     style, grammars = style_of(template, options.tool_call_parser), Grammars(tokenizer, engine.card, options)
-    validator = Validator(engine.card, options, tokens, chats, Structures(options, style, grammars))
+    structures, callers = Structures(options, style, grammars), Callers(options, keys)
+    validator = Validator(engine.card, options, tokens, chats, structures, callers)
     metrics = Metrics(validator.names[0], engine.status)
     jobs = BigJobs("large bodies", _MOST_WAITING), BigJobs("large answers")
     return Serving(engine, options, tokens, renderer, validator, metrics, style, grammars, *jobs)

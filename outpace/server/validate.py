@@ -64,10 +64,16 @@ class Validator:
     """Knows the model and the limits."""
 
     def __init__(
-        self, card: ModelCard, options: ServerConfig, tokens: Tokens, chats: ChatPrompts, structures: Structures
+        self,
+        card: ModelCard,
+        options: ServerConfig,
+        tokens: Tokens,
+        chats: ChatPrompts,
+        structures: Structures,
+        callers: Callers,
     ) -> None:
         self._card, self._options, self._tokens, self._chats = card, options, tokens, chats
-        self._structures, self._callers = structures, Callers(options)
+        self._structures, self._callers = structures, callers
         self.names = options.served_model_name or (card.name,)
         """What the model may be called."""
 
@@ -109,7 +115,7 @@ class Validator:
                 text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
             works.append(self._work(request, ids, new, shared, text))
         grammar, field = await self._structures.grammar(request) or (None, "")
-        return self._of_caller([replace(work, grammar=grammar, structure=field) for work in works])
+        return self._of_caller([replace(work, grammar=grammar, structure=field) for work in works], "prompt")
 
     async def chat(self, request: ChatRequest) -> Work:
         """The prompt of /v1/chat/completions."""
@@ -127,11 +133,10 @@ class Validator:
         )
         ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
         asked = request.max_completion_tokens or request.max_tokens
-        room = max(1, self._card.max_model_len - len(ids))
-        usual = min(int(self._card.sampling.get("max_tokens", room)), room)
-        work = self._work(request, ids, asked or usual, _logprobs(request, top), None)
+        logprobs = _logprobs(request, top)
+        work = self._work(request, ids, asked or self._usual_length(request, len(ids), logprobs), logprobs, None)
         grammar, field = await self._structures.grammar(request) or (None, "")
-        return self._of_caller([replace(work, grammar=grammar, structure=field)])[0]
+        return self._of_caller([replace(work, grammar=grammar, structure=field)], "n")[0]
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
         """A conversation as text in pieces, see `ChatPrompts.write`."""
@@ -148,8 +153,9 @@ class Validator:
         params, works = SamplingParams(max_tokens=0), []
         for prompt in _prompts(request.input, self._options.max_prompts, "input"):
             ids = await self._encode("input", prompt, request.add_special_tokens, keep, new=0)
-            works.append(Work(prompt_token_ids=ids, params=params, pooling=request.pooling))
-        return self._of_caller(works)
+            priority = self._callers.priority(None)
+            works.append(Work(prompt_token_ids=ids, params=params, pooling=request.pooling, priority=priority))
+        return self._of_caller(works, "input")
 
     def _check_dimensions(self, asked: int | None) -> None:
         sizes = self._card.embedding_sizes
@@ -182,16 +188,54 @@ class Validator:
                 ignore_eos=request.ignore_eos,
                 seed=request.seed,
             )
-            works.append(Work(prompt_token_ids=ids, params=params, text=str(prompt)))
-        return self._of_caller(works)
+            priority = self._callers.priority(None)
+            works.append(Work(prompt_token_ids=ids, params=params, text=str(prompt), priority=priority))
+        return self._of_caller(works, "prompts")
 
-    def _of_caller(self, works: list[Work]) -> list[Work]:
-        """The prompts of a request as those of whoever sent it, within the limits of one key."""
-        most = self._options.max_sequences_per_key
-        if most is not None:
-            at_most("prompt", sum(work.params.n for work in works), most, "sequences (prompts times n) of one key")
+    def _of_caller(self, works: list[Work], field: str) -> list[Work]:
+        """The prompts of a request as those of whoever sent it, within the limits of one key; `field` has them."""
+        most, count = self._options.max_sequences_per_key, sum(work.params.n for work in works)
+        if most is not None and count > most:
+            said = f"the request has {count} sequences (prompts times n), max_sequences_per_key={most} is the limit"
+            raise bad(field, f"{said}; send fewer in one request", "limit_exceeded")
+        self._check_logprobs(works, "top_logprobs" if field == "n" else "logprobs")
         caller = self._callers.current()
         return [replace(work, caller=caller, cache_salt=self._callers.salt(work.cache_salt)) for work in works]
+
+    def _check_logprobs(self, works: list[Work], of_answers: str) -> None:
+        """All log-probabilities of a request: they are in memory together when its answer is written."""
+        most = self._options.max_logprobs_per_request
+        prompts = sum(self._prompt_entries(work.params, len(work.prompt_token_ids)) for work in works)
+        new = sum(self._entries(work.params) * (work.params.max_tokens or 0) for work in works)
+        if prompts + new > most:
+            raise bad(
+                "prompt_logprobs" if prompts > most else of_answers,
+                f"the request asks for {prompts + new} log-probabilities in all, max_logprobs_per_request={most} is "
+                "the limit; ask for fewer, or for fewer or shorter prompts and answers",
+                "limit_exceeded",
+            )
+
+    def _entries(self, params: SamplingParams) -> int:
+        """Log-probabilities of one new token of each answer."""
+        named = params.logprob_token_ids
+        return params.n * (self._with_own(params.logprobs) if named is None else 1 + len(named))
+
+    def _prompt_entries(self, params: SamplingParams, num_tokens: int) -> int:
+        """Log-probabilities of a prompt: each answer repeats them."""
+        return params.n * num_tokens * self._with_own(params.prompt_logprobs)
+
+    def _with_own(self, asked: int | None) -> int:
+        """Log-probabilities at a token: those that were asked for, and its own."""
+        return 0 if asked is None else self._card.vocab_size if asked < 0 else 1 + asked
+
+    def _usual_length(self, request: ChatRequest, num_tokens: int, logprobs: dict[str, Any]) -> int:
+        """Most tokens of a chat that does not say: what the context and the limit of log-probabilities leave."""
+        room = max(1, self._card.max_model_len - num_tokens)
+        usual = min(int(self._card.sampling.get("max_tokens", room)), room)
+        params = SamplingParams(n=request.n or 1, prompt_logprobs=request.prompt_logprobs, **logprobs)
+        left = self._options.max_logprobs_per_request - self._prompt_entries(params, num_tokens)
+        each = self._entries(params)
+        return min(usual, max(1, left // each)) if each else usual
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """Tokens that the model does not have are refused here: on a GPU they would end the engine."""

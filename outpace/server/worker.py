@@ -52,7 +52,7 @@ from outpace.types import CompletionOutput, FinishReason, Pooling, RequestOutput
 NUMBERS_EVERY = 0.1  # seconds
 MAX_FAILURES = 2  # steps that fail one after the other
 LAST_WORDS = 1.0  # seconds to send what is left
-MAX_LOGPROBS = 1 << 22  # in one frame: 20 bytes each at most, far below the longest frame
+MAX_LOGPROBS = 1 << 22  # of one prompt; a frame gets no more once it has this many, so it stays below twice as many
 
 
 @dataclass(slots=True)
@@ -253,7 +253,10 @@ class Worker:
             self._channel.send(news)
 
     def _collect(self, number: int, tokens: list[Tokens], room: int) -> int:
-        """Tokens of a request that have not been sent, with about `room` log-probabilities; how many those are."""
+        """Tokens of a request that have not been sent, with about `room` log-probabilities; how many those are.
+
+        Those of a prompt go whole, and the numbers of a vector count as well.
+        """
         live, taken = self._live[number], 0
         if live.scores and not live.output.finished:
             del self._changed[number]  # others of its n answers are still to end
@@ -262,14 +265,15 @@ class Worker:
         if not live.begun:
             live.begun, times, cached = True, live.times(), live.output.num_cached_tokens
             self._prompt_tokens += len(live.output.prompt_token_ids)
-            if (found := live.output.prompt_logprobs) is not None:
-                prompt = wire_prompt_logprobs(found)
+            prompt = live.output.prompt_logprobs
         for index, completion in enumerate(live.output.outputs):
             sent = live.sent[index]
-            if (len(completion.token_ids) > sent or live.scores) and taken < room:
+            if live.scores or (len(completion.token_ids) > sent and taken < room):
                 entry = _tokens(number, completion, sent, room - taken)
                 taken += sum(map(len, entry.logprobs or ()))
-                entry.prompt_logprobs, prompt = prompt, None
+                if prompt is not None:
+                    entry.prompt_logprobs, prompt = wire_prompt_logprobs(prompt), None
+                    taken += sum(len(found) for found in live.output.prompt_logprobs or () if found)
                 entry.times, times = times, None
                 entry.num_cached_tokens, cached = cached, None
                 live.sent[index] += len(entry.token_ids)
@@ -282,6 +286,7 @@ class Worker:
                 self._live.pop(number)
                 if live.output.pooled is not None:
                     self._news.vectors.append((number, live.output.pooled))
+                    taken += len(live.output.pooled)
         return taken
 
     def _numbers(self) -> Numbers:

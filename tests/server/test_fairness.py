@@ -9,13 +9,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import ConfigError, Overloaded
-from outpace.server.admission import Admission, Load
+from outpace.server.admission import Admission, Load, Loads, Size
+from outpace.server.app import create_app
 from outpace.server.client import EngineClient
 from outpace.server.engine import Caller, EngineRequest
 from outpace.server.options import ApiKey, ServerConfig
 from outpace.types import SamplingParams
 from tests.models import tiny
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, Served
 from tests.server.fake import FakeEngine
 from tests.server.test_worker import answers, engine, greedy, request, run, until, vector_of
 
@@ -143,38 +144,40 @@ def test_item_4_limits_count_the_sequences_and_tokens_of_a_key(folder: Path, lim
     run(ask())
 
 
-@pytest.mark.parametrize("limit", [{"max_waiting": 8}, {"max_waiting_tokens": 24}])
-def test_item_4_a_key_that_fills_the_queue_shuts_no_other_out(folder: Path, limit: dict[str, int]) -> None:
-    """At the limit of all, a key gets its fair part of it, and no more."""
+def let_in(loads: Loads, caller: str, sequences: int = 1, tokens: int = 1) -> int:
+    """Requests of a caller until one is refused: how many were let in."""
+    size = Size(caller, sequences, tokens)
+    for count in range(999):
+        try:
+            loads.admit(size, 0)
+        except Overloaded:
+            return count
+        loads.enter(size)
+    raise AssertionError("nothing was refused")
 
-    async def ask() -> None:
+
+@pytest.mark.parametrize("limit", [{"max_waiting": 120}, {"max_waiting_tokens": 120}])
+def test_item_4_at_a_limit_of_all_each_key_gets_its_fair_part(limit: dict[str, int]) -> None:
+    loads = Loads(Admission(**limit))
+    assert [let_in(loads, name) for name in "abca"] == [120, 60, 40, 0]
+    assert let_in(loads, "d", *((200, 1) if "max_waiting" in limit else (1, 200))) == 1, "nothing of it waits"
+    assert let_in(loads, "d") == 0
+
+
+def test_item_4_a_key_that_fills_the_queue_shuts_no_other_out(folder: Path) -> None:
+    async def ask() -> list[str]:
         ended: list[str] = []
-        async with engine(folder, Admission(**limit), max_num_seqs=1) as client:
-            tasks: list[asyncio.Task[None]] = []
-
-            async def enter(caller: Caller) -> int:
-                """Requests of a caller until one is refused: how many were let in."""
-                for count in range(99):
-                    task = asyncio.create_task(finished(client, caller.name, forever(caller=caller), ended))
-                    await asyncio.sleep(0)
-                    if task.done():
-                        with pytest.raises(Overloaded, match=next(iter(limit))):
-                            task.result()
-                        return count
-                    tasks.append(task)
-                raise AssertionError("nothing was refused")
-
-            many = await enter(MANY)
-            assert await enter(MANY) == 0
-            assert abs(await enter(FEW) - many // 2) <= 1
-            assert await enter(MANY) == 0
-            for task in tasks:
+        async with engine(folder, Admission(max_waiting=8), max_num_seqs=1) as client:
+            crowd = [asyncio.create_task(finished(client, "many", forever(caller=MANY), ended)) for _ in range(20)]
+            await until(lambda: any(task.done() for task in crowd))
+            await finished(client, "few", request(caller=FEW), ended)
+            for task in crowd:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await until(lambda: client.in_flight == 0)
-            assert ended == []
+            found = await asyncio.gather(*crowd, return_exceptions=True)
+        assert sum(isinstance(each, Overloaded) for each in found) >= 10
+        return ended
 
-    run(ask())
+    assert run(ask()) == ["few"]
 
 
 async def test_item_4_requests_of_one_key_leave_others_their_part_of_the_server(
@@ -227,7 +230,26 @@ async def test_item_4_a_request_larger_than_its_keys_limit_says_so(serve: Serve)
     assert (await server.post("/v1/completions", {"prompt": ["a", "b"], "n": 4})).status_code == 200
     answer = await server.post("/v1/completions", {"prompt": ["a", "b"], "n": 5})
     assert answer.status_code == 400
-    assert "10 is more than this server takes: 8 sequences" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "prompt"
+    assert "10 sequences (prompts times n), max_sequences_per_key=8 is the limit" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 3}, "n"),
+        ("/v1/embeddings", {"input": ["a", "b", "c"]}, "input"),
+        ("/mii/fake", {"prompts": ["a", "b", "c"]}, "prompts"),
+    ],
+)
+async def test_item_4_the_limit_of_a_key_names_the_field(
+    serve: Serve, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = await serve(max_sequences_per_key=2).post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert "max_sequences_per_key=2 is the limit; send fewer" in error["message"]
 
 
 async def test_item_4_requests_go_to_the_engine_under_their_key(serve: Serve, tmp_path: Path) -> None:
@@ -271,7 +293,46 @@ async def test_item_3_priorities_have_the_bounds_of_their_key(serve: Serve, tmp_
         assert answer.status_code == status, (key, priority)
 
 
+async def test_item_3_a_request_without_a_priority_stays_within_the_bounds(serve: Serve, tmp_path: Path) -> None:
+    """A key for batches cannot pass others by leaving the field out, on any route."""
+    keys = tmp_path / "keys"
+    keys.write_text("batch min_priority=1\nboss max_priority=-3\nplain\n")
+    server = serve(api_key_file=str(keys), allow_priority=True)
+    asked = (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "priority": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/mii/fake", {"prompts": ["a"]}),
+    )
+    for key, priority in (("batch", 1), ("boss", -3), ("plain", 0)):
+        for path, body in asked:
+            answer = await server.post(path, body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            assert server.engine.requests[-1].priority == priority, (key, path)
+
+
 # item 5: cached prefixes
+
+
+def test_item_5_the_engine_shares_no_cached_blocks_between_keys(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    async def ask() -> list[int]:
+        async with engine(folder) as client:
+            app = create_app(client, ServerConfig(api_keys=("one", "two")), tokenizer)
+            server = Served(app, FakeEngine(tokenizer))
+            body = {"prompt": [5] * 40, "max_tokens": 1}
+            try:
+                found = [
+                    await server.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+                    for key in ("one", "one", "two", "two")
+                ]
+            finally:
+                app.state.serving.close()
+            return [each.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
+
+    assert run(ask()) == [0, 32, 0, 32]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -301,9 +362,9 @@ async def test_item_5_a_salt_of_ones_own_stays_within_the_key(serve: Serve) -> N
 def test_a_key_file_gives_weights_and_bounds(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a weight=3 max_priority=-2\n\nb\n")
-    config = ServerConfig(api_keys=("b", "c"), api_key_file=str(keys))
-    assert config.keys() == (ApiKey("a", 3.0, None, -2), ApiKey("b"), ApiKey("c"))
-    assert config.all_api_keys() == ("a", "b", "c")
+    config = ServerConfig(api_keys=("b", "c"), api_key_file=str(keys), allow_priority=True)
+    assert config.keys() == (ApiKey("b"), ApiKey("c"), ApiKey("a", 3.0, None, -2))
+    assert config.all_api_keys() == ("b", "c", "a")
 
 
 @pytest.mark.parametrize("line", ["a weight=0", "a weight=x", "a weight", "a b", "a min_priority=1.5", "a colour=red"])
@@ -312,6 +373,34 @@ def test_a_key_file_that_cannot_be_read_says_where(tmp_path: Path, line: str) ->
     keys.write_text(f"fine\n{line}\n")
     with pytest.raises(ConfigError, match=r"api_key_file: .*keys:2: cannot read"):
         ServerConfig(api_key_file=str(keys)).keys()
+
+
+def test_item_4_errors_of_a_key_file_show_no_part_of_a_line(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("my secret passphrase\n")
+    with pytest.raises(ConfigError, match="keys:1: cannot read what follows") as caught:
+        ServerConfig(api_key_file=str(keys)).keys()
+    assert not any(word in str(caught.value) for word in ("my", "secret", "passphrase"))
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed", "message"),
+    [
+        ("a min_priority=10 max_priority=-10", True, "keys:2: min_priority=10 is more than max_priority=-10"),
+        ("a min_priority=6", True, "keys:2: min_priority=6 is more than max_priority=5"),
+        ("a max_priority=-6", True, "keys:2: min_priority=-5 is more than max_priority=-6"),
+        ("fine weight=2", True, "keys:2: this key has a line already"),
+        ("a max_priority=3", False, "keys:2: min_priority and max_priority act only with the option allow_priority"),
+    ],
+)
+def test_item_3_lines_of_keys_that_cannot_act_are_refused(
+    tmp_path: Path, line: str, allowed: bool, message: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"fine\n{line}\n")
+    config = ServerConfig(api_key_file=str(keys), allow_priority=allowed, min_priority=-5, max_priority=5)
+    with pytest.raises(ConfigError, match=message):
+        config.keys()
 
 
 def test_priorities_in_order() -> None:

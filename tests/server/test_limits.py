@@ -116,6 +116,34 @@ async def test_l2_overload_says_when_to_come_back(serve: Serve, tokenizer: PreTr
     assert 'outpace:admission_rejections_total{model_name="fake",reason="overloaded"} 2.0' in metrics
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": ["abcd"] * 5, "prompt_logprobs": 9}, "prompt_logprobs"),
+        ("completions", {"prompt": "abcd", "echo": True, "logprobs": 4, "max_tokens": 1, "n": 11}, "prompt_logprobs"),
+        ("completions", {"prompt": "a", "logprobs": 9, "max_tokens": 21}, "logprobs"),
+        ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1, 2, 3], "max_tokens": 60}, "logprobs"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 4, "n": 3, "max_tokens": 14}, "top_logprobs"),
+    ],
+)
+async def test_item_1_log_probabilities_of_a_request_are_bounded(
+    serve: Serve, path: str, body: dict[str, Any], field: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]} if path.startswith("chat") else {}
+    answer = await serve(max_logprobs_per_request=199).post(f"/v1/{path}", body | chat)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+    assert "max_logprobs_per_request=199" in answer.json()["error"]["message"]
+    assert (await serve(max_logprobs_per_request=1000).post(f"/v1/{path}", body | chat)).status_code == 200
+
+
+async def test_item_1_a_chat_without_max_tokens_fits_the_limit_of_log_probabilities(serve: Serve) -> None:
+    server = serve(max_logprobs_per_request=100)
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4, "n": 4}
+    assert (await server.post("/v1/chat/completions", body)).status_code == 200
+    assert server.engine.requests[-1].params.max_tokens == 5
+
+
 async def test_l3_requests_beyond_the_limit_get_429(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
     engine = FakeEngine(tokenizer, hold=asyncio.Event())
     server = serve(engine, max_concurrent_requests=3)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from outpace.server.admission import Admission, Load
 from outpace.server.channel import Channel
 from outpace.server.client import EngineClient
 from outpace.server.engine import Delta, EngineRequest
-from outpace.server.messages import Add, Cancel, Frames, FromWorker, News, Start, ToWorker, add, frame
+from outpace.server.messages import MAX_FRAME, Add, Cancel, Frames, FromWorker, News, Start, ToWorker, add, frame
 from outpace.server.worker import Worker, serve
 from outpace.types import FinishReason, SamplingParams
 from tests.models import VOCAB, tiny
@@ -435,6 +436,32 @@ def test_item_24_many_log_probabilities_go_in_several_frames(drive: Drive, monke
         parts = [tokens for tokens in found if tokens.number == number]
         assert sum(len(part.token_ids) for part in parts) == 10
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [FinishReason.LENGTH]
+    driven.assert_nothing_is_held()
+
+
+def test_item_1_log_probabilities_of_prompts_count_in_a_frame(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prompts that end together do not make a frame that the other side refuses; nor do vectors."""
+    assert 2 * worker.MAX_LOGPROBS * 20 < MAX_FRAME * 3 // 4  # 20 bytes each
+    monkeypatch.setattr(worker, "MAX_LOGPROBS", 4 * (1 + VOCAB))
+    driven = drive(max_logprobs=-1)
+    for number in range(6):
+        driven.ask(number, [7 + number] * 4, number % 2, prompt_logprobs=-1, n=1 + number % 3)
+    for number in range(6, 12):
+        driven.send(add(number, vector_of([5] * number)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "free", False)
+        driven.turns(30)  # nothing is sent meanwhile
+    while driven.worker._changed:
+        driven.worker.turn()
+    news = driven.news()
+    for each in news:
+        prompts = [len(entry) for tokens in each.tokens for entry in tokens.delta().prompt_logprobs or () if entry]
+        assert sum(prompts) + sum(len(vector) for _, vector in each.vectors) <= 2 * worker.MAX_LOGPROBS
+    found = [tokens for each in news for tokens in each.tokens]
+    ends = Counter(tokens.number for tokens in found if tokens.finish_reason is not None)
+    assert ends == {number: 1 + number % 3 for number in range(6)}
+    assert [tokens.number for tokens in found if tokens.prompt_logprobs] == list(range(6))
+    assert sorted(number for each in news for number, _ in each.vectors) == list(range(6, 12))
     driven.assert_nothing_is_held()
 
 
