@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -106,6 +107,7 @@ def make_group(
 ) -> Group:
     """A prompt with n answers, none of them begun."""
     _check_types(request_id, prompt_token_ids, params, priority, cache_salt)
+    _check_caller(caller, weight, pooling)
     if grammar is not None and not (eos_token_ids or params.stop_token_ids):
         raise InputError("structured_outputs: the model has no end-of-sequence token; give stop_token_ids")
     metrics = RequestMetrics(arrival_time=time.perf_counter())
@@ -146,6 +148,15 @@ def _check_types(request_id: object, prompt: object, params: object, priority: o
         raise InputError(f"priority: expected an integer, got {priority!r:.80}")
     if not isinstance(salt, str):
         raise InputError(f"cache_salt: expected a string, got {salt!r:.80}")
+
+
+def _check_caller(caller: object, weight: object, pooling: object) -> None:
+    if not isinstance(caller, str):
+        raise InputError(f"caller: expected a string, got {caller!r:.80}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.01 <= weight <= 100:
+        raise InputError(f"weight: expected a number from 0.01 to 100, got {weight!r:.80}")
+    if pooling not in (None, *get_args(Pooling)):
+        raise InputError(f"pooling: expected one of {', '.join(get_args(Pooling))}, got {pooling!r:.80}")
 
 
 def with_texts(logprobs: TokenLogprobs, tokenizer: PreTrainedTokenizerBase | None) -> TokenLogprobs:

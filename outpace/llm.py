@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from jinja2 import TemplateError
@@ -126,8 +126,6 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt: the mean or the last of its hidden states, of length 1 unless told otherwise."""
-        if pooling not in get_args(Pooling):
-            raise InputError(f"pooling: expected one of {', '.join(get_args(Pooling))}, got {pooling!r:.80}")
         params, groups = SamplingParams(max_tokens=0), []
         for prompt in _as_prompts(prompts):
             groups.append(self._make(prompt, params, pooling=pooling))

@@ -11,10 +11,14 @@ is at least `max_num_seqs` and one token is kept for each running request, so to
 while blocks are held by ended requests of steps in flight, and `update` brings these back: it computes a token in every
 step, is never preempted, and ends. (4) Nobody overtakes the first waiting request, and it needs no more than the pool,
 so it comes in at the latest when the running ones have ended. Hence by induction over the order every request ends, if
-requests of smaller priority do not arrive for ever. (5) Ranks change only when a request comes or ends, and one that
-arrives later comes before another only if fewer of its own caller are before it. A waiting request takes the place of
-running ones of a strictly higher rank alone, which cannot take it back before a request of theirs has ended; and among
-waiting ones of equal rank the turn goes to the caller served least, so each has it in the end.
+requests of smaller priority do not arrive for ever.
+
+With several callers. (5) The first running request, by rank and arrival, is its caller's first one, so nobody takes its
+place, and one that arrives later is not before it. (6) The caller whose clock is furthest behind comes in next; while
+it waits its clock stands still and those of callers who are served go on, whoever comes and goes, so its turn comes.
+(7) Others may come in before a request that waits for blocks only until they have taken as many as the pool has. (8) A
+request that gave way to another caller is not asked again before it has made progress, so that work is not undone for
+ever.
 
 One step ahead. `schedule` may be called again before `update`: tokens in flight are counted though they are not known.
 Steps run in order on the device, so the blocks of a preempted request can be given away at once: what was in flight is
@@ -40,10 +44,14 @@ class _Draft:
 
     step: Step
     budget: int  # tokens
-    chunk: int  # most of them for one request
+    chunk: int  # most of them for one request, as long as others want some
+    longest: int  # most of them for one request
     turns: list[Sequence]  # running requests in the order of service; the last give way first
     num_served: int = 0  # of these
-    first: Sequence | None = None  # the waiting request that comes in next, where several callers share the steps
+    waiting_rank: tuple[int, float] | None = None  # the lowest of waiting requests, where several callers take part
+    refused: set[str] = field(default_factory=set)  # callers whose first waiting request did not fit
+    blocked: list[Sequence] = field(default_factory=list)  # those that had a slot and lacked blocks
+    host_blocks: list[int] = field(default_factory=list)  # that are read in this step, and free after it
     claimed: int = 0  # blocks that requests in this step will need for the tokens they have
     prefill: int = 0  # tokens of prompts, and of answers that are computed once more
     flying: list[tuple[Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
@@ -53,9 +61,14 @@ class _Draft:
         kept = len(self.turns) - self.num_served
         return min(sequence.target - sequence.num_computed, self.chunk, self.budget - kept)
 
-    def after(self, rank: tuple[int, float]) -> list[Sequence]:
-        """Running requests of a higher rank that have not been served."""
-        return [each for each in self.turns[self.num_served :] if each.rank > rank]
+    def after(self, sequence: Sequence) -> list[Sequence]:
+        """Running requests of other callers and a higher rank that may give way to a waiting one."""
+        caller, rank = sequence.request.caller, sequence.rank
+        return [
+            each
+            for each in self.turns[self.num_served :]
+            if each.rank > rank and each.request.caller != caller and each.may_give_way
+        ]
 
 
 @dataclass(slots=True)
@@ -119,6 +132,7 @@ class Scheduler:
         self.totals = totals or Totals()
         self._sequences: dict[str, Sequence] = {}
         self._shares = Shares()
+        self._contended = False  # several callers share the step that is being put together
         self._running: list[Sequence] = []  # both in order
         self._waiting: list[Sequence] = []
         self._ended: list[str] = []  # since the last step
@@ -161,8 +175,8 @@ class Scheduler:
             room = self.pool.num_blocks * self.pool.block_size
             raise InputError(f"{what} do not fit the cache of {room} tokens; ask for fewer or raise num_blocks")
 
-    def add(self, request: Request, *, arrival: int | None = None) -> int:
-        """Queue a request, or say why it cannot be; its arrival.
+    def add(self, request: Request, *, arrival: int | None = None, limited: bool = True) -> int:
+        """Queue a request, or say why it cannot be; its arrival. `limited` by max_waiting.
 
         arrival: that of another request, whose place in the queue this one shares, and whose room in `max_waiting`.
         """
@@ -170,7 +184,7 @@ class Scheduler:
         params = request.params
         if request.request_id in self._sequences:
             raise InputError(f"request_id: {request.request_id!r} is in use, or its last step has not been read yet")
-        if arrival is None and len(self._waiting) >= self.max_waiting:
+        if limited and arrival is None and len(self._waiting) >= self.max_waiting:
             raise Overloaded(f"{len(self._waiting)} requests are waiting (max_waiting={self.max_waiting}); try later")
         sequence = Sequence(
             request,
@@ -199,29 +213,25 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step: running requests first, then waiting ones; empty if all have to wait for an `update`."""
         step, self._ended = Step(self._num_steps, ended=self._ended), []
-        contended = self._shares.contended
-        turns = self._shares.turns(self._running) if contended else list(self._running)
-        draft = _Draft(step, self.max_num_batched_tokens, self._chunk(contended), turns)
-        if contended and self._waiting:
-            draft.first = self._shares.first(self._waiting)
+        self._contended = self._shares.contended
+        turns = self._shares.turns(self._running) if self._contended else list(self._running)
+        draft = _Draft(step, self.max_num_batched_tokens, *self._chunks(), turns)
+        self._look_at_waiting(draft)
         for sequence in tuple(turns):
-            if draft.first is not None and draft.first.rank < sequence.rank:
-                self._admit_before(sequence, draft)
+            if draft.waiting_rank is not None and draft.waiting_rank < sequence.rank:
+                self._let_in(draft, sequence)
             if sequence.status is not Status.RUNNING:
                 continue  # it has just given way to one before it
             draft.num_served += 1
             if not self._decode(sequence, draft):
                 self._serve(sequence, draft)
-        while self._waiting and len(self._running) < self.max_num_seqs and draft.budget and not step.preempted:
-            if not self._admit(self._shares.first(self._waiting), draft):
-                break  # nobody overtakes it
+        if not step.preempted:
+            self._let_in(draft)
+        if self._contended:
+            self._hand_out_rest(draft)
+        self.host_pool.release(draft.host_blocks)
         self._num_steps += 1
         self._count(draft)
-        if contended:
-            self._shares.charge(
-                (sequence, entry.num_new_tokens)
-                for (sequence, _, _), entry in zip(draft.flying, step.sequences, strict=True)
-            )
         self._in_flight.append((step.step_id, draft.flying, draft.prefill))
         return step
 
@@ -269,15 +279,15 @@ class Scheduler:
             if each.status is not Status.ENDED:
                 assert (len(each.blocks), len(each.host_blocks)) == ((held, 0) if running else (0, held))
 
-    def _chunk(self, contended: bool) -> int:
-        """Most tokens of one prompt in the next step."""
+    def _chunks(self) -> tuple[int, int]:
+        """Most tokens of one prompt in the next step: of the part of a caller, and in all."""
         budget, running = self.max_num_batched_tokens, self._running
         decoding = any(sequence.target - sequence.num_computed == 1 for sequence in running)
-        chunk = self.max_chunk_beside_decodes if decoding else budget
-        if contended:
-            share = (budget - len(running)) // max(1, self._shares.hungry(running))
-            chunk = max(1, min(chunk, share))
-        return chunk
+        longest = self.max_chunk_beside_decodes if decoding else budget
+        if not self._contended:
+            return longest, longest
+        callers = len({each.request.caller for each in running if each.is_prefilling}) + bool(self._waiting)
+        return max(1, min(longest, (budget - len(running)) // max(1, callers))), longest
 
     def _count(self, draft: _Draft) -> None:
         totals, num_tokens = self.totals, self.max_num_batched_tokens - draft.budget
@@ -297,25 +307,80 @@ class Scheduler:
             self._place(sequence, fitting, draft)
         draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
 
-    def _admit_before(self, running: Sequence, draft: _Draft) -> None:
-        """Let waiting requests of other callers in whose turn is before that of a running one."""
-        while (first := draft.first) is not None and first.rank < running.rank and running.status is Status.RUNNING:
-            if first.request.caller == running.request.caller:
-                return
-            admitted = self._admit(first, draft)
-            draft.first = self._shares.first(self._waiting) if admitted and self._waiting else None
+    def _look_at_waiting(self, draft: _Draft) -> None:
+        """Find the lowest rank that waits, so that most steps need not look again."""
+        ranks = [
+            each.rank
+            for each in (self._shares.firsts() if self._contended else ())
+            if each.request.caller not in draft.refused
+        ]
+        draft.waiting_rank = min(ranks, default=None)
 
-    def _make_room(self, sequence: Sequence, needed: int, draft: _Draft) -> bool:
-        """Whether there is a slot and so many blocks. Running requests of a higher rank give way if that is enough."""
-        later = draft.after(sequence.rank) if self._shares.contended else []
-        held = sum(len(each.blocks) for each in later)
-        if needed > self.pool.num_free + held or len(self._running) - len(later) >= self.max_num_seqs:
+    def _let_in(self, draft: _Draft, before: Sequence | None = None) -> None:
+        """Let waiting requests in: all that fit, or those that are served before a running one."""
+        while self._waiting and draft.budget and (first := self._next(draft, before)) is not None:
+            if self._admit(first, draft):
+                for each in draft.blocked:
+                    each.passed += len(first.blocks)
+            elif not self._contended:
+                break  # nobody overtakes it
+            else:
+                draft.refused.add(first.request.caller)
+                if len(self._running) < self.max_num_seqs:
+                    draft.blocked.append(first)
+        if self._contended:
+            self._look_at_waiting(draft)
+
+    def _next(self, draft: _Draft, before: Sequence | None) -> Sequence | None:
+        """The waiting request whose turn it is. Others may pass one that waits for blocks, but not for ever."""
+        if not self._contended:
+            return self._waiting[0] if len(self._running) < self.max_num_seqs else None
+        if any(each.passed >= self.pool.num_blocks for each in draft.blocked):
+            return None
+        allowed = (each for each in self._shares.firsts() if each.request.caller not in draft.refused)
+        return next((each for each in allowed if before is None or each.rank < before.rank), None)
+
+    def _make_room(self, sequence: Sequence, cached: int, draft: _Draft) -> bool:
+        """Whether there are a slot, a token and blocks for it. Requests of a higher rank give way if that is enough."""
+        needed = self.pool.blocks_for(sequence.target) - cached + draft.claimed
+        later = draft.after(sequence) if self._contended else []
+        freed = self.pool.num_freed_by(block for each in later for block in each.blocks) if later else 0
+        if needed > self.pool.num_free + freed or len(self._running) - len(later) >= self.max_num_seqs:
             return False
-        while needed > self.pool.num_free or len(self._running) >= self.max_num_seqs:
+        while needed > self.pool.num_free or len(self._running) >= self.max_num_seqs or draft.room(sequence) < 1:
             if not later:
-                return False  # they shared blocks with others
-            self._preempt(later.pop(), draft)
+                return False
+            victim = later.pop()
+            victim.gave_way_at = len(victim.tokens)
+            self._preempt(victim, draft)
         return True
+
+    def _hand_out_rest(self, draft: _Draft) -> None:
+        """Give what is left of the budget to prompts that had a part of it, in the order of service."""
+        for index, (sequence, _, _) in enumerate(draft.flying):
+            entry = draft.step.sequences[index]
+            missing = min(sequence.target - sequence.num_computed, draft.budget, draft.longest - entry.num_new_tokens)
+            if missing > 0 and sequence.status is Status.RUNNING and not entry.samples:
+                more = self._fitting(sequence, missing)
+                if more > 0:
+                    self._extend(index, more, draft)
+
+    def _extend(self, index: int, count: int, draft: _Draft) -> None:
+        """Add tokens to an entry of the step that does not sample yet."""
+        entry, sequence = draft.step.sequences[index], draft.flying[index][0]
+        end = sequence.num_computed + count
+        blocks = self.pool.allocate(self.pool.blocks_for(end) - len(sequence.blocks))
+        assert blocks is not None
+        sequence.blocks += blocks
+        entry.new_blocks += tuple(blocks)
+        entry.num_new_tokens += count
+        entry.samples = end == len(sequence.tokens) + sequence.num_pending
+        sequence.num_computed = end
+        sequence.num_pending += entry.samples
+        draft.budget -= count
+        draft.prefill += count
+        draft.flying[index] = (sequence, end, entry.samples)
+        self._shares.charge(sequence, end)
 
     def _fitting(self, sequence: Sequence, wanted: int) -> int:
         """How many of the wanted tokens fit its blocks and the free ones."""
@@ -336,6 +401,8 @@ class Scheduler:
         draft.budget -= 1
         draft.step.sequences.append(ScheduledSequence(sequence.request.request_id, start, 1, True))
         draft.flying.append((sequence, end, True))
+        if self._contended:
+            self._shares.charge(sequence, end)
         return True
 
     def _place(self, sequence: Sequence, count: int, draft: _Draft, *, afresh: bool = False) -> None:
@@ -360,22 +427,25 @@ class Scheduler:
             draft.prefill += count
         draft.step.sequences.append(entry)
         draft.flying.append((sequence, end, samples))
+        if self._contended:
+            self._shares.charge(sequence, end)
 
     def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
         """Let a request in, or back in, if all its tokens fit beside those of the running ones."""
-        if sequence.in_flight or draft.room(sequence) < 1:
-            return False  # it was preempted, and its last token is not known yet; or no tokens are left
+        if sequence.in_flight or sequence.request.request_id in draft.step.preempted:
+            return False  # it was preempted: in this step, or its last token is not known yet
         most = (len(sequence.tokens) - 1) // self.pool.block_size  # at least one token has to be computed
         if sequence.request.reads_whole_prompt:
             most = 0  # and here all of them
         cached = [] if sequence.host_blocks else self.pool.match(sequence.hashes[:most])
         self.pool.share(cached)
-        if not self._make_room(sequence, self.pool.blocks_for(sequence.target) - len(cached) + draft.claimed, draft):
+        if not self._make_room(sequence, len(cached), draft):
             self.pool.release(cached)
             return False
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=order_of)
         sequence.status = Status.RUNNING
+        self._shares.move(sequence)
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         else:
@@ -401,22 +471,22 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_registered = [], 0
         sequence.status = Status.WAITING
-        last = draft.turns.pop()
-        assert last is sequence, "the last one gives way"
+        draft.turns.remove(sequence)
         self._running.remove(sequence)
         insort(self._waiting, sequence, key=order_of)
+        self._shares.move(sequence)
 
     def _swap_in(self, sequence: Sequence, draft: _Draft) -> None:
         blocks = self.pool.allocate(len(sequence.host_blocks))
         assert blocks is not None
         draft.step.swap_in += zip(sequence.host_blocks, blocks, strict=True)
-        self.host_pool.release(sequence.host_blocks)
+        draft.host_blocks += sequence.host_blocks  # not free yet: what is swapped out in this step is copied first
         sequence.blocks, sequence.host_blocks = blocks, []
 
     def _end(self, sequence: Sequence) -> None:
         (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
-        sequence.status = Status.ENDED
         self._shares.remove(sequence)
+        sequence.status = Status.ENDED
         self._ended.append(sequence.request.request_id)
         self._free(sequence)
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from outpace.types import Request
 
+PROGRESS = 16  # tokens between two times that a sequence gives way to other callers
+
 
 class Status(Enum):
     """Where a sequence is."""
@@ -42,7 +44,10 @@ class Sequence:
     num_registered: int = 0  # full blocks that the pool has been told of
     num_cached: int | None = None  # tokens that were in the cache when it first ran
     in_flight: int = 0  # steps
-    place: float = 0.0  # among the sequences of its caller, over its weight; see `outpace.shares`
+    place: float = 0.0  # sequences of its caller before it, over the caller's weight; see `outpace.shares`
+    num_charged: int = 0  # tokens that its caller has been charged for
+    gave_way_at: int | None = None  # tokens it had when it last gave way to another caller
+    passed: int = 0  # blocks of others that came in before it, though it was first
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -51,6 +56,11 @@ class Sequence:
     def target(self) -> int:
         """Tokens to compute so far; the last one it can have is never read again."""
         return min(len(self.tokens) + self.num_pending, self.limit - 1)
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether it has made progress since it last gave way to another caller."""
+        return self.gave_way_at is None or len(self.tokens) >= self.gave_way_at + PROGRESS
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -1,9 +1,16 @@
-"""Fair shares among callers: round robin over the sequences of each, so that one sequence never waits behind 500.
+"""Fair shares among callers: one request never waits behind another caller's five hundred.
 
-A sequence has a rank: its place among those of its caller that have not ended, divided by the caller's weight. Steps
-serve ranks in order (the first sequence of every caller, then the second of every caller, ...), and a waiting sequence
-may take the slot and the blocks of running ones of a higher rank. Callers whose waiting sequences have the same rank
-take turns by the tokens they were served. A caller who is alone gets everything, in the plain order of `Order`.
+Tokens. A caller has a clock: the tokens it was served while others were there, over its weight. Of the waiting
+sequences the one whose caller's clock is furthest behind comes in next. A caller without waiting sequences has all it
+wants: its clock is put forward to the slowest of those that wait, so that nobody saves up, and nobody owes for tokens
+that others did not want.
+
+Slots and blocks. A sequence has a rank: how many of its caller's sequences that have not ended are before it, over the
+weight. Steps serve ranks in order: the first sequence of every caller, then the second of every caller, ... A waiting
+sequence may take the place of running ones of a higher rank, so never that of a caller's first one. Ranks change only
+when a sequence comes or ends, so nobody takes a place back.
+
+A caller who is alone gets everything, in the plain order of `Order`.
 """
 
 from bisect import insort
@@ -12,17 +19,22 @@ from dataclasses import dataclass, field
 
 from outpace.sequence import Sequence, Status, order_of
 
+MAX_AWAY = 4096  # callers that are remembered while they have no sequence
+
 
 @dataclass(slots=True, eq=False)
 class _Caller:
     name: str
     weight: float
-    served: float  # tokens over weight; counted while others are there
+    clock: float
     sequences: list[Sequence] = field(default_factory=list)  # those that have not ended, in order
+    waiting: list[Sequence] = field(default_factory=list)  # of these
     changed: bool = True  # since they were last ranked
 
-    def first_waiting(self) -> Sequence | None:
-        return next((each for each in self.sequences if each.status is Status.WAITING), None)
+    def rank(self) -> None:
+        for number, sequence in enumerate(self.sequences):
+            sequence.place = number / self.weight
+        self.changed = False
 
 
 class Shares:
@@ -30,6 +42,8 @@ class Shares:
 
     def __init__(self) -> None:
         self._callers: dict[str, _Caller] = {}
+        self._away: dict[str, float] = {}  # clocks of callers without a sequence, if they are ahead
+        self._slowest = 0.0  # clock of those that wait; it never goes back
 
     @property
     def contended(self) -> bool:
@@ -37,48 +51,67 @@ class Shares:
         return len(self._callers) > 1
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence has come. A caller who was away has neither debts nor savings."""
+        """A sequence has come, and waits."""
         request = sequence.request
         caller = self._callers.get(request.caller)
         if caller is None:
-            served = min((other.served for other in self._callers.values()), default=0.0)
-            caller = self._callers[request.caller] = _Caller(request.caller, request.weight, served)
+            clock = max(self._now(), self._away.pop(request.caller, 0.0))
+            caller = self._callers[request.caller] = _Caller(request.caller, request.weight, clock)
         insort(caller.sequences, sequence, key=order_of)
+        insort(caller.waiting, sequence, key=order_of)
         caller.weight, caller.changed = request.weight, True
 
+    def move(self, sequence: Sequence) -> None:
+        """A sequence runs now, or waits again."""
+        waiting = self._callers[sequence.request.caller].waiting
+        if sequence.status is Status.WAITING:
+            insort(waiting, sequence, key=order_of)
+        else:
+            waiting.remove(sequence)
+
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """A sequence is about to end."""
         caller = self._callers[sequence.request.caller]
         caller.sequences.remove(sequence)
+        if sequence.status is Status.WAITING:
+            caller.waiting.remove(sequence)
         caller.changed = True
         if not caller.sequences:
-            del self._callers[caller.name]
+            self._leave(caller)
 
     def turns(self, running: Iterable[Sequence]) -> list[Sequence]:
         """The running sequences in the order in which a step serves them; the last give way first."""
         for caller in self._callers.values():
             if caller.changed:
-                for place, sequence in enumerate(caller.sequences, start=1):
-                    sequence.place = place / caller.weight
-                caller.changed = False
+                caller.rank()
         return sorted(running, key=lambda each: (each.order.priority, each.place, each.order))
 
-    def first(self, waiting: list[Sequence]) -> Sequence:
-        """The waiting sequence that comes in next."""
-        if not self.contended:
-            return waiting[0]
-        firsts = ((caller.first_waiting(), caller.served) for caller in self._callers.values())
-        found = [(each.rank, served, each.order, each) for each, served in firsts if each is not None]
-        return min(found, key=lambda entry: entry[:3])[3]
+    def firsts(self) -> list[Sequence]:
+        """The first waiting sequence of each caller, in the order in which they come in."""
+        now = self._now()
+        for caller in self._callers.values():
+            if not caller.waiting and caller.clock < now:
+                caller.clock = now
+        found = [(caller.waiting[0], caller.clock) for caller in self._callers.values() if caller.waiting]
+        found.sort(key=lambda entry: (entry[0].order.priority, entry[1], entry[0].order))
+        return [sequence for sequence, _ in found]
 
-    def hungry(self, running: Iterable[Sequence]) -> int:
-        """How many callers have prompts to compute."""
-        names = {each.request.caller for each in running if each.is_prefilling}
-        names.update(name for name, caller in self._callers.items() if caller.first_waiting() is not None)
-        return len(names)
+    def charge(self, sequence: Sequence, end: int) -> None:
+        """Its tokens up to `end` are computed; those that are computed once more are not counted again."""
+        caller = self._callers[sequence.request.caller]
+        caller.clock += max(0, end - sequence.num_charged) / caller.weight
+        sequence.num_charged = max(end, sequence.num_charged)
 
-    def charge(self, sequences: Iterable[tuple[Sequence, int]]) -> None:
-        """Count the tokens that a step computes for each of these sequences."""
-        for sequence, num_tokens in sequences:
-            caller = self._callers[sequence.request.caller]
-            caller.served += num_tokens / caller.weight
+    def _now(self) -> float:
+        clocks = [each.clock for each in self._callers.values() if each.waiting]
+        self._slowest = max(self._slowest, min(clocks, default=self._slowest))
+        return self._slowest
+
+    def _leave(self, caller: _Caller) -> None:
+        now = self._now()
+        del self._callers[caller.name]
+        if caller.clock > now:
+            self._away[caller.name] = caller.clock
+        if len(self._away) > MAX_AWAY or not self._callers:
+            kept = sorted(self._away.items(), key=lambda entry: -entry[1])[: MAX_AWAY // 2]
+            self._away = {name: clock for name, clock in kept if clock > now} if self._callers else {}

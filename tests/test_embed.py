@@ -103,6 +103,9 @@ def test_wrong_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.embed([1] * 17)
     with pytest.raises(InputError, match="pooling: expected one of mean, last"):
         llm.embed([1], pooling="max")  # type: ignore[arg-type]
+    for wrong in ({"weight": 0.0}, {"weight": "2"}, {"pooling": "max"}, {"caller": 3}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))}: expected"):
+            llm.engine.add_request("wrong", [1], **wrong)
     monkeypatch.setattr(llm.engine._parts.model, "gives_hidden", False)
     with pytest.raises(NotSupported, match="hidden states"):
         llm.embed([1])

@@ -1,6 +1,7 @@
 """Steps are shared fairly among callers: nobody waits behind another's crowd, and who is alone gets everything."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -186,3 +187,135 @@ def test_item_1_a_request_for_the_prompt_alone_ends_with_it() -> None:
     assert sim.answers[name] == []
     assert sim.reasons[name] is FinishReason.LENGTH
     sim.check_end()
+
+
+# Callers who keep coming
+
+
+class Traffic:
+    """Callers with so many requests each at any time: one that ends is followed by the next."""
+
+    def __init__(self, sim: Simulation, **callers: tuple[int, int, int, float]) -> None:
+        """callers: name -> (requests at a time, prompt, new tokens, weight)"""
+        self.sim, self.callers = sim, callers
+        self.numbers = Counter[str]()
+        self.served = Counter[str]()
+        self.absent: set[str] = set()
+
+    def step(self) -> None:
+        sim = self.sim
+        for caller, (count, prompt, new, weight) in self.callers.items():
+            live = sum(
+                request.caller == caller and name not in sim.reasons and name not in sim.aborted
+                for name, request in sim.requests.items()
+            )
+            for _ in range(0 if caller in self.absent else count - live):
+                self.numbers[caller] += 1
+                sim.add(prompt, new, f"{caller}{self.numbers[caller]}", caller=caller, weight=weight)
+        self.served += tokens_of(sim, sim.step())
+        sim.scheduler.assert_consistent()
+        for name in [name for name in sim.reasons if name in sim.requests]:
+            del sim.requests[name], sim.answers[name]
+
+    def run(self, steps: int) -> Counter[str]:
+        self.served.clear()
+        for _ in range(steps):
+            self.step()
+        return self.served
+
+
+@pytest.mark.parametrize(
+    ("slots", "crowd_of", "weight"),
+    [(1, {"a": (3, 2, 6, 2.0)}, 1.0), (2, {"a": (9, 2, 6, 3.0)}, 1.0), (3, {"a": (9, 2, 6, 1.0)}, 0.25)],
+)
+def test_item_4_no_weight_starves_another_caller(slots: int, crowd_of: dict[str, Any], weight: float) -> None:
+    sim = Simulation(max_num_seqs=slots, budget=slots + 8, num_blocks=64)
+    served = Traffic(sim, **crowd_of, light=(1, 2, 6, weight)).run(600)
+    heavy = crowd_of["a"][3]
+    assert served["light"] / served["a"] > 0.4 * weight / heavy
+
+
+def test_item_4_a_light_key_among_many_ordinary_ones_is_served() -> None:
+    sim = Simulation(max_num_seqs=16, budget=24, num_blocks=200)
+    ordinary = {f"k{number}-": (3, 2, 6, 1.0) for number in range(8)}
+    served = Traffic(sim, **ordinary, batch=(4, 2, 6, 0.25)).run(400)
+    assert served["batch"] > 0.1 * served["k0-"]
+
+
+@pytest.mark.parametrize(("slots", "hoppers"), [(1, 2), (2, 3), (4, 5)])
+def test_item_4_callers_who_come_and_go_do_not_starve_one_who_stays(slots: int, hoppers: int) -> None:
+    sim = Simulation(max_num_seqs=slots, budget=slots + 8, num_blocks=64, caching=False)
+    names = [f"h{number}-" for number in range(hoppers)]
+    traffic = Traffic(sim, stays=(2, 4, 40, 1.0), **dict.fromkeys(names, (1, 1, 2, 1.0)))
+    traffic.absent = set(names)
+    traffic.run(20)
+    for turn in range(400):
+        traffic.absent = {name for number, name in enumerate(names) if number % 2 == turn % 2}
+        traffic.step()
+    assert traffic.served["stays"] > 100
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_item_4_a_newcomer_needs_no_spare_token(spare: int) -> None:
+    """The defaults of a CPU: as many tokens in a step as slots, all taken by long answers."""
+    sim = Simulation(max_num_seqs=4, budget=4 + spare, num_blocks=200)
+    crowd(sim, "many", 8, prompt=1, max_tokens=60)
+    for _ in range(12):
+        sim.step()
+    sim.add(1, 3, "one", caller="few")
+    assert "one" in sim.shape(sim.step())
+    sim.drain()
+
+
+def test_item_4_a_prompt_that_waits_for_blocks_is_passed_but_not_for_ever() -> None:
+    """One caller's huge prompt does not fit beside a long answer; small requests of others come in meanwhile."""
+    sim = Simulation(max_num_seqs=4, budget=16, num_blocks=20, caching=False)
+    sim.add(4, 36, "running", caller="a")
+    sim.step()
+    sim.add(60, 8, "huge", caller="b")
+    sim.add(4, 2, "small", caller="c")
+    assert "small" in sim.shape(sim.step())
+    number = 0
+    while "huge" not in sim.reasons:
+        if f"s{number}" not in sim.requests or f"s{number}" in sim.reasons:
+            number += 1
+            sim.add(4, 2, f"s{number}", caller="c")
+        sim.step()
+        assert number < 60
+    sim.drain()
+
+
+@pytest.mark.parametrize("callers", [1, 2, 16, 60])
+def test_item_4_prompts_are_not_slower_for_having_many_owners(callers: int) -> None:
+    """Two slots: who waits takes nothing from those who run."""
+    sim = Simulation(max_num_seqs=2, budget=64, num_blocks=200, caching=False)
+    for number in range(60):
+        sim.add(100, 1, caller=f"c{number % callers}")
+    assert sim.drain() < 1.2 * 60 * 100 / 64
+
+
+def test_item_4_vectors_are_not_begun_again_and_again() -> None:
+    """A prompt that has to be computed whole gives way to the tiny requests of a heavier key at most once."""
+    sim = Simulation(max_num_seqs=2, budget=6, num_blocks=100)
+    crowd(sim, "slow", 2, prompt=160, max_tokens=0, params={"prompt_logprobs": 1})
+    steps = 0
+    while not {"slow0", "slow1"} <= sim.reasons.keys():
+        if steps % 5 == 0:
+            sim.add(1, 1, caller="tiny", weight=2.0)
+        sim.step()
+        steps += 1
+        assert steps < 300
+    sim.drain()
+
+
+def test_item_4_blocks_that_are_shared_are_not_counted_twice() -> None:
+    """Nobody gives way where that would not free enough blocks."""
+    sim = Simulation(max_num_seqs=8, budget=200, num_blocks=52)
+    shared = [VOCAB + 500] * 160
+    for number in range(5):
+        sim.add([*shared, 900 + number], 20, f"a{number}", caller="a")
+        sim.step()
+    assert sim.scheduler.num_running == 5
+    sim.add(190, 4, "large", caller="b")
+    assert not sim.step().preempted
+    sim.drain()

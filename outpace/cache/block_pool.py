@@ -82,6 +82,10 @@ class BlockPool:
                 else:
                     self._evictable[block] = None
 
+    def num_freed_by(self, blocks: Iterable[int]) -> int:
+        """How many blocks would be free if each of these were released as often as it is named."""
+        return sum(self._references[block] == count for block, count in Counter(blocks).items())
+
     def register(self, block: int, key: bytes) -> None:
         """Make a block findable that is full and computed; the first block with a hash keeps it."""
         assert self._references[block] > 0, f"block {block} is nobody's"

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -47,7 +47,7 @@ from outpace.server.messages import (
     wire_prompt_logprobs,
 )
 from outpace.structure import FIELD
-from outpace.types import CompletionOutput, FinishReason, Pooling, RequestOutput, SamplingParams
+from outpace.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 
 NUMBERS_EVERY = 0.1  # seconds
 MAX_FAILURES = 2  # steps that fail one after the other
@@ -147,8 +147,6 @@ class Worker:
         params = SamplingParams(**message.params)
         self._check_prompt_logprobs(len(message.prompt_token_ids), params.prompt_logprobs)
         grammar = self._grammars.get(message.grammar)
-        if message.pooling not in (None, *get_args(Pooling)):
-            raise InputError(f"pooling: expected one of {', '.join(get_args(Pooling))}, got {message.pooling!r:.80}")
         options: dict[str, Any] = {"priority": message.priority, "cache_salt": salt, "pooling": message.pooling}
         options |= {"caller": message.caller, "weight": message.weight}
         group = self._engine.make(str(message.number), message.prompt_token_ids, params, grammar, **options)
