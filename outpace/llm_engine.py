@@ -111,12 +111,12 @@ class LLMEngine:
         self._scheduler.check(group.answers[0].request)
         return group
 
-    def submit(self, group: Group) -> RequestOutput:
-        """Queue what was made; its output is brought up to date in place."""
+    def submit(self, group: Group, *, limited: bool = True) -> RequestOutput:
+        """Queue what was made, `limited` by max_waiting; its output is brought up to date in place."""
         name, first = group.output.request_id, group.answers[0]
         if name in self._groups:
             raise InputError(f"request_id: {name!r} is in use")
-        group.arrival = self._scheduler.add(first.request)
+        group.arrival = self._scheduler.add(first.request, limited=limited)
         self._groups[name] = group
         self._answers[first.request.request_id] = first
         group.held = group.answers[1:]

@@ -157,7 +157,7 @@ class Worker:
                 raise InputError("bad_words: expected sequences of token ids of the model")
             for answer in group.answers:
                 answer.request = replace(answer.request, bad_words=words)
-        self._engine.submit(group)
+        self._engine.submit(group, limited=False)  # the other side has admitted it
         self._live[message.number] = self._queued[message.number] = _Live(group, [0] * params.n)
 
     def _check_prompt_logprobs(self, num_tokens: int, wanted: int | None) -> None:

@@ -465,6 +465,17 @@ def test_item_1_log_probabilities_of_prompts_count_in_a_frame(drive: Drive, monk
     driven.assert_nothing_is_held()
 
 
+def test_item_4_the_scheduler_refuses_nothing_that_was_admitted(drive: Drive) -> None:
+    """Its max_waiting knows no callers: the other side of the socket has counted them."""
+    driven = drive(max_num_seqs=1, max_waiting=1)
+    for number in range(4):
+        driven.ask(number, PROMPT, 2)
+    driven.turns(30)
+    news = driven.news()
+    assert [failure for each in news for failure in each.failures] == []
+    assert {tokens.number for each in news for tokens in each.tokens if tokens.finish_reason} == set(range(4))
+
+
 def test_a_cancel_of_one_that_waits_lets_others_go_on(drive: Drive) -> None:
     driven = drive(max_num_seqs=1, max_num_batched_tokens=8)
     driven.ask(1, PROMPT, 4)
