@@ -17,7 +17,8 @@ from outpace.log import logger
 from outpace.prepare import PagedParts
 from outpace.runner.start import start_runner
 from outpace.runner.threads import for_engine
-from outpace.scheduler import Scheduler, Totals
+from outpace.scheduler import Scheduler
+from outpace.step_plan import Totals
 from outpace.structure import FIELD, Grammar, StructuredOutputs
 from outpace.structured.check import SchemaCheck
 from outpace.structured.compile import Compiler

@@ -27,66 +27,15 @@ written before the next step writes. Those of an ended request are kept until it
 
 from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 from outpace.cache.block_pool import BlockPool, block_hashes
 from outpace.errors import ConfigError, InputError, Overloaded
 from outpace.sequence import Order, Sequence, Status, order_of
 from outpace.shares import Shares
+from outpace.step_plan import StepPlan, Totals
 from outpace.types import FinishReason, NewToken, Preemption, Request, ScheduledSequence, Step, StepOutput
 
 MAX_CHUNK = 384  # tokens of one prompt beside decodes, unless asked otherwise
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step being put together, and the room that is left in it."""
-
-    step: Step
-    budget: int  # tokens
-    chunk: int  # most of them for one request, as long as others want some
-    longest: int  # most of them for one request
-    turns: list[Sequence]  # running requests in the order of service; the last give way first
-    num_served: int = 0  # of these
-    waiting_rank: tuple[int, float] | None = None  # the lowest of waiting requests, where several callers take part
-    refused: set[str] = field(default_factory=set)  # callers whose first waiting request did not fit
-    blocked: list[Sequence] = field(default_factory=list)  # those that had a slot and lacked blocks
-    host_blocks: list[int] = field(default_factory=list)  # that are read in this step, and free after it
-    claimed: int = 0  # blocks that requests in this step will need for the tokens they have
-    prefill: int = 0  # tokens of prompts, and of answers that are computed once more
-    flying: list[tuple[Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
-
-    def room(self, sequence: Sequence) -> int:
-        """Tokens that this request may have: one is kept for each running request that is still to come."""
-        kept = len(self.turns) - self.num_served
-        return min(sequence.target - sequence.num_computed, self.chunk, self.budget - kept)
-
-    def after(self, sequence: Sequence) -> list[Sequence]:
-        """Running requests of other callers and a higher rank that may give way to a waiting one."""
-        caller, rank = sequence.request.caller, sequence.rank
-        return [
-            each
-            for each in self.turns[self.num_served :]
-            if each.rank > rank and each.request.caller != caller and each.may_give_way
-        ]
-
-
-@dataclass(slots=True)
-class Totals:
-    """What has been scheduled so far."""
-
-    steps: int = 0
-    """Steps that computed anything."""
-    prefill_tokens: int = 0
-    """Tokens of prompts, and those that are computed once more after a preemption."""
-    decode_tokens: int = 0
-    preemptions: int = 0
-    prefix_hits: int = 0
-    """Tokens that were found in the cache when their request came in."""
-    prefix_queries: int = 0
-    """Tokens that were looked for there."""
-    iteration_tokens: int = 0
-    """Prefill tokens of the steps that are over, and the new tokens that these gave."""
 
 
 class Scheduler:
@@ -215,24 +164,24 @@ class Scheduler:
         step, self._ended = Step(self._num_steps, ended=self._ended), []
         self._contended = self._shares.contended
         turns = self._shares.turns(self._running) if self._contended else list(self._running)
-        draft = _Draft(step, self.max_num_batched_tokens, *self._chunks(), turns)
-        self._look_at_waiting(draft)
+        plan = StepPlan(step, self.max_num_batched_tokens, *self._chunks(), turns)
+        self._look_at_waiting(plan)
         for sequence in tuple(turns):
-            if draft.waiting_rank is not None and draft.waiting_rank < sequence.rank:
-                self._let_in(draft, sequence)
+            if plan.waiting_rank is not None and plan.waiting_rank < sequence.rank:
+                self._let_in(plan, sequence)
             if sequence.status is not Status.RUNNING:
                 continue  # it has just given way to one before it
-            draft.num_served += 1
-            if not self._decode(sequence, draft):
-                self._serve(sequence, draft)
+            plan.num_served += 1
+            if not self._decode(sequence, plan):
+                self._serve(sequence, plan)
         if not step.preempted:
-            self._let_in(draft)
+            self._let_in(plan)
         if self._contended:
-            self._hand_out_rest(draft)
-        self.host_pool.release(draft.host_blocks)
+            self._hand_out_rest(plan)
+        self.host_pool.release(plan.host_blocks)
         self._num_steps += 1
-        self._count(draft)
-        self._in_flight.append((step.step_id, draft.flying, draft.prefill))
+        self._count(plan)
+        self._in_flight.append((step.step_id, plan.flying, plan.prefill))
         return step
 
     def update(self, output: StepOutput) -> list[NewToken]:
@@ -289,85 +238,85 @@ class Scheduler:
         callers = len({each.request.caller for each in running if each.is_prefilling}) + bool(self._waiting)
         return max(1, min(longest, (budget - len(running)) // max(1, callers))), longest
 
-    def _count(self, draft: _Draft) -> None:
-        totals, num_tokens = self.totals, self.max_num_batched_tokens - draft.budget
+    def _count(self, plan: StepPlan) -> None:
+        totals, num_tokens = self.totals, self.max_num_batched_tokens - plan.budget
         totals.steps += num_tokens > 0
-        totals.prefill_tokens += draft.prefill
-        totals.decode_tokens += num_tokens - draft.prefill
-        totals.preemptions += len(draft.step.preempted)
+        totals.prefill_tokens += plan.prefill
+        totals.decode_tokens += num_tokens - plan.prefill
+        totals.preemptions += len(plan.step.preempted)
 
-    def _serve(self, sequence: Sequence, draft: _Draft) -> None:
+    def _serve(self, sequence: Sequence, plan: StepPlan) -> None:
         """Give a running request its next tokens; the last ones give way if there are no blocks."""
-        wanted = draft.room(sequence)
+        wanted = plan.room(sequence)
         fitting = self._fitting(sequence, wanted)
-        while wanted and not fitting and draft.turns[-1] is not sequence:
-            self._preempt(draft.turns[-1], draft)
+        while wanted and not fitting and plan.turns[-1] is not sequence:
+            self._preempt(plan.turns[-1], plan)
             fitting = self._fitting(sequence, wanted)
         if fitting:
-            self._place(sequence, fitting, draft)
-        draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
+            self._place(sequence, fitting, plan)
+        plan.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
 
-    def _look_at_waiting(self, draft: _Draft) -> None:
+    def _look_at_waiting(self, plan: StepPlan) -> None:
         """Find the lowest rank that waits, so that most steps need not look again."""
         ranks = [
             each.rank
             for each in (self._shares.firsts() if self._contended else ())
-            if each.request.caller not in draft.refused
+            if each.request.caller not in plan.refused
         ]
-        draft.waiting_rank = min(ranks, default=None)
+        plan.waiting_rank = min(ranks, default=None)
 
-    def _let_in(self, draft: _Draft, before: Sequence | None = None) -> None:
+    def _let_in(self, plan: StepPlan, before: Sequence | None = None) -> None:
         """Let waiting requests in: all that fit, or those that are served before a running one."""
-        while self._waiting and draft.budget and (first := self._next(draft, before)) is not None:
-            if self._admit(first, draft):
-                for each in draft.blocked:
+        while self._waiting and plan.budget and (first := self._next(plan, before)) is not None:
+            if self._admit(first, plan):
+                for each in plan.blocked:
                     each.passed += len(first.blocks)
             elif not self._contended:
                 break  # nobody overtakes it
             else:
-                draft.refused.add(first.request.caller)
+                plan.refused.add(first.request.caller)
                 if len(self._running) < self.max_num_seqs:
-                    draft.blocked.append(first)
+                    plan.blocked.append(first)
         if self._contended:
-            self._look_at_waiting(draft)
+            self._look_at_waiting(plan)
 
-    def _next(self, draft: _Draft, before: Sequence | None) -> Sequence | None:
+    def _next(self, plan: StepPlan, before: Sequence | None) -> Sequence | None:
         """The waiting request whose turn it is. Others may pass one that waits for blocks, but not for ever."""
         if not self._contended:
             return self._waiting[0] if len(self._running) < self.max_num_seqs else None
-        if any(each.passed >= self.pool.num_blocks for each in draft.blocked):
+        if any(each.passed >= self.pool.num_blocks for each in plan.blocked):
             return None
-        allowed = (each for each in self._shares.firsts() if each.request.caller not in draft.refused)
+        allowed = (each for each in self._shares.firsts() if each.request.caller not in plan.refused)
         return next((each for each in allowed if before is None or each.rank < before.rank), None)
 
-    def _make_room(self, sequence: Sequence, cached: int, draft: _Draft) -> bool:
+    def _make_room(self, sequence: Sequence, cached: int, plan: StepPlan) -> bool:
         """Whether there are a slot, a token and blocks for it. Requests of a higher rank give way if that is enough."""
-        needed = self.pool.blocks_for(sequence.target) - cached + draft.claimed
-        later = draft.after(sequence) if self._contended else []
+        needed = self.pool.blocks_for(sequence.target) - cached + plan.claimed
+        later = plan.after(sequence) if self._contended else []
         freed = self.pool.num_freed_by(block for each in later for block in each.blocks) if later else 0
         if needed > self.pool.num_free + freed or len(self._running) - len(later) >= self.max_num_seqs:
             return False
-        while needed > self.pool.num_free or len(self._running) >= self.max_num_seqs or draft.room(sequence) < 1:
+        while needed > self.pool.num_free or len(self._running) >= self.max_num_seqs or plan.room(sequence) < 1:
             if not later:
                 return False
             victim = later.pop()
             victim.gave_way_at = len(victim.tokens)
-            self._preempt(victim, draft)
+            self._preempt(victim, plan)
         return True
 
-    def _hand_out_rest(self, draft: _Draft) -> None:
+    def _hand_out_rest(self, plan: StepPlan) -> None:
         """Give what is left of the budget to prompts that had a part of it, in the order of service."""
-        for index, (sequence, _, _) in enumerate(draft.flying):
-            entry = draft.step.sequences[index]
-            missing = min(sequence.target - sequence.num_computed, draft.budget, draft.longest - entry.num_new_tokens)
+        for index, (sequence, _, _) in enumerate(plan.flying):
+            entry = plan.step.sequences[index]
+            missing = min(sequence.target - sequence.num_computed, plan.budget, plan.longest - entry.num_new_tokens)
             if missing > 0 and sequence.status is Status.RUNNING and not entry.samples:
                 more = self._fitting(sequence, missing)
                 if more > 0:
-                    self._extend(index, more, draft)
+                    self._extend(index, more, plan)
 
-    def _extend(self, index: int, count: int, draft: _Draft) -> None:
+    def _extend(self, index: int, count: int, plan: StepPlan) -> None:
         """Add tokens to an entry of the step that does not sample yet."""
-        entry, sequence = draft.step.sequences[index], draft.flying[index][0]
+        entry, sequence = plan.step.sequences[index], plan.flying[index][0]
         end = sequence.num_computed + count
         blocks = self.pool.allocate(self.pool.blocks_for(end) - len(sequence.blocks))
         assert blocks is not None
@@ -377,9 +326,9 @@ class Scheduler:
         entry.samples = end == len(sequence.tokens) + sequence.num_pending
         sequence.num_computed = end
         sequence.num_pending += entry.samples
-        draft.budget -= count
-        draft.prefill += count
-        draft.flying[index] = (sequence, end, entry.samples)
+        plan.budget -= count
+        plan.prefill += count
+        plan.flying[index] = (sequence, end, entry.samples)
         self._shares.charge(sequence, end)
 
     def _fitting(self, sequence: Sequence, wanted: int) -> int:
@@ -387,7 +336,7 @@ class Scheduler:
         room = (len(sequence.blocks) + self.pool.num_free) * self.pool.block_size
         return min(wanted, room - sequence.num_computed)
 
-    def _decode(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _decode(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Place the one token of a request whose last block has room for it: what nearly all do in nearly all steps."""
         start = sequence.num_computed
         end = start + 1
@@ -398,14 +347,14 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_pending += 1
         sequence.in_flight += 1
-        draft.budget -= 1
-        draft.step.sequences.append(ScheduledSequence(sequence.request.request_id, start, 1, True))
-        draft.flying.append((sequence, end, True))
+        plan.budget -= 1
+        plan.step.sequences.append(ScheduledSequence(sequence.request.request_id, start, 1, True))
+        plan.flying.append((sequence, end, True))
         if self._contended:
             self._shares.charge(sequence, end)
         return True
 
-    def _place(self, sequence: Sequence, count: int, draft: _Draft, *, afresh: bool = False) -> None:
+    def _place(self, sequence: Sequence, count: int, plan: StepPlan, *, afresh: bool = False) -> None:
         """Put its next tokens into the step, and count them as computed."""
         start, end = sequence.num_computed, sequence.num_computed + count
         samples = end == len(sequence.tokens) + sequence.num_pending
@@ -422,24 +371,24 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_pending += samples
         sequence.in_flight += 1
-        draft.budget -= count
+        plan.budget -= count
         if count > 1 or start < len(request.prompt_token_ids):
-            draft.prefill += count
-        draft.step.sequences.append(entry)
-        draft.flying.append((sequence, end, samples))
+            plan.prefill += count
+        plan.step.sequences.append(entry)
+        plan.flying.append((sequence, end, samples))
         if self._contended:
             self._shares.charge(sequence, end)
 
-    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Let a request in, or back in, if all its tokens fit beside those of the running ones."""
-        if sequence.in_flight or sequence.request.request_id in draft.step.preempted:
+        if sequence.in_flight or sequence.request.request_id in plan.step.preempted:
             return False  # it was preempted: in this step, or its last token is not known yet
         most = (len(sequence.tokens) - 1) // self.pool.block_size  # at least one token has to be computed
         if sequence.request.reads_whole_prompt:
             most = 0  # and here all of them
         cached = [] if sequence.host_blocks else self.pool.match(sequence.hashes[:most])
         self.pool.share(cached)
-        if not self._make_room(sequence, len(cached), draft):
+        if not self._make_room(sequence, len(cached), plan):
             self.pool.release(cached)
             return False
         self._waiting.remove(sequence)
@@ -447,7 +396,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self._shares.move(sequence)
         if sequence.host_blocks:
-            self._swap_in(sequence, draft)
+            self._swap_in(sequence, plan)
         else:
             sequence.blocks, sequence.num_registered = cached, len(cached)
             sequence.num_computed = len(cached) * self.pool.block_size
@@ -455,32 +404,32 @@ class Scheduler:
                 sequence.num_cached = sequence.num_computed
             self.totals.prefix_queries += len(sequence.tokens)
             self.totals.prefix_hits += sequence.num_computed
-        self._place(sequence, draft.room(sequence), draft, afresh=True)
-        draft.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
+        self._place(sequence, plan.room(sequence), plan, afresh=True)
+        plan.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
         return True
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Take its blocks; their contents go to host memory if there is room, as copying is faster than computing."""
         host = self.host_pool.allocate(len(sequence.blocks)) if self.host_pool.num_blocks else None
         if host is None:
             sequence.num_computed = 0
         else:
-            draft.step.swap_out += zip(sequence.blocks, host, strict=True)
+            plan.step.swap_out += zip(sequence.blocks, host, strict=True)
             sequence.host_blocks = host
-        draft.step.preempted[sequence.request.request_id] = Preemption.RECOMPUTE if host is None else Preemption.SWAP
+        plan.step.preempted[sequence.request.request_id] = Preemption.RECOMPUTE if host is None else Preemption.SWAP
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_registered = [], 0
         sequence.status = Status.WAITING
-        draft.turns.remove(sequence)
+        plan.turns.remove(sequence)
         self._running.remove(sequence)
         insort(self._waiting, sequence, key=order_of)
         self._shares.move(sequence)
 
-    def _swap_in(self, sequence: Sequence, draft: _Draft) -> None:
+    def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
         blocks = self.pool.allocate(len(sequence.host_blocks))
         assert blocks is not None
-        draft.step.swap_in += zip(sequence.host_blocks, blocks, strict=True)
-        draft.host_blocks += sequence.host_blocks  # not free yet: what is swapped out in this step is copied first
+        plan.step.swap_in += zip(sequence.host_blocks, blocks, strict=True)
+        plan.host_blocks += sequence.host_blocks  # not free yet: what is swapped out in this step is copied first
         sequence.blocks, sequence.host_blocks = blocks, []
 
     def _end(self, sequence: Sequence) -> None:

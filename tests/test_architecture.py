@@ -17,18 +17,19 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("parallel", "quant", "cache", "sampling", "structured", "tokenizer"),
     ("inject", "offload"),
     ("loading",),
-    ("runner", "sequence", "shares", "scheduler", "prepare"),
+    ("runner", "sequence", "shares", "step_plan", "scheduler", "prepare"),
     ("generation", "engine", "answers", "llm_engine", "llm", "ragged"),
     ("api", "bench", "mii", "server", "cli", "metrics", "verify", "__main__"),
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {
-    "scheduler": ("errors", "log", "types", "cache.block_pool", "sequence", "shares"),
+    "scheduler": ("errors", "log", "types", "cache.block_pool", "sequence", "shares", "step_plan"),
     "sequence": ("types",),
     "shares": ("sequence",),
+    "step_plan": ("types", "sequence"),
 }
 """Parts that may import only these parts of the package, whatever their line."""
-NO_TORCH = ("structure", "types", "sequence", "shares", "scheduler", "cache.block_pool", "errors", "log")
+NO_TORCH = ("structure", "types", "sequence", "shares", "step_plan", "scheduler", "cache.block_pool", "errors", "log")
 GUESSES = ("loading", "inject")
 """Folders at the border with other people's models, where hasattr and getattr with a default may be used."""
 
