@@ -195,7 +195,7 @@ async def test_b6_bodies_that_are_not_json_objects(serve: Serve, data: bytes, pa
     begin = time.process_time()
     await call.run()
     assert call.status == 400, call.text
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 10
 
 
 async def test_b6_a_million_numbers(serve: Serve) -> None:
