@@ -138,6 +138,8 @@ async def _ask(client: "httpx.AsyncClient", line: Line) -> "httpx.Response":
     for last in (*[False] * (TRIES - 1), True):
         try:
             reply = await client.post(line.url.removeprefix("/v1"), content=line.body)
+            if reply.status_code in (401, 403):  # no line is to blame, and the next run may bring another key
+                raise OutpaceError(f"api_key: the server refuses it ({reply.status_code}); give the right one; {GO_ON}")
             if reply.status_code not in LATER or last:
                 return reply
             wait = reply.headers.get("retry-after", "")

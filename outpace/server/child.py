@@ -27,6 +27,7 @@ class Child:
                 [sys.executable, "-P", *program, str(theirs.fileno()), *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C in a terminal goes to the server, which ends this process when it is done
                 env={**inherited, **(environment or {})},
             )
         finally:

@@ -38,6 +38,7 @@ from outpace.server.messages import (
 )
 
 LAST_STEPS = 64
+EMBEDDED_AT_ONCE = 32  # requests for vectors
 
 
 @dataclass(slots=True, eq=False)
@@ -187,10 +188,15 @@ class EngineClient:
             self._leave(entry)
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
-        """The vector that each request asks for."""
+        """The vector that each request asks for; of many some at a time, so that they leave room for others."""
+        vectors: list[list[float]] = []
+        for begin in range(0, len(requests), EMBEDDED_AT_ONCE):
+            vectors += await self._embed(requests[begin : begin + EMBEDDED_AT_ONCE])
+        return vectors
+
+    async def _embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
         entries: list[_Entry] = []
-        if requests:
-            self._admit(requests)
+        self._admit(requests)
         try:
             for request in requests:
                 entries.append(self._enter(request))

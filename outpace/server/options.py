@@ -88,6 +88,8 @@ class ServerConfig(ConfigModel):
     """Most arrays and objects in a body; it may have four times as many strings."""
     max_prompts: int = Field(default=32, ge=1)
     """Most prompts of a request."""
+    max_embedding_inputs: int = Field(default=2048, ge=1)
+    """Most inputs of an embeddings request; 32 of them are computed at a time."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of one prompt; None: as many as the model takes."""
     max_messages: int = Field(default=2048, ge=1)

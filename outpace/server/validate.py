@@ -151,7 +151,7 @@ class Validator:
         if keep is not None and not 0 < (keep := longest if keep < 0 else keep) <= longest:
             raise bad("truncate_prompt_tokens", f"expected 1 to {longest}, what the model takes, or -1 for that")
         params, works = SamplingParams(max_tokens=0), []
-        for prompt in _prompts(request.input, self._options.max_prompts, "input"):
+        for prompt in _prompts(request.input, self._options.max_embedding_inputs, "input"):
             ids = await self._encode("input", prompt, request.add_special_tokens, keep, new=0)
             priority = self._callers.priority(None)
             works.append(Work(prompt_token_ids=ids, params=params, pooling=request.pooling, priority=priority))

@@ -171,7 +171,7 @@ class Compiler:
 
 def _dead_end(steps: int) -> str:
     if steps == 1:
-        return "no answer of this model's tokens fits it"
+        return "no token of this model can begin an answer to it, or it is too complex; make it simpler"
     return "it is too complex, or leads to where no token of this model goes on; make it simpler"
 
 

@@ -52,6 +52,8 @@ class FakeOpenAI:
         @app.post("/v1/{route:path}")
         async def answer(route: str, request: Request) -> Response:
             body = await request.json()
+            if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+                return _error(401, "wrong key")
             self.bodies.append(body)
             if self.busy:
                 self.busy -= 1

@@ -101,6 +101,18 @@ def test_a_server_that_is_not_there_loses_nothing(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "out").read_text() == ""
 
 
+def test_item_11_a_wrong_key_ends_the_batch_and_spoils_no_line(fake: FakeOpenAI, tmp_path: Path) -> None:
+    fake.key = "right"
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([line("a"), line("b")]))
+    result = run("run-batch", source, target, "--url", fake.url, "--api-key", "wrong")
+    assert isinstance(result.exception, OutpaceError)
+    assert "api_key: the server refuses it (401)" in str(result.exception)
+    assert target.read_text() == ""
+    assert run("run-batch", source, target, "--url", fake.url, "--api-key", "right").exit_code == 0
+    assert records(target).keys() == {"a", "b"}
+
+
 @pytest.mark.parametrize(
     ("names", "options", "said"),
     [

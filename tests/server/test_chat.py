@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outpace.log import logger
 from outpace.server import logs
+from outpace.server.chat import _SCRIPT
 from outpace.server.child import Child
 from outpace.server.responses import ChatChunk, ChatCompletion
 from tests.models import byte_tokenizer
@@ -394,3 +396,13 @@ async def test_item_13_calls_that_the_template_does_not_show_are_refused(serve: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].tool_calls")
     assert "template" in answer.json()["error"]["message"]
     assert (await serve(chat_template=SHOWS_CALLS).post("/v1/chat/completions", body)).status_code == 200
+
+
+def test_item_19_ctrl_c_in_a_terminal_does_not_reach_the_processes_of_templates_and_grammars() -> None:
+    """They are in a process group of their own, where the terminal's signal does not go; the server ends them."""
+    child = Child((str(_SCRIPT),), ("64", "1.0"))
+    try:
+        assert os.getpgid(child._process.pid) == child._process.pid != os.getpgid(0)
+    finally:
+        child.kill()
+        child.close()

@@ -24,7 +24,7 @@ from outpace.prepare import load_paged
 from outpace.server import worker
 from outpace.server.admission import Admission, Load
 from outpace.server.channel import Channel
-from outpace.server.client import EngineClient
+from outpace.server.client import EMBEDDED_AT_ONCE, EngineClient
 from outpace.server.engine import Delta, EngineRequest
 from outpace.server.messages import MAX_FRAME, Add, Cancel, Frames, FromWorker, News, Start, ToWorker, add, frame
 from outpace.server.worker import Worker, serve
@@ -664,12 +664,22 @@ def test_item_24_a_prompt_is_scored_without_an_answer(folder: Path, llm: LLM) ->
     ]
 
 
+def test_item_1_many_vectors_are_computed_some_at_a_time(folder: Path) -> None:
+    async def ask() -> list[list[float]]:
+        async with engine(folder, Admission(max_waiting=EMBEDDED_AT_ONCE)) as client:
+            return await client.embed([vector_of([5 + number % 7]) for number in range(100)])
+
+    found = run(ask())
+    assert len(found) == 100
+    assert found[:7] == found[7:14] != found[1:8]
+
+
 def test_a_cancelled_embedding_is_forgotten(folder: Path) -> None:
     async def ask() -> None:
         async with engine(folder) as client:
-            work = asyncio.create_task(client.embed([vector_of(PROMPT)] * 200))
+            work = asyncio.create_task(client.embed([vector_of(PROMPT)] * 100))
             await asyncio.sleep(0)
-            assert client.in_flight == 200
+            assert client.in_flight == EMBEDDED_AT_ONCE
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             await until(lambda: client.in_flight == 0)
