@@ -26,7 +26,7 @@ SHARED: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-2": load
 OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
     "N-2": streams.n2,
     "L-6": load.l6,
-    "L-7": bodies.l7,
+    "L-8": bodies.l8,
     "F-3": faults.f3,
     "F-6": faults.f6,
     "F-7": faults.f7,

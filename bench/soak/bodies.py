@@ -99,7 +99,7 @@ async def attack(server: Server, name: str, request: bytes, seconds: float) -> F
     return Figures(name, percentile(times, 50), percentile(times, 99), max(times), sent, peak)
 
 
-async def l7(soak: Soak) -> Result:
+async def l8(soak: Soak) -> Result:
     """Every kind of body for some seconds."""
     requests = {name: post(path, body) for name, (path, body) in bodies().items()}
     async with serving(soak.small, "--max-num-seqs", "8", "--no-access-log") as server:
@@ -120,4 +120,4 @@ async def l7(soak: Soak) -> Result:
     )
     passed = worst.p99 < HEALTH_P99_MS and end - begin < MOST_GROWTH_MB
     target = f"/health p99 < {HEALTH_P99_MS:g} ms; memory afterwards +< {MOST_GROWTH_MB:g} MB"
-    return Result("L-7", target, measured, passed, f"{len(table)} bodies, {CLIENTS} clients")
+    return Result("L-8", target, measured, passed, f"{len(table)} bodies, {CLIENTS} clients")
