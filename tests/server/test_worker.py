@@ -643,7 +643,7 @@ def test_embeddings_run_beside_requests_and_fail_alone(folder: Path, llm: LLM) -
     vectors, found = run(ask())
     assert found == expected(llm, PROMPT, greedy(40))
     assert [len(vector) for vector in vectors] == [32] * 3
-    assert vectors[0] == vectors[2] != vectors[1]
+    assert vectors[0] == pytest.approx(vectors[2], abs=1e-4) != vectors[1]  # of another batch, maybe
 
 
 def test_item_24_a_prompt_is_scored_without_an_answer(folder: Path, llm: LLM) -> None:
@@ -671,7 +671,9 @@ def test_item_1_many_vectors_are_computed_some_at_a_time(folder: Path) -> None:
 
     found = run(ask())
     assert len(found) == 100
-    assert found[:7] == found[7:14] != found[1:8]
+    vectors = torch.tensor(found)
+    torch.testing.assert_close(vectors[:7], vectors[7:14], atol=1e-4, rtol=1e-4)  # their batches may differ
+    assert not torch.allclose(vectors[:7], vectors[1:8], atol=1e-2)
 
 
 def test_a_cancelled_embedding_is_forgotten(folder: Path) -> None:
