@@ -1,0 +1,60 @@
+"""What a checkpoint holds, known without reading it: tensors by name, each a piece of some file or several."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Region = tuple[slice | int, ...]
+"""Part of a tensor, as in `tensor[region]`; (): all of it. Slices have a step of 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a file, row after row, little-endian."""
+
+    path: Path
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored tensor, or a region of it, and the region of a wanted tensor that it is.
+
+    wanted[into] = stored[take], or its transpose(*swap).
+    """
+
+    place: Extent | Callable[[], Tensor]
+    """Where its bytes are, or what makes it on the host when it is wanted: mapped, dequantized, converted."""
+    shape: tuple[int, ...]
+    """As it is stored."""
+    dtype: torch.dtype
+    take: Region = ()
+    swap: tuple[int, int] | None = None
+    into: Region = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is stored."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One wanted tensor: together its pieces fill it, each element once."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint: its tensors by the names that it gives them."""
+
+    origin: str
+    """What errors call it: a folder or a file."""
+    sources: Mapping[str, Source]
