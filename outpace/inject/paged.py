@@ -1,5 +1,6 @@
 """A model of fused layers over flattened batches: embed, layers, norm, head, with keys and values in pages."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,34 +103,16 @@ class PagedModel:
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
-        x = self._run_layers(batch, pages)
-        if rows is not None:
-            x = x.index_select(0, rows)
-        if self._after is not None:
-            x = self._after(x if self._norm is None else self._norm(x))
-        x = self._head(x, norm=self._norm if self._after is None else None)
-        x = x if self._logit_scale == 1.0 else x * self._logit_scale
-        return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
+        return self.head(self.blocks(self.embed(batch), batch, pages, self._layers), rows)
 
     def hidden(self, batch: Batch, pages: Pages) -> Tensor:
         """What the head reads [T, hidden_size]; keys and values go to the pages."""
-        x = self._run_layers(batch, pages)
+        x = self.blocks(self.embed(batch), batch, pages, self._layers)
         x = x if self._norm is None else self._norm(x)
         return x if self._after is None else self._after(x)
 
-    def _run_layers(self, batch: Batch, pages: Pages) -> Tensor:
-        x = self._embed(batch)
-        attend = _PagedAttention(batch, pages, self._tables, self._slopes)
-        for layer in self._layers:
-            x = layer.run(x, attend, reuse=True)
-        return x
-
-    def _known_positions(self) -> list[int]:
-        """Rows of the tables that are read by position: behind the last one is memory of somebody else."""
-        learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
-        return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
-
-    def _embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
+        """What the first layer reads [T, H]."""
         learned = {"positions": batch.positions, "position_table": self._positions, "position_offset": self._offset}
         if not self._before:
             return self._kernels.embed(batch.ids, self._embedding, scale=self._scale, **learned)
@@ -138,20 +121,46 @@ class PagedModel:
             x = module(x)
         return x if self._positions is None else x + F.embedding(batch.positions + self._offset, self._positions)
 
+    def blocks(self, x: Tensor, batch: Batch, pages: Pages, layers: Iterable[FusedLayer]) -> Tensor:
+        """These layers over rows [T, H], which they may overwrite: all that this model has, in order, each as it comes.
 
+        A layer's pages and tables are those of its place among them, whatever its number in the whole model.
+        """
+        for place, layer in enumerate(layers):
+            keys, values = pages.keys[place], pages.values[place]
+            attend = _PagedAttention(batch, keys, values, self._tables[place], self._slopes[place])
+            x = layer.run(x, attend, reuse=True)
+        return x
+
+    def head(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits of what the last layer gives [T, H], or of these rows of it."""
+        if rows is not None:
+            x = x.index_select(0, rows)
+        if self._after is not None:
+            x = self._after(x if self._norm is None else self._norm(x))
+        x = self._head(x, norm=self._norm if self._after is None else None)
+        x = x if self._logit_scale == 1.0 else x * self._logit_scale
+        return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
+
+    def _known_positions(self) -> list[int]:
+        """Rows of the tables that are read by position: behind the last one is memory of somebody else."""
+        learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
+        return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class _PagedAttention:
-    """Attention of a batch over pages, for every layer of a forward."""
+    """Attention of a batch over the pages of one layer."""
 
-    def __init__(self, batch: Batch, pages: Pages, tables: list[Table], slopes: list[Tensor | None]) -> None:
-        self._batch = batch
-        self._pages = pages
-        self._tables = tables
-        self._slopes = slopes
+    batch: Batch
+    keys: Tensor
+    values: Tensor
+    table: Table
+    slopes: Tensor | None
 
     def __call__(self, layer: FusedLayer, qkv: Tensor) -> Tensor:
-        batch, settings, index = self._batch, layer.settings, layer.index
-        keys, values = self._pages.keys[index], self._pages.values[index]
-        cos, sin = self._tables[index]
+        batch, keys, values, settings = self.batch, self.keys, self.values, layer.settings
+        cos, sin = self.table
         q, k, v = layer.kernels.rotary(
             _layer_normed(layer, qkv), cos, sin, batch.positions, batch.slots, keys, values,
             num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim,
@@ -162,7 +171,7 @@ class _PagedAttention:
         attended: Tensor = layer.kernels.attention(
             q, keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
             scale=settings.scale, window=settings.window, softcap=settings.softcap,
-            alibi_slopes=self._slopes[index], sinks=layer.sinks, max_len=batch.max_len, mixed=batch.mixed,
+            alibi_slopes=self.slopes, sinks=layer.sinks, max_len=batch.max_len, mixed=batch.mixed,
         )  # fmt: skip
         return attended.reshape(qkv.shape[0], -1)
 
