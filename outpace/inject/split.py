@@ -1,0 +1,217 @@
+"""How a model is cut over ranks for tensor parallelism, tensor by tensor, as its policy or Hugging Face's plan says."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from outpace.errors import ConfigError, ModelError, NotSupported
+from outpace.inject.parts import Parts
+from outpace.inject.plan import Plan, PlannedLayer, make_plan
+from outpace.inject.policies import by_class
+from outpace.inject.policy import ModelRoles, Policy
+from outpace.parallel.spans import LAYOUTS, Spans, Split, even, halves, scaled, split_heads
+
+Splits = Mapping[str, Split | None]
+"""By the names of the model's state dict; None: whole on every rank."""
+Named = Iterator[tuple[str, Split | None]]
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_EXPERT_ROLES: Mapping[str, str] = {
+    "gate_proj": "up", "up_proj": "up", "gate_up_proj": "gate_up", "input_linear": "gate_up", "down_proj": "down",
+    "output_linear": "down",
+}  # fmt: skip
+"""What a linear of an expert is, by its name."""
+_STYLES: Mapping[str, str | None] = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output"), "column"),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), "row"),
+    "packed_colwise": "packed column",
+    "packed_rowwise": "packed row",
+    "embedding_rowwise": "first",
+    "embedding_colwise": "row",
+    **dict.fromkeys(
+        ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "all_reduce", "mla_kv_a_proj",
+         "moe_tp_experts", "moe_identity_expert"),
+    ),
+}  # fmt: skip
+"""What Hugging Face's names for ways to split mean for a weight; None: it stays whole."""
+
+
+def split_model(model: nn.Module, ranks: int, policies: Mapping[str, Policy] | None = None) -> Splits:
+    """How each tensor of a model's state dict is cut over the ranks; the model may be on the meta device.
+
+    A part of a fused qkv has the layout of the whole, with the heads of the rank ("quarters": where ranks divide 4).
+    """
+    if ranks < 1:
+        raise ConfigError(f"tensor parallelism: expected at least one rank, got {ranks}")
+    tensors = model.state_dict(keep_vars=True)
+    found: dict[str, Split | None] = dict.fromkeys(tensors)
+    if ranks == 1:
+        return found
+    plan = make_plan(model, by_class() if policies is None else policies)
+    named = _by_policy(model, plan, ranks) if plan.layers else _by_hugging_face(model, plan.config, ranks)
+    for name, split in named:
+        if name in tensors:  # a linear may have no bias, and a model no head
+            found[name] = split
+            _check(name, tensors[name], split)
+    return found
+
+
+def _check(name: str, tensor: Tensor, split: Split | None) -> None:
+    """A policy, or a config, that does not describe the tensor."""
+    if split is None:
+        return
+    size, stop = tensor.shape[split.dim], max(spans[-1][1] for spans in split.spans)
+    if stop != size:
+        raise ModelError(f"tensor parallelism: {name} has {size} rows or columns along {split.dim}, its heads {stop}")
+
+
+def _by_policy(model: nn.Module, plan: Plan, ranks: int) -> Named:
+    for item in plan.layers:
+        for name, split in _layer(item, ranks):
+            yield f"{item.path}.{name}", split
+    roles = plan.layers[0].policy.model
+    if roles is not None:
+        yield from _vocabulary(Parts(model), roles, ranks)
+
+
+def _vocabulary(part: Parts, roles: ModelRoles, ranks: int) -> Named:
+    for path in (roles.embed, roles.head):
+        module = part.optional(path)
+        if module is not None:
+            rows = even(_weight(module, path).shape[0], ranks, f"the rows of {path}")
+            yield from _linear(path, 0, tuple((span,) for span in rows))
+
+
+def _layer(item: PlannedLayer, ranks: int) -> Named:
+    policy, settings, part = item.policy, item.settings, Parts(item.layer)
+    _check_norms(item, part)
+    column, row = (1, 0) if policy.transposed else (0, 1)
+    heads = split_heads(settings.num_heads, settings.num_kv_heads, ranks)
+    query = tuple(scaled([each.query], settings.head_dim) for each in heads)
+    kv = tuple(scaled([each.kv], settings.head_dim) for each in heads)
+    if isinstance(policy.qkv, str):
+        units = [LAYOUTS[policy.qkv_layout](each, settings.num_heads, settings.num_kv_heads) for each in heads]
+        yield from _linear(policy.qkv, column, tuple(scaled(each, settings.head_dim) for each in units))
+    else:
+        for path, spans in zip(policy.qkv, (query, kv, kv), strict=True):
+            yield from _linear(path, column, spans)
+    yield f"{policy.out}.weight", Split(row, query)
+    if policy.sinks is not None:
+        yield policy.sinks, Split(0, tuple((each.query,) for each in heads))
+    if policy.up is not None:
+        yield from _mlp(policy, part, ranks)
+    if policy.mlp is not None:
+        for name, split in _experts(part(policy.mlp), f"{item.path}.{policy.mlp}", ranks):
+            yield f"{policy.mlp}.{name}", split
+
+
+def _mlp(policy: Policy, part: Parts, ranks: int) -> Named:
+    column, row = (1, 0) if policy.transposed else (0, 1)
+    assert policy.up is not None, "checked by the caller"
+    assert policy.down is not None, "a policy that names one names both"
+    size = _weight(part(policy.down), policy.down).shape[row]
+    rows = even(size, ranks, f"the intermediate size of {policy.down}")
+    packed = policy.gated and isinstance(policy.up, str)
+    spans = tuple(scaled(halves(span, size), 1) if packed else (span,) for span in rows)
+    for path in (policy.up,) if isinstance(policy.up, str) else policy.up:
+        yield from _linear(path, column, spans)
+    yield f"{policy.down}.weight", Split(row, tuple((span,) for span in rows))
+
+
+def _linear(path: str, dim: int, spans: tuple[Spans, ...]) -> Named:
+    """A linear cut along its outputs; its bias, a vector, with them."""
+    yield f"{path}.weight", Split(dim, spans)
+    yield f"{path}.bias", Split(0, spans)
+
+
+def _experts(mlp: nn.Module, where: str, ranks: int) -> Named:
+    """A module of experts, or the plain MLP of a layer without: each expert is cut along its intermediate size."""
+    for name, tensor in mlp.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        stacked = leaf not in ("weight", "bias")
+        role = _EXPERT_ROLES.get(leaf.removesuffix("_bias") if stacked else owner.rpartition(".")[2])
+        if name.partition(".")[0] in _ROUTERS or (role == "down" and leaf.endswith("bias")):
+            yield name, None
+        elif role is None:
+            raise NotSupported(f"tensor parallelism: nothing says how {where}.{name} is split over ranks")
+        else:
+            says = _Stacked(mlp.get_submodule(owner)) if stacked else None
+            transposed = says is not None and says("is_transposed")
+            packed = role == "gate_up" and (says is None or says("is_concatenated"))
+            dim = -1 if leaf.endswith("bias") or (role == "down") != transposed else -2
+            width = 2 if role == "gate_up" and not packed else 1  # gate and up of each index are neighbours
+            yield name, _cut(tensor, dim, ranks, f"{where}.{name}", packed=packed, width=width)
+
+
+class _Stacked:
+    """What Hugging Face's stacked experts say of their layout."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __call__(self, fact: str) -> bool:
+        found = getattr(self._experts, fact, None)
+        if found is None:
+            kind = type(self._experts).__name__
+            raise NotSupported(f"tensor parallelism: {kind} does not say the layout of its weights ({fact})")
+        return bool(found)
+
+
+def _cut(tensor: Tensor, dim: int, ranks: int, what: str, *, packed: bool = False, width: int = 1) -> Split:
+    """Evenly along a dimension: in both halves of it (packed), or in units of `width`."""
+    dim %= tensor.dim()
+    size = tensor.shape[dim] // (2 if packed else width)
+    rows = even(size, ranks, f"dimension {dim} of {what}")
+    return Split(dim, tuple(scaled(halves(span, size) if packed else [span], width) for span in rows))
+
+
+def _check_norms(item: PlannedLayer, part: Parts) -> None:
+    """A norm of q or k that each head has for itself can stay whole; one over all heads needs those of other ranks."""
+    for path in (item.policy.q_norm, item.policy.k_norm):
+        weight = None if path is None else getattr(part(path), "weight", None)
+        if isinstance(weight, Tensor) and weight.numel() != item.settings.head_dim:
+            raise NotSupported(
+                f"tensor parallelism: {item.path}.{path} is a norm over all heads together ({weight.numel()} values, "
+                f"{item.settings.head_dim} a head), which no rank can compute alone"
+            )
+
+
+def _weight(module: nn.Module, path: str) -> Tensor:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise ModelError(f"tensor parallelism: {path} ({type(module).__name__}) has no weight of two dimensions")
+    return weight
+
+
+def _by_hugging_face(model: nn.Module, config: Any, ranks: int) -> Named:
+    """A model that no policy knows, by the plan that Hugging Face has of it."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not any("*" in pattern for pattern in plan):
+        raise NotSupported(
+            f"tensor parallelism: nothing says how {type(model).__name__} is split over {ranks} ranks: Outpace has no "
+            "policy of it, and Hugging Face no plan (tp_plan)"
+        )
+    for entry in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, entry, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise NotSupported(
+                f"tensor parallelism: {entry}={heads} of {type(model).__name__} does not divide by {ranks} ranks, "
+                "which Hugging Face's plan needs"
+            )
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        style = plan.get(generic) or plan.get(generic.rpartition(".")[0])
+        if style is not None:
+            yield name, _styled(name, tensor, style, ranks)
+
+
+def _styled(name: str, tensor: Tensor, style: str, ranks: int) -> Split | None:
+    if style not in _STYLES:
+        raise NotSupported(f"tensor parallelism: {name} is split as {style!r}, which Outpace does not know")
+    kind = _STYLES[style]
+    if kind is None or (tensor.dim() < 2 and kind.endswith("row")):
+        return None
+    dim = {"first": 0, "column": max(tensor.dim() - 2, 0)}.get(kind.removeprefix("packed "), -1)
+    return _cut(tensor, dim, ranks, name, packed=kind.startswith("packed"))
