@@ -49,6 +49,7 @@ FAMILIES: Mapping[str, tuple[type[PreTrainedModel], Callable[..., Any], Mapping[
         {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": PAD, "eos_token_id": None},
     ),
     "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, _OLD),
+    "falcon": (hf.FalconForCausalLM, hf.FalconConfig, {**_OLD, "new_decoder_architecture": False}),
     "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {**_DECODER, "num_local_experts": 4}),
     "t5": (
         hf.T5ForConditionalGeneration,

@@ -1,15 +1,14 @@
 """What lies in a model folder, checked before anything large is read; and how a name becomes such a folder."""
 
-import json
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
 from outpace.errors import ModelError
+from outpace.loading.layout import find_layout, lone_safetensors
+from outpace.loading.safetensors_header import read_header
 from outpace.log import chosen
 
 if TYPE_CHECKING:
@@ -44,9 +43,8 @@ class Checkpoint:
 
         import torch
 
-        with safe_open(self.weights[0], framework="np") as file:
-            found = (_DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
-            name = next((name for name in found if name is not None), None)
+        stored = (_DTYPES.get(entry.dtype) for entry in read_header(self.weights[0]).entries.values())
+        name = next((name for name in stored if name is not None), None)
         return None if name is None else getattr(torch, name)
 
 
@@ -100,39 +98,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         inside = sorted(path.name for path in folder.glob("*.gguf"))
         remedy = f"name the file itself: {folder / inside[0]}" if inside else "name the folder that holds the model"
         raise ModelError(f"model: {folder} has no config.json; {remedy}")
-    safe = _weight_files(folder, "model.safetensors")
-    weights = safe or _weight_files(folder, "pytorch_model.bin")
-    if not weights:
+    layout = find_layout(folder) or lone_safetensors(folder)
+    if layout is None:
         raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
-    for path in weights:
-        _check_file(path, is_safetensors=bool(safe))
-    if not safe:
-        chosen("weights", weights[0].name, "the folder has no safetensors; read with weights_only=True, never as code")
+    safe = layout.kind == "safetensors"
+    if safe:
+        for path in layout.files:
+            read_header(path)
+    else:
+        chosen("weights", layout.files[0].name, "the folder has no safetensors; read as tensors alone, never as code")
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    return Checkpoint(folder, tuple(weights), bool(safe), has_tokenizer)
-
-
-def _weight_files(folder: Path, name: str) -> list[Path]:
-    """The one file called `name`, or all those its index lists."""
-    if (folder / name).is_file():
-        return [folder / name]
-    index = folder / f"{name}.index.json"
-    if not index.is_file():
-        return []
-    try:
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model: {index} is not a weight index ({error}); download it again") from error
-    return [folder / Path(entry).name for entry in sorted(listed)]
-
-
-def _check_file(path: Path, *, is_safetensors: bool) -> None:
-    if not path.is_file():
-        raise ModelError(f"model: {path} is missing, though the index lists it; download the model again")
-    if not is_safetensors:
-        return
-    try:
-        with safe_open(path, framework="np"):  # reads the header, and compares it with the size of the file
-            pass
-    except SafetensorError as error:
-        raise ModelError(f"model: {path} is damaged or incomplete ({error}); download it again") from error
+    return Checkpoint(folder, layout.files, safe, has_tokenizer)

@@ -1,0 +1,72 @@
+"""Which files of a folder hold the weights. Imports no torch, reads no weights."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from outpace.errors import ModelError
+from outpace.loading.strict_json import read_object
+
+DESCRIPTOR = "ds_inference_config.json"
+"""The descriptor that lies beside the files of ranks, as DeepSpeed calls it."""
+
+Kind = Literal["safetensors", "torch"]
+_NAMES: Mapping[str, Kind] = {"model.safetensors": "safetensors", "pytorch_model.bin": "torch"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files that together hold all tensors, each tensor once."""
+
+    kind: Kind
+    files: tuple[Path, ...]
+    places: Mapping[str, Path] = field(default_factory=dict)
+    """The file of each tensor, where an index says it."""
+
+
+def inside(folder: Path, name: str, what: str) -> Path:
+    """`folder / name`, unless the name leaves the folder. what: where the name was read, for the error."""
+    path = Path(os.path.normpath(folder / name))
+    if not name or "\0" in name or not path.is_relative_to(os.path.normpath(folder)) or ".." in Path(name).parts:
+        raise ModelError(f"{what}: {name[:200]!r} lies outside {folder}; name files inside it")
+    return path
+
+
+def find_layout(folder: Path) -> Layout | None:
+    """The weights of a Hugging Face folder; None: there are none under their usual names."""
+    for name, kind in _NAMES.items():
+        if (folder / name).is_file():
+            return Layout(kind, (folder / name,))
+        if (index := folder / f"{name}.index.json").is_file():
+            return read_index(index)
+    return None
+
+
+def lone_safetensors(folder: Path) -> Layout | None:
+    """The only .safetensors file of a folder, whatever its name; None: there is none."""
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:5])
+        raise ModelError(
+            f"model: {folder} has {len(found)} .safetensors files ({names} ..) and no index that says which belong "
+            "together; name one file, or add model.safetensors.index.json"
+        )
+    return Layout("safetensors", (found[0],)) if found else None
+
+
+def read_index(index: Path) -> Layout:
+    """The files that an index lists; all of them are there."""
+    listed = read_object(index, "weight index").get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise ModelError(
+            f"model: {index} is not a weight index (weight_map does not give each tensor a file); download it again"
+        )
+    places = {tensor: inside(index.parent, name, f"model: {index.name}") for tensor, name in listed.items()}
+    files = tuple(sorted(set(places.values())))
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"model: {path} is missing, though the index lists it; download the model again")
+    kind: Kind = "safetensors" if index.name.endswith(".safetensors.index.json") else "torch"
+    return Layout(kind, files, places)
