@@ -1,0 +1,137 @@
+"""Hugging Face's tables of renamed and merged weights, applied to sources instead of tensors.
+
+This is the only file that uses transformers' loading internals. They are not public and change between releases. It
+uses what 5.17 and 5.22 have in common: the tables of a model (get_model_conversion_mapping), rename_source_key,
+dot_natural_key, add_tensor and convert of a WeightConverter, and of a model all_tied_weights_keys and the two
+_keys_to_ignore_on_load_... attributes.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from outpace.errors import ModelError
+from outpace.loading.problems import line
+from outpace.loading.read import read
+from outpace.loading.regions import Inexpressible
+from outpace.loading.trace import Traced
+from outpace.loading.weights import Piece, Source
+
+_Parts = list[tuple[str, Source]]
+"""What a converter takes: the pattern that a stored name matched, and the tensor, in natural order."""
+
+
+def convert(
+    model: PreTrainedModel, wanted: dict[str, Tensor], stored: Mapping[str, Source]
+) -> tuple[dict[str, Source], dict[str, str]]:
+    """Sources by the model's names; and the stored names without a place, with what they were renamed to."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    found: dict[str, Source] = {}
+    merged: dict[str, tuple[Any, _Parts]] = {}
+    extra: dict[str, str] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], prefix, wanted)
+        if target not in wanted or target in found or (pattern is None and target in merged):
+            extra[name] = target
+        elif pattern is None:
+            found[target] = stored[name]
+        else:
+            merged.setdefault(target, (by_pattern[pattern], []))[1].append((pattern, stored[name]))
+    fixed = _Fixed(model, wanted)
+    for target, (converter, parts) in merged.items():
+        made = _converted(converter, target, parts, fixed)
+        if twice := sorted((made.keys() & found.keys()) | (made.keys() - wanted.keys())):
+            raise ModelError(
+                f"model: {', '.join(twice[:5])} is stored both in parts and whole; convert the model again"
+            )
+        found |= made
+    return found, extra
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Names of tied weights, each with the name that it is tied to. Changing it changes what the model ties."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def may_miss(model: nn.Module, name: str) -> bool:
+    """Whether the model's class says that checkpoints need not have this tensor."""
+    return _listed(model, "_keys_to_ignore_on_load_missing", name)
+
+
+def may_have(model: nn.Module, name: str) -> bool:
+    """Whether the model's class says that checkpoints may have this tensor, which it does not use."""
+    return _listed(model, "_keys_to_ignore_on_load_unexpected", name)
+
+
+def quantization(model: nn.Module) -> str | None:
+    """The method by which the config says that the checkpoint is quantized."""
+    found = getattr(getattr(model, "config", None), "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "unknown method")
+
+
+def _listed(model: nn.Module, attribute: str, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
+
+
+class _Fixed:
+    """What operations ask of a model, as it was before its layers were replaced."""
+
+    def __init__(self, model: PreTrainedModel, wanted: dict[str, Tensor]) -> None:
+        self.config = model.config
+        self.get_parameter = dict(wanted).__getitem__
+
+
+def _converted(converter: WeightConverter, target: str, parts: _Parts, model: _Fixed) -> dict[str, Source]:
+    """The sources that a converter makes of stored ones: regions of them, or else computed when they are wanted."""
+    try:
+        return {name: tensor.source for name, tensor in _run(converter, target, parts, Traced.of, model).items()}
+    except Inexpressible:
+        shapes = _run(converter, target, parts, _empty, model)
+    return {
+        name: Source(tuple(shape.shape), shape.dtype, (_computed(converter, target, parts, model, name, shape),))
+        for name, shape in shapes.items()
+    }
+
+
+def _computed(converter: WeightConverter, target: str, parts: _Parts, model: _Fixed, name: str, shape: Tensor) -> Piece:
+    def make() -> Tensor:
+        return _run(converter, target, parts, read, model)[name]
+
+    return Piece(make, tuple(shape.shape), shape.dtype)
+
+
+def _run(
+    converter: WeightConverter, target: str, parts: _Parts, tensor: Callable[[Source], Any], model: _Fixed
+) -> dict[str, Any]:
+    """Hugging Face's conversion, run on tensors made of the sources."""
+    converter = deepcopy(converter)  # it collects tensors
+    for pattern, source in parts:
+        converter.add_tensor(target, target, pattern, tensor(source))
+    try:
+        made = converter.convert(target, model=model, config=model.config)
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise ModelError(
+            f"model: {target} cannot be made of the {len(parts)} stored tensors that belong to it ({line(error)}); "
+            "some are missing or of another shape: download the model again"
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _empty(source: Source) -> Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, device="meta")

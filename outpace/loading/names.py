@@ -1,0 +1,182 @@
+"""Which stored tensor is which tensor of the model; what does not fit is an error before anything is allocated."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outpace.errors import ModelError
+from outpace.loading import conversion
+from outpace.loading.dtypes import short
+from outpace.loading.read import same
+from outpace.loading.weights import Source, Weights
+from outpace.log import chosen, logger
+
+_WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
+_OLD_BUFFERS = re.compile(r"(^|\.)((\w+_)?inv_freq|position_ids|_extra_state)$")
+"""Buffers that older versions of models stored and that are computed now."""
+_OLD_MASKS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$")
+_OTHER_HEADS = re.compile(
+    r"((^|.*\.)pooler|cls\.\w+|lm_head|embed_out|proj_out|score|classifier|qa_outputs|v_head)(\..*|$)"
+)
+"""Parts of other classes on the same base model."""
+
+
+def match(model: nn.Module, weights: Weights) -> dict[str, Source]:
+    """A source for every parameter and persistent buffer of a model on the meta device, by the model's names.
+
+    Names of one Parameter have one source; what the model ties becomes one Parameter, unless the checkpoint has
+    different values for it. A buffer that the checkpoint may leave out, and does, has no source: it keeps its value.
+    """
+    if (method := conversion.quantization(model)) is not None:
+        raise _quantized(weights, method)
+    wanted = _tensors(model)
+    stored = _unwrapped(weights.sources, wanted)
+    if isinstance(model, PreTrainedModel):
+        found, extra = conversion.convert(model, wanted, stored)
+    else:
+        found = {name: source for name, source in stored.items() if name in wanted}
+        extra = {name: name for name in stored if name not in wanted}
+    groups = _tied(model)
+    lost = [names[0] for names in groups if not _filled(model, names, found)]
+    _check(model, weights, lost, _really_extra(model, wanted, stored, extra), _misfits(wanted, found, weights))
+    for names in groups:
+        if len(names) > 1:
+            _share(model, names, found)
+    return {name: found[name] for name in wanted if name in found}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, the very objects."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+
+
+def _unwrapped(stored: Mapping[str, Source], wanted: Mapping[str, Tensor]) -> Mapping[str, Source]:
+    """The stored tensors without a wrapper's prefix, if all of them have it and no name of the model does."""
+    for prefix in _WRAPPERS:
+        if stored and all(name.startswith(prefix) for name in stored):
+            if any(name.startswith(prefix) for name in wanted):
+                return stored
+            chosen("weights", f"names without {prefix}", "every stored name begins with it, and none of the model's")
+            return _unwrapped({name.removeprefix(prefix): source for name, source in stored.items()}, wanted)
+    return stored
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each weight, after everything that the model ties was made one Parameter."""
+    wanted = _tensors(model)
+    ties = conversion.ties(model)
+    for target, source in ties.items():
+        if target in wanted and source in wanted and wanted[target] is not wanted[source]:
+            _put(model, target, wanted[source])
+    groups: dict[int, list[str]] = {}
+    for name, value in sorted(_tensors(model).items(), key=lambda item: item[0] in ties):
+        groups.setdefault(id(value), []).append(name)
+    return list(groups.values())
+
+
+def _filled(model: nn.Module, names: list[str], found: Mapping[str, Source]) -> bool:
+    if any(name in found for name in names):
+        return True
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return any(name in buffers and conversion.may_miss(model, name) for name in names)
+
+
+def _share(model: nn.Module, names: list[str], found: dict[str, Source]) -> None:
+    """Give every name of a weight one source; a name that is stored with other values gets a Parameter of its own."""
+    first = next((name for name in names if name in found), None)
+    if first is None:  # a buffer that keeps its value
+        return
+    for name in names:
+        source = found.setdefault(name, found[first])
+        if same(found[first], source, _at(model, name).dtype):
+            found[name] = found[first]
+        else:
+            _untie(model, name, first)
+
+
+def _untie(model: nn.Module, name: str, first: str) -> None:
+    shared = _at(model, name)
+    _put(model, name, nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad))
+    if _at(model, first) is not shared:  # the whole module is in both places
+        raise ModelError(f"model: {name} and {first} are one weight, but are stored with different values")
+    conversion.ties(model).pop(name, None)
+    logger.warning("%s is not tied to %s: they are stored with different values", name, first)
+
+
+def _at(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
+
+
+def _put(model: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, value)
+
+
+def _really_extra(
+    model: nn.Module, wanted: Mapping[str, Tensor], stored: Mapping[str, Source], extra: Mapping[str, str]
+) -> list[str]:
+    """The stored names that should not be there."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    heads = [name for name in extra if isinstance(model, PreTrainedModel) and _other_head(name, wanted)]
+    if heads:
+        logger.warning("weights of parts that this model does not have: %s (%d)", ", ".join(heads[:5]), len(heads))
+    return [
+        name
+        for name, renamed in extra.items()
+        if name not in heads
+        and not {name, renamed} & buffers
+        and not _OLD_BUFFERS.search(name)
+        and not (_OLD_MASKS.search(name) and _is_mask(stored[name].shape))
+        and not conversion.may_have(model, name)
+        and not conversion.may_have(model, renamed)
+    ]
+
+
+def _other_head(name: str, wanted: Iterable[str]) -> bool:
+    """Whether it belongs to a part of another class, all of which this model lacks."""
+    part = _OTHER_HEADS.fullmatch(name)
+    return part is not None and not any(other.startswith(f"{part[1]}.") for other in wanted)
+
+
+def _is_mask(shape: tuple[int, ...]) -> bool:
+    return not shape or (len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3])
+
+
+def _misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Source], weights: Weights) -> list[str]:
+    """Tensors of another shape or kind than the model's, each with what it is."""
+    misfits = []
+    for name, source in found.items():
+        want = wanted[name]
+        if want.is_floating_point() and source.dtype.itemsize == 1 and source.dtype is not torch.bool:
+            raise _quantized(weights, f"{name} is stored as {short(source.dtype)}")
+        if source.shape != tuple(want.shape):
+            misfits.append(f"{name}: {list(source.shape)} instead of {list(want.shape)}")
+        elif source.dtype.is_floating_point != want.is_floating_point() or source.dtype.is_complex:
+            misfits.append(f"{name}: {short(source.dtype)} instead of {short(want.dtype)}")
+    return misfits
+
+
+def _check(model: nn.Module, weights: Weights, lost: list[str], extra: list[str], misfits: list[str]) -> None:
+    problems = [
+        f"{what}: {len(names)} ({', '.join(names[:5])}{', ..' if len(names) > 5 else ''})"
+        for what, names in (("missing", lost), ("extra", extra), ("of another shape or kind", misfits))
+        if names
+    ]
+    if problems:
+        raise ModelError(
+            f"model: the weights in {weights.origin} do not fit {type(model).__name__}; tensors "
+            f"{'; '.join(problems)}; use the config and the weights of one model"
+        )
+
+
+def _quantized(weights: Weights, why: str) -> ModelError:
+    return ModelError(
+        f"model: {weights.origin} is quantized ({why}); quantized checkpoints are not in this release yet, "
+        "use one with weights in float16, bfloat16 or float32"
+    )

@@ -1,0 +1,142 @@
+"""Sources cut, joined, stacked and transposed without reading them: only their regions change."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import torch
+
+from outpace.loading.weights import Piece, Region, Source
+
+
+class Inexpressible(Exception):
+    """A region cannot say this; the tensor has to be read and computed."""
+
+
+def cut(source: Source, dim: int, start: int, stop: int) -> Source:
+    """source[start:stop] along one dimension."""
+    dim = dim % len(source.shape)
+    pieces = (_cut(piece, _full(piece.into, source.shape), dim, start, stop) for piece in source.pieces)
+    shape = (*source.shape[:dim], stop - start, *source.shape[dim + 1 :])
+    return _source(shape, source.dtype, [found for found in pieces if found is not None])
+
+
+def join(sources: Sequence[Source], dim: int) -> Source:
+    """As torch.cat."""
+    shape = list(sources[0].shape)
+    dim = dim % len(shape)
+    shape[dim] = 0
+    pieces = []
+    for source in sources:
+        for piece, into in _placed(source):
+            pieces.append(replace(piece, into=_with(into, dim, _moved(into[dim], shape[dim]))))
+        shape[dim] += source.shape[dim]
+    return _source(tuple(shape), _dtype(sources), pieces)
+
+
+def stack(sources: Sequence[Source], dim: int) -> Source:
+    """As torch.stack."""
+    dim = dim % (len(sources[0].shape) + 1)
+    pieces = [
+        replace(piece, into=(*into[:dim], number, *into[dim:]))
+        for number, source in enumerate(sources)
+        for piece, into in _placed(source)
+    ]
+    shape = sources[0].shape
+    return _source((*shape[:dim], len(sources), *shape[dim:]), _dtype(sources), pieces)
+
+
+def transpose(source: Source, dim0: int, dim1: int) -> Source:
+    """As torch.transpose."""
+    first, second = sorted((dim0 % len(source.shape), dim1 % len(source.shape)))
+    shape = list(source.shape)
+    shape[first], shape[second] = shape[second], shape[first]
+    pieces = [
+        replace(piece, into=_exchanged(into, first, second), swap=_swapped(piece, into, first, second))
+        for piece, into in _placed(source)
+    ]
+    return _source(tuple(shape), source.dtype, pieces)
+
+
+def _placed(source: Source) -> Iterator[tuple[Piece, Region]]:
+    for piece in source.pieces:
+        yield piece, _full(piece.into, source.shape)
+
+
+def _source(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]) -> Source:
+    """A source with the regions that are everything written as ()."""
+    return Source(
+        shape,
+        dtype,
+        tuple(replace(piece, take=_short(piece.take, piece.shape), into=_short(piece.into, shape)) for piece in pieces),
+    )
+
+
+def _dtype(sources: Sequence[Source]) -> torch.dtype:
+    return reduce(torch.promote_types, (source.dtype for source in sources))
+
+
+def _full(region: Region, shape: tuple[int, ...]) -> Region:
+    """The region with an entry for each dimension, slices with both ends."""
+    given = [
+        slice(*part.indices(size)[:2]) if isinstance(part, slice) else part % size
+        for part, size in zip(region, shape, strict=False)
+    ]
+    return (*given, *(slice(0, size) for size in shape[len(given) :]))
+
+
+def _short(region: Region, shape: tuple[int, ...]) -> Region:
+    full = _full(region, shape)
+    return () if full == tuple(slice(0, size) for size in shape) else full
+
+
+def _with(region: Region, dim: int, part: slice | int) -> Region:
+    return (*region[:dim], part, *region[dim + 1 :])
+
+
+def _moved(part: slice | int, by: int) -> slice | int:
+    return slice(part.start + by, part.stop + by) if isinstance(part, slice) else part + by
+
+
+def _exchanged(region: Region, first: int, second: int) -> Region:
+    return _with(_with(region, first, region[second]), second, region[first])
+
+
+def _slices(region: Region) -> list[int]:
+    """The dimensions that indexing with the region keeps."""
+    return [dim for dim, part in enumerate(region) if isinstance(part, slice)]
+
+
+def _cut(piece: Piece, into: Region, dim: int, start: int, stop: int) -> Piece | None:
+    """The part of a piece that lies in the cut, None if there is none."""
+    place = into[dim]
+    if isinstance(place, int):
+        return replace(piece, into=_with(into, dim, place - start)) if start <= place < stop else None
+    low, high = max(place.start, start), min(place.stop, stop)
+    if low >= high:
+        return None
+    content = _slices(into).index(dim)
+    if piece.swap is not None and content in piece.swap:
+        content = piece.swap[0] + piece.swap[1] - content
+    take = _full(piece.take, piece.shape)
+    stored = _slices(take)[content]
+    begin = take[stored].start  # type: ignore[union-attr]
+    part = slice(begin + low - place.start, begin + high - place.start)
+    return replace(piece, take=_with(take, stored, part), into=_with(into, dim, slice(low - start, high - start)))
+
+
+def _swapped(piece: Piece, into: Region, first: int, second: int) -> tuple[int, int] | None:
+    """What a piece's swap becomes when two dimensions of the tensor that it is a part of are exchanged."""
+    kept = _slices(into)
+    if first == second or (first not in kept and second not in kept):
+        return piece.swap
+    if first not in kept or second not in kept:
+        if any(first < dim < second for dim in kept):
+            raise Inexpressible("a transpose that moves one dimension past others")
+        return piece.swap
+    swap = (kept.index(first), kept.index(second))
+    if piece.swap is None:
+        return swap
+    if set(piece.swap) == set(swap):
+        return None
+    raise Inexpressible("two transposes of different dimensions")
