@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from outpace.errors import ModelError, OutpaceError
+from outpace.loading.whole import new_folder, partial_prefix
 
 PROVENANCE = "outpace.json"
 _RUST_OS_ERROR = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
@@ -102,27 +102,10 @@ def _check_free(target: Path) -> None:
 
 def _make_whole(target: Path, make: Callable[[Path], None]) -> None:
     """Fill a hidden sibling of `target` and rename it; the caller holds the lock, so any other one is a leftover."""
-    hidden = f".{target.name}.partial-"
-    for leftover in target.parent.glob(f"{hidden}*"):
+    for leftover in target.parent.glob(f"{partial_prefix(target)}*"):
         shutil.rmtree(leftover)
-    partial = Path(tempfile.mkdtemp(prefix=hidden, dir=target.parent))
-    try:
+    with new_folder(target) as partial:
         make(partial)
-        _flush(partial)
-        partial.chmod(0o755)  # mkdtemp makes folders that only their owner can read
-        if target.is_dir():
-            target.rmdir()
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # nothing is left to remove after the rename
-
-
-def _flush(folder: Path) -> None:
-    """Put the files on the disk before the folder gets its name: a power cut must not leave a model with holes."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
 
 
 def _describe(folder: Path) -> CachedModel:

@@ -8,7 +8,7 @@ import torch
 from outpace.loading.safetensors_header import Entry, Header, read_header
 from outpace.loading.weights import Extent, Piece, Source
 
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -42,5 +42,5 @@ def sources_of(path: Path, header: Header) -> dict[str, Source]:
 
 
 def _source(path: Path, entry: Entry) -> Source:
-    dtype = _DTYPES[entry.dtype]
+    dtype = DTYPES[entry.dtype]
     return Source(entry.shape, dtype, (Piece(Extent(path, entry.start), entry.shape, dtype),))
