@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.errors import ModelError
-from outpace.loading.layout import find_layout, lone_safetensors
+from outpace.loading.descriptor import read_descriptor
+from outpace.loading.layout import DESCRIPTOR, find_layout, lone_safetensors
 from outpace.loading.safetensors_header import read_header
+from outpace.loading.training import find_ranks
 from outpace.log import chosen
 
 if TYPE_CHECKING:
@@ -98,14 +100,26 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         inside = sorted(path.name for path in folder.glob("*.gguf"))
         remedy = f"name the file itself: {folder / inside[0]}" if inside else "name the folder that holds the model"
         raise ModelError(f"model: {folder} has no config.json; {remedy}")
-    layout = find_layout(folder) or lone_safetensors(folder)
-    if layout is None:
+    files = _weight_files(folder)
+    if not files:
         raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
-    safe = layout.kind == "safetensors"
+    safe = all(path.suffix == ".safetensors" for path in files)
     if safe:
-        for path in layout.files:
+        for path in files:
             read_header(path)
     else:
-        chosen("weights", layout.files[0].name, "the folder has no safetensors; read as tensors alone, never as code")
+        chosen("weights", files[0].name, "the folder has no safetensors; read as tensors alone, never as code")
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    return Checkpoint(folder, layout.files, safe, has_tokenizer)
+    return Checkpoint(folder, files, safe, has_tokenizer)
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that `open_weights` would read."""
+    if layout := find_layout(folder):
+        return layout.files
+    if (folder / DESCRIPTOR).is_file():
+        found = read_descriptor(folder / DESCRIPTOR)
+        return (*found.whole, *(path for files in found.ranks for path in files))
+    if ranks := find_ranks(folder):
+        return ranks
+    return layout.files if (layout := lone_safetensors(folder)) else ()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from outpace.loading.weights import Weights
+
 # What the reader, numpy and Python raise on bytes that are not what they should be.
 Result = TypeVar("Result")
 _READER_ERRORS = (ValueError, LookupError, TypeError, ArithmeticError, OSError, MemoryError)
@@ -34,19 +37,36 @@ class GGUFModel:
     permuted: bool
     tokenizer: PreTrainedTokenizerFast | None  # None: the file holds none
 
-    def tensors(self, dtype: "torch.dtype") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield (Hugging Face name, tensor); one tensor is dequantized at a time."""
+    def weights(self, dtype: "torch.dtype | None" = None) -> "Weights":
+        """Its tensors by Hugging Face names, each dequantized when it is wanted. dtype: None is float32."""
         import torch
 
+        from outpace.loading.weights import Piece, Source, Weights
+
+        wanted = dtype or torch.float32
+        sources: dict[str, Source] = {}
         for name, entry in self.entries.items():
-            values = _dequantize(entry)
-            if self.permuted and (heads := self._rotated_heads(name)):
-                values = _halves_from_pairs(values, heads)
-            tensor = torch.from_numpy(np.require(values, requirements=["C", "W", "O"])).to(dtype)
-            if not all(map(torch.isfinite, torch.aminmax(tensor))):  # one pass; NaN comes through
-                where = f"model: {self.path.name}: {entry.name}"
-                raise ModelError(f"{where}: holds values that are not finite in {dtype}; use float32, or another file")
-            yield name, tensor
+            shape = tuple(int(size) for size in reversed(entry.shape))
+            make = partial(self._make, name, entry, wanted)
+            sources[name] = Source(shape, wanted, (Piece(make, shape, wanted),))
+        return Weights(str(self.path), sources)
+
+    def tensors(self, dtype: "torch.dtype") -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield (Hugging Face name, tensor); one tensor is dequantized at a time."""
+        for name, entry in self.entries.items():
+            yield name, self._make(name, entry, dtype)
+
+    def _make(self, name: str, entry: ReaderTensor, dtype: "torch.dtype") -> "torch.Tensor":
+        import torch
+
+        values = _dequantize(entry)
+        if self.permuted and (heads := self._rotated_heads(name)):
+            values = _halves_from_pairs(values, heads)
+        tensor = torch.from_numpy(np.require(values, requirements=["C", "W", "O"])).to(dtype)
+        if not all(map(torch.isfinite, torch.aminmax(tensor))):  # one pass; NaN comes through
+            where = f"model: {self.path.name}: {entry.name}"
+            raise ModelError(f"{where}: holds values that are not finite in {dtype}; use float32, or another file")
+        return tensor
 
     def _rotated_heads(self, name: str) -> int:
         """How many heads the rows of this tensor are, if rope turns them; else 0."""

@@ -1,6 +1,5 @@
 """Which files of a folder hold the weights. Imports no torch, reads no weights."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +25,12 @@ class Layout:
     """The file of each tensor, where an index says it."""
 
 
-def inside(folder: Path, name: str, what: str) -> Path:
+def inside(folder: Path, name: str, what: str, remedy: str = "name files inside it") -> Path:
     """`folder / name`, unless the name leaves the folder. what: where the name was read, for the error."""
-    path = Path(os.path.normpath(folder / name))
-    if not name or "\0" in name or not path.is_relative_to(os.path.normpath(folder)) or ".." in Path(name).parts:
-        raise ModelError(f"{what}: {name[:200]!r} lies outside {folder}; name files inside it")
+    path = folder / name
+    outside = ".." in Path(name).parts or not path.absolute().is_relative_to(folder.absolute())
+    if not name or "\0" in name or outside:
+        raise ModelError(f"{what}: {name[:200]!r} lies outside {folder}; {remedy}")
     return path
 
 

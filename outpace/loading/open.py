@@ -1,43 +1,196 @@
 """Open a checkpoint of any kind: its tensors by name, known and checked before any of them is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from outpace.errors import ModelError
 from outpace.loading.checkpoint import local_path
-from outpace.loading.layout import Layout, find_layout, lone_safetensors, read_index
-from outpace.loading.safetensors_file import read_safetensors
+from outpace.loading.descriptor import Descriptor, read_descriptor
+from outpace.loading.layout import DESCRIPTOR, Layout, find_layout, lone_safetensors, read_index
+from outpace.loading.safetensors_file import sources_of
+from outpace.loading.safetensors_header import read_header
+from outpace.loading.shards import Part, Shape, join_parts, join_ranks, read_parts
+from outpace.loading.torch_file import RankFile, read_rank, read_torch
+from outpace.loading.training import find_ranks
 from outpace.loading.weights import Source, Weights
+from outpace.log import chosen
+
+_TORCH = (".pt", ".pth", ".bin")
+_PARTS = "regions"  # of the metadata of what `outpace shard` writes
+_DEEPSPEED_NAMES = (".attn_qkvw", ".attn_ow", ".inter_w", ".output_w")
 
 
-def open_weights(source: str | Path) -> Weights:
-    """The weights that a folder or file holds."""
+def open_weights(
+    source: str | Path | Mapping[str, Any],
+    *,
+    base_dir: str = "",
+    training_mp_size: int = 1,
+    shapes: Mapping[str, Shape] | None = None,
+) -> Weights:
+    """The weights of a folder, a file or a descriptor, with tensors that ranks split put together.
+
+    base_dir: the folder of a descriptor's files. training_mp_size: how many ranks saved it; 1: as many as there are.
+    shapes: those of the model's tensors by name, which tell how ranks split them.
+    """
+    try:
+        degree, weights = _open(source, base_dir, shapes)
+    except OSError as error:
+        raise ModelError(f"model: cannot read the checkpoint ({error}); check names and rights") from error
+    if training_mp_size not in (1, degree):
+        raise ModelError(
+            f"training_mp_size: {weights.origin} was saved by {degree} rank{'s' * (degree != 1)}, "
+            f"not {training_mp_size}; leave it out"
+        )
+    return weights
+
+
+def _open(
+    source: str | Path | Mapping[str, Any], base_dir: str, shapes: Mapping[str, Shape] | None
+) -> tuple[int, Weights]:
+    """How many ranks saved it, and the weights."""
+    if isinstance(source, Mapping):
+        return _of_descriptor(read_descriptor(source, base_dir), shapes)
+    path = _find(source, base_dir)
+    if path.is_dir() and (layout := find_layout(path)):
+        return 1, _of_layout(path, layout)
+    if path.is_dir() and (path / DESCRIPTOR).is_file():
+        return _of_descriptor(read_descriptor(path / DESCRIPTOR, base_dir), shapes)
+    if path.is_dir():
+        return _of_training(path, shapes)
+    if path.name.endswith(".index.json"):
+        return 1, _of_layout(path.parent, read_index(path))
+    if path.suffix.lower() == ".json":
+        return _of_descriptor(read_descriptor(path, base_dir), shapes)
+    return 1, Weights(str(path), _of_file(path))
+
+
+def _find(source: str | Path, base_dir: str) -> Path:
+    """The file or folder that is meant, below base_dir or by itself."""
+    base = Path(base_dir).expanduser()
+    if base_dir and (below := base / source).absolute().is_relative_to(base.absolute()) and below.exists():
+        return below
     path = local_path(source)
     if path is None:
         raise ModelError(f"model: no such file or folder {str(source)!r}; check the name")
-    if path.is_dir():
-        return _of_layout(path, find_layout(path) or lone_safetensors(path))
-    if path.name.endswith(".index.json"):
-        return _of_layout(path.parent, read_index(path))
-    if path.suffix.lower() == ".safetensors":
-        return Weights(str(path), read_safetensors(path))
-    raise ModelError(f"model: {path} is no checkpoint; name a folder or a .safetensors file")
+    if base_dir and not (path.suffix.lower() == ".json" or (path / DESCRIPTOR).is_file()):
+        raise ModelError(f"base_dir: {path} does not lie in {base_dir}; leave base_dir out")
+    return path
 
 
-def _of_layout(folder: Path, layout: Layout | None) -> Weights:
-    if layout is None:
-        raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
-    return Weights(str(folder), union({path: read_safetensors(path) for path in layout.files}, layout.places))
+def _of_layout(folder: Path, layout: Layout) -> Weights:
+    return Weights(str(folder), _union([(path, _of_file(path)) for path in layout.files], layout.places))
 
 
-def union(files: Mapping[Path, Mapping[str, Source]], places: Mapping[str, Path] | None = None) -> dict[str, Source]:
+def _of_file(path: Path) -> Mapping[str, Source]:
+    suffix = path.suffix.lower()
+    if suffix in _TORCH:
+        return read_torch(path)
+    if suffix == ".gguf":
+        from outpace.loading.gguf import read_gguf  # imported late: gguf and transformers take seconds
+
+        return read_gguf(path).weights().sources
+    if suffix != ".safetensors":
+        raise ModelError(f"model: {path} is no checkpoint; name a folder, or a file .safetensors, .gguf, .pt or .bin")
+    sources, parts = _of_safetensors(path)
+    if parts:
+        raise ModelError(f"model: {path} holds the part of one rank; name the folder that holds all of them")
+    return sources
+
+
+def _of_safetensors(path: Path) -> tuple[dict[str, Source], dict[str, Part]]:
+    header = read_header(path)
+    parts = read_parts(path, header.metadata[_PARTS]) if _PARTS in header.metadata else {}
+    if unknown := parts.keys() - header.entries.keys():
+        raise ModelError(f"model: {path}: regions name {min(unknown)[:200]!r}, which it lacks; shard the model again")
+    return sources_of(path, header), parts
+
+
+def _of_training(folder: Path, shapes: Mapping[str, Shape] | None) -> tuple[int, Weights]:
+    if files := find_ranks(folder):
+        return len(files), Weights(str(folder), _of_ranks(str(folder), files, None, shapes))
+    if layout := lone_safetensors(folder):
+        return 1, _of_layout(folder, layout)
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in (".gguf", *_TORCH))
+    remedy = f"name the file itself: {folder / names[0]}" if names else "download the model again"
+    raise ModelError(f"model: {folder} has no weights (model.safetensors); {remedy}")
+
+
+def _of_ranks(
+    origin: str, files: Sequence[Path], version: float | None, shapes: Mapping[str, Shape] | None
+) -> dict[str, Source]:
+    ranks = [read_rank(path) for path in files]
+    for path, rank in zip(files, ranks, strict=True):
+        if rank.degree not in (None, len(files)):
+            raise ModelError(f"{origin}: {path.name} was saved by {rank.degree} ranks, but {len(files)} have a file")
+    return join_ranks(origin, [rank.sources for rank in ranks], version=_version(origin, ranks, version), shapes=shapes)
+
+
+def _version(origin: str, ranks: Sequence[RankFile], asked: float | None) -> float:
+    """Megatron's version: the descriptor's, else the files'; files that name none are of version 0."""
+    found = {rank.version for rank in ranks} if asked is None else {asked}
+    if len(found) > 1 or (known := found.pop()) not in (None, 0, 1, 2, 3):
+        raise ModelError(f"{origin}: checkpoint_version differs between ranks, or is not 0, 1.0, 2.0 or 3.0")
+    if known is None and len(ranks) > 1 and any("query_key_value" in name for name in ranks[0].sources):
+        chosen("query_key_value", "version 0", "the files name no checkpoint_version; a descriptor can name another")
+    return known or 0
+
+
+def _of_descriptor(found: Descriptor, shapes: Mapping[str, Shape] | None) -> tuple[int, Weights]:
+    degree = max(1, len(found.ranks))
+    if found.megatron:
+        files = [rank[0] for rank in found.ranks]
+        sources = _of_ranks(found.origin, files, found.version, shapes)
+    else:
+        sources = _union([(path, _of_file(path)) for path in found.whole])
+        split = _of_split(found, shapes)
+        if both := sources.keys() & split.keys():
+            raise ModelError(f"{found.origin}: {min(both)[:200]!r} is both in non_tp and in tp; save it again")
+        sources |= split
+    floats = {str(source.dtype).removeprefix("torch.") for source in sources.values() if source.dtype.is_floating_point}
+    if found.dtype and floats and found.dtype not in floats:
+        raise ModelError(f"{found.origin}: dtype: the files hold {', '.join(sorted(floats))}, not {found.dtype}")
+    return degree, Weights(found.origin, sources)
+
+
+def _of_split(found: Descriptor, shapes: Mapping[str, Shape] | None) -> dict[str, Source]:
+    """The tensors of files of ranks: those of `outpace shard` say what they hold, of others their shapes tell."""
+    ranks: list[dict[str, Source]] = []
+    parts: dict[str, list[tuple[Part, Source]]] = {}
+    for files in found.ranks:
+        own: list[tuple[Path, Mapping[str, Source]]] = []
+        for path in files:
+            if path.suffix.lower() == ".safetensors":
+                sources, described = _of_safetensors(path)
+            else:
+                sources, described = read_torch(path, ranks=len(found.ranks)), {}
+            for name, part in described.items():
+                parts.setdefault(name, []).append((part, sources.pop(name)))
+            own.append((path, sources))
+        ranks.append(_union(own))
+    for name in ranks[0] if ranks else ():
+        if name.endswith(_DEEPSPEED_NAMES):
+            raise ModelError(
+                f"{found.origin}: {name!r} is a fused tensor of DeepSpeed's own layers (save_mp_checkpoint_path); "
+                "name the checkpoint that these files were made from"
+            )
+    whole = join_ranks(found.origin, ranks, version=found.version or 0, shapes=shapes) if ranks else {}
+    if both := whole.keys() & parts.keys():
+        raise ModelError(f"{found.origin}: {min(both)[:200]!r} has a region in one file and none in another")
+    return whole | {name: join_parts(f"{found.origin}: {name[:200]!r}", held) for name, held in parts.items()}
+
+
+def _union(
+    files: Sequence[tuple[Path, Mapping[str, Source]]], places: Mapping[str, Path] | None = None
+) -> dict[str, Source]:
     """The tensors of several files, none of which is in two. places: where an index says they are."""
+    by_path = dict(files)
     for name, path in (places or {}).items():
-        if name not in files[path]:
+        if name not in by_path[path]:
             raise ModelError(f"model: {path} lacks {name[:200]!r}, which the index says it has; download it again")
     found: dict[str, Source] = {}
     owner: dict[str, Path] = {}
-    for path, sources in files.items():
+    for path, sources in files:
         for name, source in sources.items():
             if name in found:
                 raise ModelError(f"model: {name[:200]!r} is in two files, {owner[name]} and {path}; remove one of them")

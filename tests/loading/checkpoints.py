@@ -1,6 +1,9 @@
 """Help for tests of checkpoints: tiny models of the families, and tensors read back from `Weights`."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +63,39 @@ def refused(source: object, **options: object) -> str:
     with pytest.raises(ModelError) as caught:
         open_weights(source, **options)  # type: ignore[arg-type]
     return str(caught.value)
+
+
+class Harm:
+    """Runs code when it is unpickled as pickle does it: makes a folder, which a test looks for."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.place),)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """As `open_weights` takes them."""
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def split(tensors: Mapping[str, Tensor], degree: int, version: float = 2.0) -> list[dict[str, Tensor]]:
+    """What each rank would save: matrices split in one of their dimensions, fused query, key, value as in Megatron."""
+    ranks: list[dict[str, Tensor]] = [{} for _ in range(degree)]
+    for number, (name, value) in enumerate(tensors.items()):
+        for rank, part in zip(ranks, _parts(name, value, degree, version, number), strict=True):
+            rank[name] = part.clone()
+    return ranks
+
+
+def _parts(name: str, value: Tensor, degree: int, version: float, number: int) -> list[Tensor]:
+    if "query_key_value" in name:
+        if version != 0:
+            return list(value.chunk(degree))
+        query, key, value = (part.chunk(degree) for part in value.chunk(3))  # type: ignore[assignment]
+        return [torch.cat(parts) for parts in zip(query, key, value, strict=True)]
+    dim = number % 2
+    if value.dim() < 2 or value.shape[dim] % degree:
+        return [value] * degree
+    return list(value.chunk(degree, dim))

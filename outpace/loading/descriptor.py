@@ -1,0 +1,208 @@
+"""DeepSpeed's JSON descriptor of a checkpoint: which files hold whole tensors, which the parts of ranks. No torch."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from outpace.errors import ModelError
+from outpace.loading.layout import find_layout, inside
+from outpace.loading.strict_json import read_object
+from outpace.loading.training import find_ranks
+
+_REQUIRED = ("type", "checkpoints", "version")
+_OPTIONAL = ("parallelization", "tp_size", "mp_size", "base_dir", "dtype")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_INSIDE = "name files inside it, or pass base_dir with the folder that they are in"
+_VERSIONS = (0, 1.0, 2.0, 3.0)
+_DTYPES: Mapping[str, str] = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A checked descriptor; every file that it names exists."""
+
+    origin: str
+    megatron: bool
+    whole: tuple[Path, ...]
+    """Files of whole tensors, each tensor in one of them."""
+    ranks: tuple[tuple[Path, ...], ...]
+    """The files of each rank."""
+    version: float | None
+    dtype: str | None
+    """The dtype of its tensors by torch's name, where it says one."""
+
+
+def read_descriptor(source: Path | Mapping[str, Any], base_dir: str = "") -> Descriptor:
+    """Check a descriptor, a file or a mapping. base_dir: where its files are, whatever it says itself."""
+    if isinstance(source, Mapping):
+        origin, fields = "checkpoint", dict(source)
+    else:
+        origin, fields = str(source), read_object(source, "checkpoint descriptor")
+    _check_keys(origin, fields)
+    kind = _kind(origin, fields["type"])
+    base = _base(origin, source, base_dir, fields.get("base_dir") or "")
+    version = _version(origin, fields["version"], megatron=kind == "Megatron")
+    whole, split = _files(origin, base, fields["checkpoints"], kind)
+    dtype = _dtype(origin, fields.get("dtype"))
+    if _parallelization(origin, fields, kind) == "pp":
+        return Descriptor(origin, False, split, (), version, dtype)
+    ranks = _by_rank(origin, split, _degree(origin, fields) or len(split))
+    if kind == "Megatron" and any(len(files) > 1 or files[0].suffix == ".safetensors" for files in ranks):
+        raise ModelError(
+            f"{origin}: checkpoints: Megatron saves one .pt file for each of {len(ranks)} ranks; list those"
+        )
+    return Descriptor(origin, kind == "Megatron", whole, ranks, version, dtype)
+
+
+def _check_keys(origin: str, fields: Mapping[str, Any]) -> None:
+    if missing := [key for key in _REQUIRED if key not in fields]:
+        raise ModelError(f"{origin}: {missing[0]}: the descriptor lacks this key; it needs {', '.join(_REQUIRED)}")
+    known = (*_REQUIRED, *_OPTIONAL)
+    for key in fields:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ModelError(f"{origin}: {str(key)[:200]}: a descriptor has no such key; {remedy}")
+
+
+def _kind(origin: str, found: Any) -> str:
+    """DeepSpeed compares ds_model and bloom without regard to case, but Megatron to the letter."""
+    if found == "Megatron":
+        return "Megatron"
+    if isinstance(found, str) and found.lower() in ("ds_model", "bloom"):
+        return found.lower()
+    raise ModelError(f"{origin}: type: {str(found)[:200]!r} is unknown; use 'ds_model', 'bloom' or 'Megatron'")
+
+
+def _version(origin: str, found: Any, *, megatron: bool) -> float | None:
+    if found is None and megatron:
+        return None
+    if isinstance(found, bool) or found not in _VERSIONS:
+        raise ModelError(f"{origin}: version: {str(found)[:50]!r} is unknown; use 0, 1.0 or 2.0")
+    return float(found)
+
+
+def _base(origin: str, source: Path | Mapping[str, Any], given: str, own: Any) -> Path:
+    """The folder of the files: the caller's, else the descriptor's own, else the one that it lies in."""
+    if not isinstance(own, str):
+        raise ModelError(f"{origin}: base_dir: {str(own)[:200]!r} is no path; leave it out")
+    if given:
+        base = Path(given).expanduser()
+    elif isinstance(source, Mapping):
+        base = Path(own).expanduser()
+    elif own and Path(own).is_absolute():
+        base = Path(os.path.normpath(own))
+        if not base.is_relative_to(source.parent.absolute()):
+            raise ModelError(
+                f"{origin}: base_dir: {own!r} lies outside {source.parent}; pass base_dir yourself to allow it"
+            )
+    else:
+        base = inside(source.parent, own, f"{origin}: base_dir") if own else source.parent
+    if not base.is_dir():
+        raise ModelError(f"{origin}: base_dir: {base} is no folder; pass base_dir with the folder of the files")
+    return base
+
+
+def _files(origin: str, base: Path, found: Any, kind: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The files of whole tensors that are listed apart, and all others."""
+    if isinstance(found, Mapping):
+        if not found.keys() <= {"non_tp", "tp"} or "tp" not in found:
+            raise ModelError(f"{origin}: checkpoints: needs the keys non_tp and tp, and no others")
+        return _listed(origin, base, found.get("non_tp", []), "non_tp", empty=True), _listed(
+            origin, base, found["tp"], "tp"
+        )
+    if isinstance(found, str):
+        return (), _named(origin, base, found, kind)
+    return (), _listed(origin, base, found, "checkpoints")
+
+
+def _listed(origin: str, base: Path, found: Any, key: str, *, empty: bool = False) -> tuple[Path, ...]:
+    if not isinstance(found, list | tuple) or not (found or empty) or not all(isinstance(name, str) for name in found):
+        raise ModelError(f"{origin}: {key}: needs a list of file names")
+    paths = tuple(_file(origin, base, name, key) for name in found)
+    if len(set(paths)) < len(paths):
+        raise ModelError(f"{origin}: {key}: names a file twice")
+    return paths
+
+
+def _file(origin: str, base: Path, name: str, key: str) -> Path:
+    path = inside(base, name, f"{origin}: {key}", _INSIDE)
+    if not path.is_file():
+        raise ModelError(f"{origin}: {key}: {path} does not exist; copy it there, or pass base_dir")
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ModelError(f"{origin}: {key}: {path.name} is no checkpoint; name files ending in {', '.join(_SUFFIXES)}")
+    return path
+
+
+def _named(origin: str, base: Path, name: str, kind: str) -> tuple[Path, ...]:
+    """The files that one name means: a file, a pattern with *, or a folder."""
+    path = inside(base, name, f"{origin}: checkpoints", _INSIDE)
+    if "*" in path.name:
+        found = sorted(path.parent.glob(path.name), key=_numbers)
+        return _listed(origin, base, [str(entry.relative_to(base)) for entry in found], "checkpoints")
+    if not path.is_dir():
+        return (_file(origin, base, name, "checkpoints"),)
+    layout = None if kind == "Megatron" else find_layout(path)
+    files = layout.files if layout else find_ranks(path)
+    if not files:
+        raise ModelError(f"{origin}: checkpoints: {path} holds no checkpoint; name its files")
+    return files
+
+
+def _numbers(path: Path) -> list[int]:
+    """Those in a name, so that rank 10 comes after rank 9."""
+    return [int(digits[:18]) for digits in re.findall(r"\d+", path.name)]
+
+
+def _parallelization(origin: str, fields: Mapping[str, Any], kind: str) -> str:
+    given = fields.get("parallelization")
+    if given not in (None, "pp", "tp"):
+        raise ModelError(f"{origin}: parallelization: {str(given)[:50]!r} is unknown; use 'pp' or 'tp'")
+    by_rank = kind == "Megatron" or isinstance(fields["checkpoints"], Mapping)
+    if given == "pp" and by_rank:
+        raise ModelError(f"{origin}: parallelization: 'pp' contradicts files of ranks; use 'tp', or leave it out")
+    if given != "tp" and not by_rank and (degree := _degree(origin, fields)) and degree > 1:
+        key = "mp_size" if "mp_size" in fields else "tp_size"
+        raise ModelError(f"{origin}: {key}: {degree} ranks need parallelization 'tp'; add it, or leave {key} out")
+    return "tp" if by_rank else given or "pp"
+
+
+def _degree(origin: str, fields: Mapping[str, Any]) -> int | None:
+    """mp_size, else tp_size: how many ranks saved the files."""
+    found = None
+    for key in ("tp_size", "mp_size"):
+        if key in fields:
+            found = fields[key]
+            if type(found) is not int or found < 1:
+                raise ModelError(f"{origin}: {key}: {str(found)[:50]!r} is no number of ranks; use 1 or more")
+    return found
+
+
+def _by_rank(origin: str, files: tuple[Path, ...], degree: int) -> tuple[tuple[Path, ...], ...]:
+    """DeepSpeed lists the first file of every rank, then the second of every rank, and so on."""
+    if len(files) % degree:
+        raise ModelError(f"{origin}: checkpoints: {len(files)} files cannot belong to {degree} ranks; list all of them")
+    return tuple(files[rank::degree] for rank in range(degree))
+
+
+def _dtype(origin: str, found: Any) -> str | None:
+    if found is None:
+        return None
+    name = str(found).removeprefix("torch.")
+    if name not in _DTYPES:
+        remedy = "int8 weights are not in this release" if name == "int8" else f"use {', '.join(_DTYPES)}"
+        raise ModelError(f"{origin}: dtype: {name[:50]!r} cannot be read; {remedy}")
+    return _DTYPES[name]

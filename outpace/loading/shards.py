@@ -1,0 +1,186 @@
+"""Tensors of several ranks put together to the whole: pieces with a place in it, nothing is copied."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.errors import ModelError
+from outpace.loading.strict_json import parse
+from outpace.loading.weights import Piece, Source
+
+Shape = tuple[int, ...]
+_FUSED = "query_key_value"
+_SPLIT: Mapping[str, int] = {
+    "attention.dense.weight": 1,
+    "mlp.dense_4h_to_h.weight": 1,
+    "query_key_value": 0,
+    "mlp.dense_h_to_4h": 0,
+    "word_embeddings.weight": 0,
+    "final_linear.weight": 0,
+    "output_layer.weight": 0,
+}
+"""Megatron's names of tensors that ranks split, and the dimension. All others each rank has whole."""
+
+
+def join_ranks(
+    origin: str, ranks: Sequence[Mapping[str, Source]], *, version: float, shapes: Mapping[str, Shape] | None = None
+) -> dict[str, Source]:
+    """The whole tensors of several ranks. version: of Megatron's fused query, key and value; shapes: of the model."""
+    if len(ranks) == 1:
+        return dict(ranks[0])
+    for rank, sources in enumerate(ranks):
+        if differing := sources.keys() ^ ranks[0].keys():
+            name = min(differing)
+            where = f"rank {rank} {'has' if name in sources else 'lacks'}"
+            raise ModelError(f"{origin}: {name[:200]!r}: {where} it, unlike rank 0; save the checkpoint again")
+    wanted = _Wanted(shapes or {})
+    return {
+        name: _join(f"{origin}: {name[:200]!r}", name, [rank[name] for rank in ranks], wanted.shape(name), version)
+        for name in ranks[0]
+    }
+
+
+class _Wanted:
+    """Shapes of the model's tensors, found by a checkpoint's names: either side may have a prefix more."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self.shapes = shapes
+        self.by_end: dict[str, set[Shape]] = {}
+        for name, shape in shapes.items():
+            for end in _ends(name):
+                self.by_end.setdefault(end, set()).add(tuple(shape))
+
+    def shape(self, name: str) -> Shape | None:
+        """None: the model does not tell."""
+        if found := next((end for end in (name, *_ends(name)) if end in self.shapes), None):
+            return tuple(self.shapes[found])
+        longer = self.by_end.get(name, set())
+        return next(iter(longer)) if len(longer) == 1 else None
+
+
+def _ends(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def _join(where: str, name: str, parts: list[Source], wanted: Shape | None, version: float) -> Source:
+    dtypes = {part.dtype for part in parts}
+    ranks = {len(part.shape) for part in parts}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise ModelError(f"{where}: ranks hold it in several dtypes or numbers of dimensions; save it again")
+    dim = _by_name(where, name, parts) if wanted is None else _by_shape(where, parts, wanted)
+    if dim is None:
+        return parts[0]
+    sizes = [part.shape[dim] for part in parts]
+    shape = (*parts[0].shape[:dim], sum(sizes), *parts[0].shape[dim + 1 :])
+    groups = 3 if version == 0 and _FUSED in name else 1
+    if any(size % groups for size in sizes):
+        raise ModelError(
+            f"{where}: {sizes} rows of ranks are not three equal parts, as in version 0; check the version"
+        )
+    pieces: list[Piece] = []
+    for group in range(groups):
+        start = group * sum(sizes) // groups
+        for part, size in zip(parts, sizes, strict=True):
+            (piece,) = part.pieces
+            each = size // groups
+            take = _region(part.shape, dim, group * each, (group + 1) * each) if groups > 1 else ()
+            pieces.append(
+                Piece(piece.place, piece.shape, piece.dtype, take, None, _region(shape, dim, start, start + each))
+            )
+            start += each
+    return Source(shape, parts[0].dtype, tuple(pieces))
+
+
+def _region(shape: Shape, dim: int, start: int, stop: int) -> tuple[slice, ...]:
+    return (*(slice(0, size) for size in shape[:dim]), slice(start, stop))
+
+
+def _by_shape(where: str, parts: list[Source], wanted: Shape) -> int | None:
+    """The dimension in which parts differ from the model's tensor; None: each is the whole of it."""
+    shapes = [part.shape for part in parts]
+    if all(shape == wanted for shape in shapes):
+        return None
+    dims = range(len(wanted)) if len(wanted) == len(shapes[0]) else ()
+    differing = [dim for dim in dims if any(shape[dim] != wanted[dim] for shape in shapes)]
+    dim = differing[0] if len(differing) == 1 else None
+    if dim is None or sum(shape[dim] for shape in shapes) != wanted[dim]:
+        raise ModelError(
+            f"{where}: shapes of ranks {shapes[:4]} do not add up to the model's {wanted}; check the config"
+        )
+    return dim
+
+
+def _by_name(where: str, name: str, parts: list[Source]) -> int | None:
+    dim = next((dim for part, dim in _SPLIT.items() if part in name), None)
+    shapes = [part.shape for part in parts]
+    if dim is None:
+        if len(set(shapes)) > 1:
+            raise ModelError(f"{where}: ranks hold the shapes {shapes[:4]}, and its name does not say how to join them")
+        if len(shapes[0]) > 1 and "position_embeddings" not in name:
+            raise ModelError(f"{where}: only the model's own shape tells how ranks split it; give the model's shapes")
+        return None
+    if len(shapes[0]) <= dim or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+        raise ModelError(f"{where}: shapes of ranks {shapes[:4]} cannot be joined in dimension {dim}; save it again")
+    return dim
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a whole tensor a file of `outpace shard` holds: ranges of one dimension, one after another."""
+
+    shape: Shape
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+def read_parts(path: object, text: str) -> dict[str, Part]:
+    """The parts that the metadata of a file describe."""
+    try:
+        return {name: _part(value) for name, value in parse(text.encode()).items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"model: {path}: regions in its metadata are damaged ({error}); shard the model again"
+        ) from error
+
+
+def _part(found: Any) -> Part:
+    shape, dim, ranges = found["shape"], found["dim"], [tuple(each) for each in found["ranges"]]
+    numbers = [*shape, dim, *(bound for each in ranges for bound in each)]
+    if len(found) != 3 or any(type(number) is not int or number < 0 for number in numbers) or dim >= len(shape):
+        raise ValueError("they are not a shape, a dimension and ranges")
+    if any(len(each) != 2 or not each[0] <= each[1] <= shape[dim] for each in ranges):
+        raise ValueError("a range is not [start, stop] inside the shape")
+    return Part(tuple(shape), dim, tuple(ranges))
+
+
+def join_parts(where: str, held: Sequence[tuple[Part, Source]]) -> Source:
+    """The whole of parts that say what they are. What several hold is taken once; together they cover all of it."""
+    part, first = held[0]
+    stretches: list[tuple[int, int, int, Source]] = []
+    for own, source in held:
+        length = sum(stop - start for start, stop in own.ranges)
+        stored = (*own.shape[: own.dim], length, *own.shape[own.dim + 1 :])
+        if (own.shape, own.dim) != (part.shape, part.dim) or source.shape != stored or source.dtype != first.dtype:
+            raise ModelError(f"{where}: its parts do not fit together; shard the model again")
+        begin = 0
+        for start, stop in own.ranges:
+            stretches.append((start, stop, begin, source))
+            begin += stop - start
+    pieces: list[Piece] = []
+    end = 0
+    for start, stop, begin, source in sorted(stretches, key=lambda stretch: stretch[:2]):
+        if start > end:
+            break
+        if stop > end:
+            (piece,) = source.pieces
+            take = _region(source.shape, part.dim, begin + end - start, begin + stop - start)
+            into = _region(part.shape, part.dim, end, stop)
+            pieces.append(Piece(piece.place, piece.shape, piece.dtype, take, None, into))
+            end = stop
+    if end != part.shape[part.dim]:
+        raise ModelError(
+            f"{where}: no rank holds index {end} of dimension {part.dim}; a file is missing, or not of this model"
+        )
+    return Source(part.shape, first.dtype, tuple(pieces))
