@@ -243,6 +243,9 @@ def test_a_wrong_command_is_exit_code_2(args: tuple[str, ...]) -> None:
         (("serve", "/no/such/model"), 1, "error: model: no such file or folder"),
         (("generate", "hi", "--dtype", "int4"), 2, "error: dtype: 'int4'"),
         (("generate", "hi", "--temperature", "-1"), 2, "error: temperature: "),
+        (("shard", "--tp", "2", "--out", "x", "--dtype", "int4"), 2, "error: dtype: 'int4' is not a dtype"),
+        (("shard", "--tp", "2", "--out", "x", "--dtype", "int8"), 2, "error: dtype=int8: quantization is not in"),
+        (("shard", "--tp", "2", "--out", "/no/such/folder"), 2, "error: out: there is no folder /no/such; make it"),
         (("bench", "serve", "--url", "localhost"), 2, "error: url: expected http"),
     ],
 )
@@ -256,7 +259,7 @@ def test_item_19_exit_code_2_is_an_option_that_cannot_work_and_1_all_else(
     assert len(err.splitlines()) == 1
 
 
-COMMANDS = ("chat", "complete", "generate", "info", "models", "run-batch", "serve", "verify")
+COMMANDS = ("chat", "complete", "generate", "info", "models", "run-batch", "serve", "shard", "verify")
 BENCHES = ("bench throughput", "bench latency", "bench serve")
 
 

@@ -1,0 +1,83 @@
+"""`outpace shard`: write a model as one file for each rank of tensor parallelism."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from outpace.cli.model import Model, SameModel, one_model
+from outpace.cli.talk import DType
+from outpace.errors import ConfigError, NotSupportedYet
+
+if TYPE_CHECKING:
+    import torch
+
+    from outpace.loading.shard import Written
+
+
+def command(
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; its parent must exist.")],
+    model: Model = None,
+    same_model: SameModel = None,
+    dtype: DType = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace DIR, if it holds shards.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Write a model as one file for each rank of tensor parallelism. The folder loads like any other model folder.
+
+    One process writes all files and needs little memory, whatever the size of the model: weights pass through in
+    blocks. The folder appears when it is complete; if something fails, nothing is left.
+    """
+    name = one_model(model, same_model)
+    wanted = None if dtype is None else _dtype(dtype)
+
+    from outpace.loading.save import shard_model  # imported late: this takes seconds, and bad options fail first
+
+    with _bar(Console(stderr=True)) as progress:
+        written = shard_model(name, tp, out, dtype=wanted, force=force, progress=progress)
+    typer.echo(json.dumps(_summary(written)) if as_json else _text(written))
+
+
+def _dtype(name: str) -> "torch.dtype":
+    from outpace.config.values import parse_dtype
+
+    try:
+        found = parse_dtype(name)
+    except ValueError as error:
+        raise ConfigError(f"dtype: {error}") from None
+    if not found.is_floating_point:
+        raise NotSupportedYet(f"dtype={name}", "quantization")
+    return found
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Shows GB and GB/s on a terminal, and nothing elsewhere."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _summary(written: "Written") -> dict[str, object]:
+    return {
+        "folder": str(written.folder),
+        "files": written.files,
+        "bytes": written.nbytes,
+        "seconds": round(written.seconds, 3),
+        "gb_per_second": round(written.nbytes / 1e9 / written.seconds, 3),
+    }
+
+
+def _text(written: "Written") -> str:
+    sizes = (f"  {name}  {size / 1e9:.3f} GB" for name, size in written.files.items())
+    speed = written.nbytes / 1e9 / written.seconds
+    total = f"{written.nbytes / 1e9:.3f} GB in {written.seconds:.1f} s ({speed:.2f} GB/s)"
+    return "\n".join([f"{written.folder}: {total}", *sizes])

@@ -1,0 +1,167 @@
+"""Checkpoints and live modules saved as shards: resharded any number of times, the bits stay the same."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outpace.errors import InputError, ModelError, NotSupported, OutpaceError
+from outpace.loading.open import open_weights
+from outpace.loading.read import read
+from outpace.loading.save import save_shards, shard_model
+from tests.loading.tiny import tiny_model, write_gguf
+from tests.models import byte_tokenizer, chain_model, tiny
+from tests.sharded_models import NAMES, make
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Everything that a folder holds, put together."""
+    return {name: read(source) for name, source in open_weights(folder).sources.items()}
+
+
+def wanted_of(model: nn.Module) -> dict[str, Tensor]:
+    """One name of each tensor of a model."""
+    once: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        once.setdefault(id(value), name)
+    return {name: model.state_dict()[name] for name in once.values()}
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_comes_back_from_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    model = make(name).bfloat16()
+    model.save_pretrained(tmp_path / "0")
+    for step, ranks in enumerate((1, 2, 4, 2, 1)):
+        written = shard_model(tmp_path / str(step), ranks, tmp_path / str(step + 1))
+        assert len(written.files) == ranks + 1
+        same(tensors_of(tmp_path / str(step + 1)), wanted_of(model))
+    assert (tmp_path / "5" / "config.json").read_bytes() == (tmp_path / "0" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_a_model_that_cannot_be_split_is_saved_for_one_rank(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(NotSupported, match=f"nothing says how {type(model).__name__} is split over 2 ranks"):
+        shard_model(tmp_path / "model", 2, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    shard_model(tmp_path / "model", 1, tmp_path / "out")
+    same(tensors_of(tmp_path / "out"), wanted_of(model))
+
+
+def test_live_modules(tmp_path: Path) -> None:
+    for number, model in enumerate(
+        (tiny("llama"), make("tied"), tiny("t5"), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    ):
+        save_shards(model, tmp_path / str(number), 1, None)
+        same(tensors_of(tmp_path / str(number)), wanted_of(model))
+    save_shards(tiny("llama", weights_seed=1), tmp_path / "0", 2, torch.float16)  # shards are replaced
+    found = tensors_of(tmp_path / "0")
+    same(found, {name: value.half() for name, value in wanted_of(tiny("llama", weights_seed=1)).items()})
+    config = json.loads((tmp_path / "0" / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("float16", ["LlamaForCausalLM"])
+    assert (tmp_path / "0" / "generation_config.json").is_file()
+
+
+def test_a_module_without_values(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="weight and 1 more have no values; give checkpoint="):
+        save_shards(model, tmp_path / "out", 1, None)
+    save_shards(nn.Linear(2, 2), tmp_path / "full", 1, None)
+    sources = open_weights(tmp_path / "full").sources
+    save_shards(model, tmp_path / "out", 1, None, sources)
+    same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "full"))
+
+
+def test_what_its_author_keeps_in_float32_is_not_rounded(tmp_path: Path) -> None:
+    model = tiny("t5")  # _keep_in_fp32_modules: wo
+    save_shards(model, tmp_path / "out", 1, torch.float16)
+    found = tensors_of(tmp_path / "out")
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert kept == {name for name in found if ".wo." in name}
+    assert kept
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """A folder of a model with everything beside its weights, in shards of a Hugging Face index."""
+    tokenizer = byte_tokenizer()
+    folder = tmp_path / "chain"
+    chain_model(tokenizer).save_pretrained(folder, max_shard_size="100KB")
+    tokenizer.save_pretrained(folder)
+    assert (folder / "model.safetensors.index.json").is_file()
+    (folder / "modeling.py").write_text("raise SystemExit")
+    (folder / "outpace.json").write_text("{}")
+    return folder
+
+
+def test_the_folder_is_a_model(chain: Path, tmp_path: Path) -> None:
+    shard_model(chain, 2, tmp_path / "out", dtype=torch.bfloat16)
+    beside = {path.name for path in chain.iterdir() if path.suffix in (".json", ".jinja")}
+    beside -= {"model.safetensors.index.json", "outpace.json"}
+    weights = {"ds_inference_config.json", "non_tp.safetensors", "tp_00.safetensors", "tp_01.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == beside | weights
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    shard_model(path, 2, tmp_path / "out")
+    same(tensors_of(tmp_path / "out"), wanted_of(model))
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def _no_config(folder: Path) -> dict[str, Any]:
+    (folder / "config.json").unlink()
+    return {}
+
+
+def _bad_config(folder: Path) -> dict[str, Any]:
+    (folder / "config.json").write_text("{")
+    return {}
+
+
+def _lost(folder: Path) -> dict[str, Any]:
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('"hidden_layers": 1', '"x": 1'))
+    content = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(content))
+    return {}
+
+
+REFUSED: Mapping[str, tuple[Any, type[OutpaceError], str]] = {
+    "no config": (_no_config, ModelError, "has no config.json, which says what the model is"),
+    "a bad config": (_bad_config, ModelError, r"cannot use .*config\.json"),
+    "a missing layer": (_lost, ModelError, r"model\.layers\.1"),
+    "the model itself": (lambda folder: {"out": folder, "force": True}, InputError, "is never replaced"),
+    "too many ranks": (lambda folder: {"ranks": 3}, NotSupported, "2 attention heads .* 3 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_said_before_anything_is_written(case: str, chain: Path, tmp_path: Path) -> None:
+    change, kind, words = REFUSED[case]
+    options = {"ranks": 2, "out": tmp_path / "out", **change(chain)}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(kind, match=words):
+        shard_model(chain, **options)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_shards_are_not_replaced_by_themselves(chain: Path, tmp_path: Path) -> None:
+    shard_model(chain, 2, tmp_path / "out")
+    for source in (tmp_path / "out", tmp_path / "out" / "ds_inference_config.json"):
+        with pytest.raises(InputError, match="out holds the model itself"):
+            shard_model(source, 1, tmp_path / "out", force=True)
