@@ -138,7 +138,7 @@ def test_after_an_error_the_sequences_of_the_batch_begin_again(
         def broken(step: object) -> None:
             raise ZeroDivisionError
 
-        patch.setattr(engine._runner, "logits", broken)
+        patch.setattr(engine._runner, "run", broken)
         with pytest.raises(ZeroDivisionError):
             engine.put([1], [[6]])
     assert engine.free_blocks == 7

@@ -1,9 +1,9 @@
-"""Hugging Face's generation loop over pages: one prefill of the prompts, then a captured graph for each token."""
+"""`engine.generate` over pages: steps of a runner, and tokens picked from them as Hugging Face's loop does."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,26 +11,41 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from outpace.cache.kv_cache import allocate, blocks_for
 from outpace.inject.paged import BatchModel
-from outpace.runner.paged_steps import PagedSteps
+from outpace.runner.runner import Limits, Runner
+from outpace.runner.step_graphs import CHUNK_SIZES, FEW, Shape, shapes
+from outpace.types import Request, ScheduledSequence, Step
 
 Measure = Callable[[], AbstractContextManager[Any]]
 """What times each forward, where somebody wants to know."""
 
 ROOM = 1024  # tokens of a sequence that pages are made for at least, so that a longer call seldom makes new ones
+STEP_TOKENS = 8192  # most tokens of a prefill step: longer prompts run in chunks
+GRAPH_TOKENS = 2048  # most tokens of a prefill under a graph: a longer one keeps the GPU busy without, and unpadded
 CHECK_EVERY = 16  # steps between looks at whether every sequence has ended: a look makes the host wait for the GPU
 
 
 class PagedDecoder:
-    """Generates from padded prompts. Pages and graphs are kept between calls; each call starts with empty sequences."""
+    """Generates from padded prompts on a runner, whose pages and graphs are kept between calls, for one at a time."""
 
-    def __init__(self, model: BatchModel, max_tokens: int, measure: Measure = nullcontext, *, graphs: bool) -> None:
+    def __init__(
+        self,
+        model: BatchModel,
+        max_tokens: int,
+        measure: Measure = nullcontext,
+        *,
+        graphs: bool,
+        step_tokens: int = STEP_TOKENS,
+    ) -> None:
         self._model = model
         self._measure = measure
         self._lock = threading.Lock()
-        self._max_tokens = max_tokens
-        self._graphs = graphs
-        self._state: PagedSteps | None = None
+        self._graphs = graphs and model.capturable
+        self._step_tokens = step_tokens
+        first = min(ROOM, max_tokens)
+        self._room = FEW, first, blocks_for(first)  # sequences, tokens of each, pages of all
+        self._runner: Runner | None = None
 
     def __call__(
         self,
@@ -45,101 +60,217 @@ class PagedDecoder:
     ) -> Tensor:
         """What `generate(custom_generate=...)` calls: the ids [B, L] with the new tokens after them."""
         mask: Tensor | None = model_kwargs.get("attention_mask")
-        limit = generation_config.max_length
-        run = _Run(input_ids, limit, logits_processor, stopping_criteria, generation_config, streamer)
-        return self._decode(run, input_ids, mask, limit)
+        lengths = [item.max_length for item in stopping_criteria if isinstance(item, MaxLengthCriteria)]
+        limit = min([generation_config.max_length, *lengths])
+        ends = [item.eos_token_id.reshape(-1) for item in stopping_criteria if isinstance(item, EosTokenCriteria)]
+        stops = torch.cat([input_ids.new_zeros(0), *(each.to(input_ids) for each in ends)])
+        pad = generation_config._pad_token_tensor
+        pad = stops[0] if pad is None and ends else pad
+        picks = _Picks(logits_processor, stopping_criteria, stops, pad, sample=bool(generation_config.do_sample))
+        with self._lock:
+            sequences = self._begin(input_ids, mask, limit)
+            if streamer is None and picks.likeliest:
+                return sequences.likeliest(limit, stops, pad)
+            return picks.loop(sequences, limit, streamer)
 
     def greedy(self, ids: Tensor, mask: Tensor | None, limit: int, ends: list[int], pad: int | None) -> Tensor:
         """Likeliest tokens up to `limit` in all: what the call above does, without Hugging Face's preparation."""
-        config = SimpleNamespace(
-            do_sample=False,
-            _eos_token_tensor=torch.tensor(ends, device=ids.device) if ends else None,
-            _pad_token_tensor=None if pad is None else torch.tensor(pad, device=ids.device),
-        )
-        run = _Run(ids, limit, LogitsProcessorList(), StoppingCriteriaList(), config, None)
-        return self._decode(run, ids, mask, limit)
+        stops = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
+        with self._lock:
+            return self._begin(ids, mask, limit).likeliest(limit, stops, pad)
 
-    def _decode(self, run: "_Run", ids: Tensor, mask: Tensor | None, limit: int) -> Tensor:
-        with self._lock:  # pages and buffers belong to one call at a time
-            state = self._prepared(ids.shape[0], limit)
-            with self._measure():
-                logits = state.prefill(ids, mask)
-            return run.loop(state, logits, self._measure)
+    def _begin(self, ids: Tensor, mask: Tensor | None, limit: int) -> "_Sequences":
+        """The sequences of a call, on a runner that has room for them and has forgotten the call before."""
+        blocks = blocks_for(limit)
+        need = len(ids), limit, len(ids) * blocks
+        if self._runner is None or any(want > have for want, have in zip(need, self._room, strict=True)):
+            self._graphs = self._graphs and not (self._runner is not None and self._runner.graphs.uncapturable)
+            self._runner = None  # its pages are freed before the new ones are allocated
+            seqs, length, pages = (max(have, _next_size(want)) for want, have in zip(need, self._room, strict=True))
+            self._runner = self._make_runner(seqs, length, pages)
+            self._room = seqs, length, pages
+        self._runner.reset()
+        return _Sequences(self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens)
 
-    def _prepared(self, batch: int, length: int) -> PagedSteps:
-        if self._state is None or not self._state.fits(batch, length):
-            self._state = None  # its pages go before the new ones come
-            room = max(length, min(ROOM, self._max_tokens))
-            self._state = PagedSteps(self._model, batch, room, graphs=self._graphs)
-        return self._state
+    def _make_runner(self, num_seqs: int, length: int, num_blocks: int) -> Runner:
+        model, most = self._model, self._step_tokens
+        pages = allocate(model.kv_heads, num_blocks, model.dtype, model.device)
+        limits = Limits(max_num_seqs=num_seqs, max_num_batched_tokens=most, max_model_len=length)
+        alone = [Shape(size, 1, "fresh") for size in CHUNK_SIZES if size <= GRAPH_TOKENS]
+        later = [*shapes(num_seqs, GRAPH_TOKENS), *alone] if self._graphs else ()
+        return Runner(model, pages, limits, graphs_later=later)
 
 
-class _Run:
-    """One call of generate: picks tokens from logits as Hugging Face's own loop does."""
+class _Sequences:
+    """The sequences of one call: first their prompts, then a token of each at a time. Tokens stay on the device."""
 
     def __init__(
         self,
-        prompt: Tensor,
-        limit: int,
+        runner: Runner,
+        ids: Tensor,
+        prompts: list[tuple[int, ...]],
+        num_blocks: int,
+        measure: Measure,
+        step_tokens: int,
+    ) -> None:
+        """ids: [B, L], padding included; num_blocks: pages of each sequence."""
+        self.ids = ids
+        self._runner = runner
+        self._prompts = prompts
+        self._num_blocks = num_blocks
+        self._measure = measure
+        self._step_tokens = step_tokens
+        self._lens = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+        self._num_new = 0
+
+    def prefill(self) -> Tensor:
+        """Logits [B, V] after the prompts."""
+        found = []
+        with self._measure():
+            for entries in self._chunks():
+                logits = self._runner.run(Step(0, sequences=entries), fresh=True).logits
+                found.append(logits[: sum(entry.samples for entry in entries)].clone())
+        self._num_new = 1
+        return torch.cat(found)
+
+    def step(self) -> Tensor:
+        """Logits [B, V] after the newest tokens, which the next step overwrites."""
+        with self._measure():
+            lengths = (len(prompt) + self._num_new for prompt in self._prompts)
+            entries = [ScheduledSequence(str(index), length - 1, 1, True) for index, length in enumerate(lengths)]
+            logits = self._runner.run(Step(0, sequences=entries)).logits
+        self._num_new += 1
+        return logits
+
+    def put(self, tokens: Tensor) -> None:
+        """Go on with these tokens [B] instead of the likeliest ones."""
+        self._runner.rows.tokens[self._rows, self._lens + (self._num_new - 1)] = tokens.to(torch.int32)
+
+    def likeliest(self, limit: int, stops: Tensor, pad: Any) -> Tensor:
+        """The ids with the likeliest tokens after them. The host waits for the device every few steps at most."""
+        self.prefill()
+        while self.ids.shape[1] + self._num_new < limit:
+            look = len(stops) and self._num_new % CHECK_EVERY == 0
+            if look and bool(torch.isin(self._new(), stops).any(1).all()):
+                break
+            self.step()
+        return torch.cat([self.ids, _until_end(self._new(), stops, pad)], 1)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """[B] where the tokens of the sequences are, once they are there. To get it the host waits for the device."""
+        return self._runner.rows.of(str(index) for index in range(len(self._prompts)))
+
+    def _new(self) -> Tensor:
+        """The new tokens so far [B, N]."""
+        places = self._lens[:, None] + torch.arange(self._num_new, device=self._lens.device)
+        return self._runner.rows.tokens[self._rows[:, None], places].to(self.ids.dtype)
+
+    def _chunks(self) -> Iterator[list[ScheduledSequence]]:
+        """The prompts as steps. What does not fit into one goes on in the next, so they end in their order."""
+        entries: list[ScheduledSequence] = []
+        room = self._step_tokens
+        for index, prompt in enumerate(self._prompts):
+            start = 0
+            while start < len(prompt):
+                count = min(room, len(prompt) - start)
+                entries.append(self._entry(index, start, count))
+                start, room = start + count, room - count
+                if not room:
+                    yield entries
+                    entries, room = [], self._step_tokens
+        if entries:
+            yield entries
+
+    def _entry(self, index: int, start: int, count: int) -> ScheduledSequence:
+        """A piece of a prompt. The first one brings all its tokens, and the pages that the whole call needs."""
+        name, prompt, samples = str(index), self._prompts[index], start + count == len(self._prompts[index])
+        if start:
+            return ScheduledSequence(name, start, count, samples)
+        blocks = tuple(range(index * self._num_blocks, (index + 1) * self._num_blocks))
+        request = Request(request_id=name, prompt_token_ids=prompt)
+        return ScheduledSequence(name, 0, count, samples, new_blocks=blocks, request=request, token_ids=prompt)
+
+
+class _Picks:
+    """How a call picks tokens from logits: as Hugging Face's own loop does, with its processors and criteria."""
+
+    def __init__(
+        self,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
-        config: Any,
-        streamer: Any,
+        stops: Tensor,
+        pad: Any,
+        *,
+        sample: bool,
     ) -> None:
-        batch, length = prompt.shape
-        self._ids = prompt.new_full((batch, limit), 0)
-        self._ids[:, :length] = prompt
-        self._at = length
-        self._processors = processors
-        self._criteria = criteria
-        self._sample = bool(config.do_sample)
-        self._pad = config._pad_token_tensor
-        self._has_end = config._eos_token_tensor is not None
-        self._open = torch.ones(batch, dtype=torch.int64, device=prompt.device)
-        self._late = torch.zeros_like(self._open)  # [B] padding after each end: looks are not taken at every step
-        self._streamer = streamer
+        self._processors: Any = processors
+        self._criteria: Any = criteria
+        self._stops, self._pad = stops, pad
+        self._sample = sample
         self._plain = all(isinstance(item, MaxLengthCriteria | EosTokenCriteria) for item in criteria)
-        self._ends = config._eos_token_tensor
+        self.likeliest = self._plain and not sample and not processors
+        """Whether it is the likeliest token each time, until a length or an end."""
 
-    def loop(self, state: PagedSteps, logits: Tensor, measure: Measure) -> Tensor:
-        """Tokens until every sequence has ended."""
+    def loop(self, sequences: _Sequences, limit: int, streamer: Any) -> Tensor:
+        """The ids with new tokens after them, until every sequence has ended."""
+        batch, length = sequences.ids.shape
+        ids, at = sequences.ids.new_zeros(batch, limit), length
+        ids[:, :at] = sequences.ids
+        going = torch.ones(batch, dtype=torch.int64, device=ids.device)
+        logits = sequences.prefill()
         while True:
-            token = self._pick(logits)
-            self._take(token)
-            if self._finished():
+            token = self._pick(ids[:, :at], logits, going)
+            ids[:, at] = token
+            at += 1
+            if streamer is not None:
+                streamer.put(token.cpu())
+            if len(self._stops) or not self._plain:
+                going = going & ~self._ended(ids[:, :at])
+            look = not self._plain or streamer is not None or (len(self._stops) and at % CHECK_EVERY == 0)
+            if at >= limit or (look and not bool(going.any())):
                 break
-            state.ids.copy_(token)
-            with measure():
-                logits = state.step()
-        if self._streamer is not None:
-            self._streamer.end()
-        return self._ids[:, : self._at - int(self._late.min())]
+            sequences.put(token)
+            logits = sequences.step()
+        if streamer is not None:
+            streamer.end()
+        if not self._plain:
+            return ids[:, :at]
+        return torch.cat([sequences.ids, _until_end(ids[:, length:at], self._stops, self._pad)], 1)
 
-    def _pick(self, logits: Tensor) -> Tensor:
-        scores: Any = logits
+    def _pick(self, ids: Tensor, logits: Tensor, going: Tensor) -> Tensor:
+        scores: Tensor = logits
         if len(self._processors) or self._sample:
-            processors: Any = self._processors
-            scores = processors(self._ids[:, : self._at], logits.to(torch.float32, copy=True))
+            scores = self._processors(ids, logits.to(torch.float32, copy=True))
         if self._sample:
             token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             token = scores.argmax(dim=-1)
-        return token * self._open + self._pad * (1 - self._open) if self._has_end else token
+        return token if not len(self._stops) else token * going + self._pad * (1 - going)
 
-    def _take(self, token: Tensor) -> None:
-        self._late += 1 - self._open
-        self._ids[:, self._at] = token
-        self._at += 1
-        if self._streamer is not None:
-            self._streamer.put(token.cpu())
-        if not self._plain:
-            criteria: Any = self._criteria
-            self._open = self._open & ~criteria(self._ids[:, : self._at], None)
-        elif self._has_end:
-            self._open = self._open & ~torch.isin(token, self._ends)
+    def _ended(self, ids: Tensor) -> Tensor:
+        """Which sequences end with their last token [B]."""
+        found: Tensor = self._criteria(ids, None) if not self._plain else torch.isin(ids[:, -1], self._stops)
+        return found
 
-    def _finished(self) -> bool:
-        if self._at >= self._ids.shape[1]:
-            return True
-        look = not self._plain or self._streamer is not None or (self._has_end and self._at % CHECK_EVERY == 0)
-        return bool(look) and int(self._open.max()) == 0
+
+def _next_size(count: int) -> int:
+    """The next of the sizes 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ..."""
+    step = 1 << max(0, (count - 1).bit_length() - 3)
+    return -(-count // step) * step
+
+
+def _without_padding(ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
+    """The tokens of each row that count; padding may stand anywhere. A row of padding alone counts whole."""
+    rows = ids.cpu()
+    kept = rows if mask is None else [row[keep] for row, keep in zip(rows, mask.bool().cpu(), strict=True)]
+    return [tuple((found if len(found) else row).tolist()) for found, row in zip(kept, rows, strict=True)]
+
+
+def _until_end(new: Tensor, stops: Tensor, pad: Any) -> Tensor:
+    """New tokens [B, N] with padding after the first end of each, as far as the longest goes."""
+    if not len(stops):
+        return new
+    ends = torch.isin(new, stops).long()
+    after = (ends.cumsum(1) - ends) > 0
+    return new.masked_fill(after, pad)[:, : int((~after).sum(1).max())]

@@ -10,6 +10,7 @@ import torch
 from transformers import masking_utils
 
 from outpace.log import logger
+from outpace.runner.capture import Uncapturable, captured, mend
 from outpace.tree import map_tensors, signature, tensors
 
 WARM_UPS = 3  # torch asks for warm-up on a side stream: lazy initialisation must not be captured
@@ -23,7 +24,7 @@ class ForwardGraphs:
         self._device = device
         self._limit = limit
         self._static_output = static_output
-        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, tuple[list[torch.Tensor], Callable[[], Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
         self._lock = threading.Lock()  # the static buffers belong to one call at a time
         self.uncapturable: str | None = None
@@ -37,12 +38,12 @@ class ForwardGraphs:
         if key is None:  # a cache or another object with state: every such call is a new one
             return self._run(*args, **kwargs)
         with self._lock, torch.cuda.device(self._device):
-            captured = self._graphs.get(key)
-            if captured is None:
-                captured = self._add(key, args, kwargs)
-            if captured is not None:
+            if key in self._graphs or self._add(key, args, kwargs):
                 self._graphs.move_to_end(key)
-                output = captured.replay((args, kwargs))
+                inputs, replay = self._graphs[key]
+                for static, given in zip(inputs, tensors((args, kwargs)), strict=True):
+                    static.copy_(given, non_blocking=True)
+                output = replay()
                 return output if self._static_output else map_tensors(torch.clone, output)
         return self._run(*args, **kwargs)
 
@@ -50,60 +51,22 @@ class ForwardGraphs:
         """Forget every graph and give its memory back."""
         self._graphs.clear()
 
-    def _add(self, key: Hashable, args: Any, kwargs: Any) -> "_Captured | None":
-        captured = _Captured(self._run, map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs)))
-        captured.warm_up()  # an error here is the model's own
+    def _add(self, key: Hashable, args: Any, kwargs: Any) -> bool:
+        """Capture a graph for this signature; False: none can be had."""
+        static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
         while len(self._graphs) >= self._limit:
             self._graphs.popitem(last=False)
         try:
-            captured.capture(self._pool)
-        except Exception as error:
+            with _no_mask_out_of_nothing():
+                replay = captured(lambda: self._run(*static[0], **static[1]), pool=self._pool, warm_ups=WARM_UPS)
+        except Uncapturable as error:
             mend(self._device)
-            self.uncapturable = first_line(error)
-            logger.warning(
-                "enable_cuda_graph: this model cannot be captured, running without graphs (%s)", self.uncapturable
-            )
+            self.uncapturable = str(error)
+            logger.warning("enable_cuda_graph: this model cannot be captured, running without graphs (%s)", error)
             self.clear()
-            return None
-        self._graphs[key] = captured
-        return captured
-
-
-class _Captured:
-    """One graph with its static inputs and outputs."""
-
-    def __init__(self, run: Callable[..., Any], static: tuple[Any, Any]) -> None:
-        self._run = lambda: run(*static[0], **static[1])
-        self._inputs = list(tensors(static))
-        self._graph = torch.cuda.CUDAGraph()
-        self._output: Any = None
-
-    def warm_up(self) -> None:
-        """Run on the stream of the capture, so that what torch makes for each stream (cuBLAS: 32 MiB) is made once."""
-        here, side = torch.cuda.current_stream(), torch.cuda.graph(self._graph).capture_stream
-        assert side is not None, "torch makes one"
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self._run()
-        here.wait_stream(side)
-
-    def capture(self, pool: Any) -> None:
-        """Record the work; nothing is run."""
-        with _no_mask_out_of_nothing(), torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._output = self._run()
-
-    def replay(self, inputs: Any) -> Any:
-        """Run the recorded work on other inputs; the output is overwritten by the next replay."""
-        for static, given in zip(self._inputs, tensors(inputs), strict=True):
-            static.copy_(given, non_blocking=True)
-        self._graph.replay()
-        return self._output
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return False
+        self._graphs[key] = list(tensors(static)), replay
+        return True
 
 
 @contextmanager
@@ -123,10 +86,3 @@ def _no_mask_out_of_nothing() -> Iterator[None]:
         yield
     finally:
         masks.is_tracing = before
-
-
-def mend(device: torch.device) -> None:
-    """After a failed capture torch's random generator still believes it is captured; a capture that works tells it."""
-    torch.cuda.synchronize(device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device=device)

@@ -85,6 +85,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def of(self, requests: Iterable[str]) -> Tensor:
+        """The rows of these requests."""
+        return torch.tensor([self._rows[name].index for name in requests], device=self._device)
+
     def clear(self) -> None:
         """Forget every request."""
         self._rows.clear()

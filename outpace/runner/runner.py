@@ -1,6 +1,6 @@
 """Runs steps: inputs, forward, choice of tokens. A step is launched, and its result read later, when it is there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Limits:
     max_model_len: int
 
 
-class _Ran(NamedTuple):
+class Ran(NamedTuple):
     """What a forward leaves on the device, for each of S sequences. The next step overwrites it."""
 
     logits: Tensor
@@ -46,35 +46,43 @@ class Runner:
     """Runs the steps of a scheduler, in order. Tokens stay on the device: a step reads what the one before chose."""
 
     def __init__(
-        self, model: BatchModel, pages: Pages, limits: Limits, host_pages: HostPages | None = None, salt: int = 0
+        self,
+        model: BatchModel,
+        pages: Pages,
+        limits: Limits,
+        host_pages: HostPages | None = None,
+        salt: int = 0,
+        graphs_later: Iterable[Shape] = (),
     ) -> None:
+        """`graphs_later`: shapes whose graphs are captured when a step first needs them."""
         self._model = model
         self._pages = pages
         self._host_pages = host_pages
         self._limits = limits
         self._salt = salt
         max_blocks = -(-limits.max_model_len // pages.block_size)
-        self._rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
+        self.rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
+        """Tokens and pages of the running requests, on the device."""
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._grammars = Grammars(model.device)
         self._pooling = Pooling()
-        self._graphs = StepGraphs(self._forward, model.device)
+        self.graphs = StepGraphs(model.device, graphs_later)
 
     @torch.no_grad()
     def capture(self, shape: Shape) -> bool:
         """Capture a graph for this shape, to which steps are padded from then on; False: graphs cannot be had."""
-        self._rows.send(Layout(), shape.num_seqs, wait=True)  # a step without tokens
-        return self._graphs.capture(shape)
+        self.rows.send(Layout(), shape.num_seqs, wait=True)  # a step without tokens
+        return self.graphs.capture(shape, self._forward)
 
     @torch.no_grad()
     def warm_up(self, shape: Shape) -> Tensor:
         """Run a step of padding without a graph; its logits."""
-        self._rows.send(Layout(), shape.num_seqs, wait=True)
+        self.rows.send(Layout(), shape.num_seqs, wait=True)
         return self._forward(shape)[0]
 
     def reset(self) -> None:
         """Forget every request. Pages keep what is in them."""
-        self._rows.clear()
+        self.rows.clear()
         self._grammars.clear()
         self._pooling.clear()
         self._sampling = None
@@ -90,7 +98,7 @@ class Runner:
             return lambda: StepOutput(step.step_id, {})
         # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.
         sequences = sorted(step.sequences, key=lambda entry: -entry.start)
-        layout, prompts = self._rows.take(sequences), PromptLogprobs()
+        layout, prompts = self.rows.take(sequences), PromptLogprobs()
         for entry in sequences:
             if entry.request is not None and entry.request.grammar is not None:
                 self._grammars.begin(entry.request, entry.token_ids)
@@ -99,10 +107,14 @@ class Runner:
         return self._launch(step.step_id, layout, prompts)
 
     @torch.no_grad()
-    def logits(self, step: Step) -> Tensor:
-        """Run a step and choose nothing: the logits [S, V] after the last token of each sequence."""
+    def run(self, step: Step, *, fresh: bool = False) -> Ran:
+        """Start a step; the likeliest token of each sequence that samples goes into its row.
+
+        fresh: a step of one sequence from its first token on is computed with torch's own attention.
+        """
         self._forget(step)
-        return self._run(self._rows.take(step.sequences)).logits.clone()
+        fresh = fresh and len(step.sequences) == 1 and step.sequences[0].start == 0
+        return self._run(self.rows.take(step.sequences), fresh=fresh)
 
     def _launch(self, step_id: int, layout: Layout, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
         wanting = prompts.wanted(layout)
@@ -115,7 +127,7 @@ class Runner:
         """A step with prompts that become vectors: these run in a forward of their own, without a head."""
         part = layout.only(pooled)
         shape = Shape.of(len(pooled), part.num_tokens)
-        batch = self._batch(self._rows.send(part, len(pooled), wait=True), shape)
+        batch = self._batch(self.rows.send(part, len(pooled), wait=True), shape)
         vectors = self._pooling.add(part, self._model.hidden(batch, self._pages))
         others = sorted(set(range(len(layout.owners))) - set(pooled))
         if not others:
@@ -126,44 +138,44 @@ class Runner:
     def _forget(self, step: Step) -> None:
         self._pooling.forget(step.ended)
         for gone in (step.ended, list(step.preempted)):
-            self._rows.forget(gone)
+            self.rows.forget(gone)
             self._grammars.forget(gone)
 
-    def _run(self, layout: Layout, *, wait: bool = False) -> _Ran:
-        count = len(layout.owners)
-        shape, run = self._graphs.fitting(count, layout.num_tokens), self._graphs.replay
-        if shape is None:
-            shape, run = Shape.of(count, layout.num_tokens), self._forward
-        header = self._rows.send(layout, shape.num_seqs, wait=wait)
+    def _run(self, layout: Layout, *, wait: bool = False, fresh: bool = False) -> Ran:
+        count, run = len(layout.owners), self.graphs.replay
+        shape = self.graphs.fitting(count, layout.num_tokens, fresh=fresh)
+        if shape is None or (shape not in self.graphs and not self.capture(shape)):
+            shape, run = Shape.of(count, layout.num_tokens, fresh=fresh), self._forward
+        header = self.rows.send(layout, shape.num_seqs, wait=wait)
         logits, likeliest = run(shape)
-        return _Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
+        return Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
 
     def _forward(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """The step whose header is on the device: logits [S, V] and likeliest tokens [S]."""
-        header = self._rows.header(shape.num_seqs)
+        header = self.rows.header(shape.num_seqs)
         rows = None if shape.kind == "decode" else (header.cu_q[1:] - 1).clamp(min=0)
         logits = self._model.forward(self._batch(header, shape), self._pages, rows)
         likeliest = logits.argmax(-1)
-        self._rows.write(header.rows, header.writes, likeliest)
+        self.rows.write(header.rows, header.writes, likeliest)
         return logits, likeliest
 
     def _batch(self, header: Header, shape: Shape) -> Batch:
         found = ragged_inputs(
-            self._rows.tokens, self._rows.table, header.rows, header.starts, header.cu_q,
+            self.rows.tokens, self.rows.table, header.rows, header.starts, header.cu_q,
             shape.num_tokens, self._pages.block_size,
         )  # fmt: skip
         return Batch(
             *found, header.cu_q, max_q=1 if shape.kind == "decode" else shape.num_tokens,
-            max_len=self._limits.max_model_len, mixed=shape.kind == "mixed",
+            max_len=self._limits.max_model_len, mixed=shape.kind == "mixed", fresh=shape.kind == "fresh",
         )  # fmt: skip
 
-    def _run_in_pieces(self, layout: Layout, wanting: Sequence[int], prompts: PromptLogprobs) -> _Ran:
+    def _run_in_pieces(self, layout: Layout, wanting: Sequence[int], prompts: PromptLogprobs) -> Ran:
         """`_run` where some sequences want the logits of all their tokens: those run alone, a piece at a time."""
         logits: dict[int, Tensor] = {}
         for index in wanting:
             for piece in layout.pieces(index, PIECE):
                 shape = Shape(piece.num_tokens, 1, "chunks")
-                batch = self._batch(self._rows.send(piece, 1, wait=True), shape)
+                batch = self._batch(self.rows.send(piece, 1, wait=True), shape)
                 found = self._model.forward(batch, self._pages)
                 prompts.add(piece, found)
                 logits[index] = found[-1]
@@ -171,11 +183,11 @@ class Runner:
         if others:
             logits.update(zip(others, self._run(layout.only(others), wait=True).logits, strict=True))
         stacked = torch.stack([logits[index] for index in range(len(layout.owners))])
-        header, likeliest = self._rows.send(layout, len(layout.owners), wait=True), stacked.argmax(-1)
-        self._rows.write(header.rows, header.writes, likeliest)
-        return _Ran(stacked, likeliest, header.rows, header.writes)
+        header, likeliest = self.rows.send(layout, len(layout.owners), wait=True), stacked.argmax(-1)
+        self.rows.write(header.rows, header.writes, likeliest)
+        return Ran(stacked, likeliest, header.rows, header.writes)
 
-    def _choose(self, step_id: int, layout: Layout, ran: _Ran, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
+    def _choose(self, step_id: int, layout: Layout, ran: Ran, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
         """Choose tokens for the sequences that sample, and send them on their way to the host."""
         chooses = [
             samples and not owner.request.prompt_only
@@ -190,12 +202,12 @@ class Runner:
             return send_back(step_id, requests, arriving, picked, (), prompts.read)
         if len(picked) < len(layout.owners):
             index = torch.tensor(picked, device=ran.logits.device)
-            ran = _Ran(*(part.index_select(0, index) for part in ran))
+            ran = Ran(*(part.index_select(0, index) for part in ran))
         longest = max(layout.starts[index] + layout.counts[index] for index in picked)
-        history = self._rows.tokens[:, :longest].index_select(0, ran.rows)
+        history = self.rows.tokens[:, :longest].index_select(0, ran.rows)
         masks, failed = self._grammars.masks([layout.owners[index] for index in picked], ran.logits.shape[1])
         sampled = sample(ran.logits, sampling, history, ran.places.long(), masks)
-        self._rows.write(ran.rows, ran.places, sampled.token_ids)
+        self.rows.write(ran.rows, ran.places, sampled.token_ids)
         arriving, places = Arriving([sampled.token_ids]), range(len(picked))
         self._grammars.chosen(requests, places, arriving)
         details = arriving_logprobs(sampled.token_ids, sampled.logprobs)

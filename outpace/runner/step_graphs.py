@@ -1,6 +1,6 @@
-"""CUDA graphs of whole steps: a bounded set of shapes, captured at the start, to which steps are padded."""
+"""CUDA graphs of whole steps: a bounded set of shapes to which steps are padded, captured at the start or when used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from outpace.kernels.library import gemm_library
 from outpace.log import logger
-from outpace.runner.capture import Uncapturable, captured
-from outpace.runner.graphs import mend
+from outpace.runner.capture import Uncapturable, captured, mend
 
 FEW = 8  # sequences of the small shapes: a prompt that comes alone, or nearly so
 CHUNK_SIZES = (
@@ -30,16 +29,17 @@ class Shape:
 
     num_tokens: int
     num_seqs: int
-    kind: Literal["decode", "chunks", "mixed"]
+    kind: Literal["decode", "chunks", "mixed", "fresh"]
     """decode: at most one token for each sequence. mixed: decodes among chunks of prompts, each with their own kernel;
-    chunks: all through the kernel for prompts."""
+    chunks: all through the kernel for prompts. fresh: one prompt from its first token on, through torch's attention."""
 
     @classmethod
-    def of(cls, num_seqs: int, num_tokens: int) -> "Shape":
+    def of(cls, num_seqs: int, num_tokens: int, *, fresh: bool = False) -> "Shape":
         """The shape of a step, without padding."""
         if num_tokens == num_seqs:
             return cls(num_tokens, num_seqs, "decode")
-        return cls(num_tokens, num_seqs, "chunks" if num_seqs == 1 else "mixed")
+        alone: Literal["fresh", "chunks"] = "fresh" if fresh else "chunks"
+        return cls(num_tokens, num_seqs, alone if num_seqs == 1 else "mixed")
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -60,36 +60,46 @@ def shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Shape, ...]:
 
 
 class StepGraphs:
-    """The graphs of a runner. `run` computes the step whose header is on the device."""
+    """The graphs of a runner."""
 
-    def __init__(self, run: Callable[[Shape], tuple[Tensor, Tensor]], device: torch.device) -> None:
-        self._run = run
+    def __init__(self, device: torch.device, later: Iterable[Shape] = ()) -> None:
+        """`later`: shapes that may be captured when a step first needs them."""
         self._device = device
         self._graphs: dict[Shape, Callable[[], tuple[Tensor, Tensor]]] = {}
+        self._later = dict.fromkeys(later)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.uncapturable = False
+        """Whether a capture has failed: there are no graphs then."""
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, shape: Shape) -> bool:
-        """Capture this shape. If it cannot be, every step runs without graphs, and the log says why."""
+    def __contains__(self, shape: Shape) -> bool:
+        return shape in self._graphs
+
+    def capture(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]]) -> bool:
+        """Capture `run` of this shape. If that fails, every step runs without graphs, and the log says why."""
         try:
             with gemm_library(shape.num_tokens):
-                self._graphs[shape] = captured(lambda: self._run(shape), pool=self._pool, warm_ups=1)
+                self._graphs[shape] = captured(lambda: run(shape), pool=self._pool, warm_ups=1)
         except Uncapturable as error:
             mend(self._device)
             self._graphs.clear()
+            self._later.clear()
+            self.uncapturable = True
             logger.warning("cuda graphs: a step cannot be captured, running without graphs (%s)", error)
             return False
+        self._later.pop(shape, None)
         return True
 
-    def fitting(self, num_seqs: int, num_tokens: int) -> Shape | None:
-        """The smallest captured shape that holds a step; None: it runs without a graph."""
-        decode = num_tokens == num_seqs
+    def fitting(self, num_seqs: int, num_tokens: int, *, fresh: bool = False) -> Shape | None:
+        """The smallest shape that holds a step and is captured or may be; None: the step runs without a graph."""
+        kind = Shape.of(num_seqs, num_tokens, fresh=fresh).kind
+        kinds = (kind,) if kind in ("decode", "fresh") else ("chunks", "mixed")
         holding = (
             shape
-            for shape in self._graphs
-            if (shape.kind == "decode") == decode and shape.num_seqs >= num_seqs and shape.num_tokens >= num_tokens
+            for shape in (*self._graphs, *self._later)
+            if shape.kind in kinds and shape.num_seqs >= num_seqs and shape.num_tokens >= num_tokens
         )
         return min(holding, key=lambda shape: (shape.num_tokens, shape.num_seqs), default=None)
 

@@ -69,7 +69,8 @@ def same_tokens(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int = N
     options = {"max_new_tokens": new_tokens, "do_sample": False}
     expected = model.generate(**inputs, **options)
     assert torch.equal(fused.generate(**inputs, **options), expected)
-    decoder = PagedDecoder(PagedModel(fused, injected, expected.shape[1]), expected.shape[1], graphs=False)
+    most = inputs["input_ids"].shape[1] + new_tokens
+    decoder = PagedDecoder(PagedModel(fused, injected, most), most, graphs=False)
     paged = fused.generate(**inputs, **options, custom_generate=functools.partial(decoder, streamer=None))
     assert torch.equal(paged, expected)
 

@@ -1,12 +1,14 @@
 """Injected models on a GPU: no further from the truth than Hugging Face's own, and the same tokens under graphs."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
 
 import outpace
+from outpace.runner.step_graphs import Shape, StepGraphs
 from tests.inject import (
     test_bert,
     test_bloom,
@@ -95,6 +97,50 @@ def test_sampling_under_graphs_equals_sampling_without() -> None:
         )
         texts.append(engine.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=8, temperature=0.8))
     assert torch.equal(*texts)
+
+
+def test_alternating_batch_sizes_and_lengths_share_pages_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", "llama gqa")
+    captured: list[Shape] = []
+    capture = StepGraphs.capture
+
+    def noted(graphs: StepGraphs, shape: Shape, run: Any) -> bool:
+        captured.append(shape)
+        return capture(graphs, shape, run)
+
+    monkeypatch.setattr(StepGraphs, "capture", noted)
+    engine = outpace.init_inference(
+        copy.deepcopy(model), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True
+    )
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    for turn in range(2):
+        before = len(captured)
+        for rows, length in ((12, 9), (1, 40), (3, 70), (12, 5), (1, 1)):
+            ids = padded_prompts(97, rows, length, seed=turn)["input_ids"].cuda()
+            assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options)), (rows, length)
+        assert (len(captured) == before) == bool(turn)
+    assert {shape.kind for shape in captured} == {"fresh", "chunks", "mixed", "decode"}
+
+
+def test_destroy_gives_pages_and_graphs_back() -> None:
+    def used() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    def generate() -> None:
+        engine = outpace.init_inference(
+            build("llama", "llama gqa"), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True
+        )
+        ids = torch.full((2, 9), 7, device="cuda")
+        engine.generate(ids, max_new_tokens=8, do_sample=False)
+        engine.generate(ids, max_new_tokens=8, do_sample=True)
+        engine.destroy()
+
+    generate()  # what libraries keep for good
+    before = used()
+    generate()
+    assert used() <= before
 
 
 @pytest.mark.parametrize("case", list(test_bert.CASES)[:2])

@@ -141,11 +141,20 @@ def test_pages_are_swapped_before_the_step_writes() -> None:
 
 def test_logits_after_the_last_token_of_each_piece() -> None:
     made, _ = runner(Counting())
-    first = made.logits(Step(0, sequences=[entry("a", [5, 6], [0]), entry("b", [20], [1])]))
-    assert first.argmax(-1).tolist() == [7, 21]
-    second = made.logits(Step(1, ended=["b"], sequences=[ScheduledSequence("a", 2, 2, False, token_ids=(30, 31))]))
-    assert second.argmax(-1).tolist() == [32]
-    assert first.argmax(-1).tolist() == [7, 21], "a step overwrote the logits of the one before"
+    first = made.run(Step(0, sequences=[entry("a", [5, 6], [0]), entry("b", [20], [1])]))
+    assert first.logits.argmax(-1).tolist() == [7, 21]
+    piece = ScheduledSequence("a", 2, 2, False, token_ids=(30, 31))
+    assert made.run(Step(1, ended=["b"], sequences=[piece])).logits.argmax(-1).tolist() == [32]
+
+
+def test_a_fresh_prompt_needs_no_pages_for_its_attention() -> None:
+    counting = Counting()
+    made, _ = runner(counting)
+    made.run(Step(0, sequences=[entry("a", [5, 6, 7], [0], num_new_tokens=2, samples=False)]), fresh=True)
+    made.run(Step(1, sequences=[ScheduledSequence("a", 2, 1, True)]), fresh=True)
+    made.run(Step(2, ended=["a"], sequences=[entry("b", [5, 6], [0]), entry("c", [5, 6], [1])]), fresh=True)
+    made.run(Step(3, ended=["b", "c"], sequences=[entry("d", [5, 6], [0])]))
+    assert [batch.fresh for batch in counting.batches] == [True, False, False, False]
 
 
 # limits and pages
@@ -251,11 +260,15 @@ def test_pages_come_back_from_host_memory_as_they_were() -> None:
 # shapes of graphs
 
 
+def _run_nothing(shape: Shape) -> tuple[Tensor, Tensor]:
+    return torch.tensor([shape.num_tokens]), torch.tensor([shape.num_seqs])
+
+
 def captured_shapes(patch: pytest.MonkeyPatch, wanted: tuple[Shape, ...]) -> StepGraphs:
     """Graphs that are no graphs: what was recorded is run."""
     patch.setattr(step_graphs, "captured", lambda run, **_: run)
-    graphs = StepGraphs(lambda shape: (torch.tensor([shape.num_tokens]), torch.tensor([shape.num_seqs])), CPU)
-    assert all(graphs.capture(shape) for shape in wanted)
+    graphs = StepGraphs(CPU)
+    assert all(graphs.capture(shape, _run_nothing) for shape in wanted)
     assert len(graphs) == len(wanted) == len(set(wanted))
     return graphs
 
@@ -314,8 +327,8 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog:
 
     monkeypatch.setattr(step_graphs, "captured", uncapturable)
     monkeypatch.setattr(step_graphs, "mend", lambda device: None)
-    assert not graphs.capture(Shape(8, 8, "decode"))
-    assert len(graphs) == 0
+    assert not graphs.capture(Shape(8, 8, "decode"), _run_nothing)
+    assert (len(graphs), graphs.uncapturable) == (0, True)
     assert graphs.fitting(1, 9) is None
     assert "running without graphs (operation not permitted when stream is capturing)" in caplog.text
 
