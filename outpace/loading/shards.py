@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import ModelError
+from outpace.loading.regions import cut, join
 from outpace.loading.strict_json import parse
-from outpace.loading.weights import Piece, Source
+from outpace.loading.weights import Source
 
 Shape = tuple[int, ...]
 _FUSED = "query_key_value"
@@ -72,29 +73,18 @@ def _join(where: str, name: str, parts: list[Source], wanted: Shape | None, vers
     dim = _by_name(where, name, parts) if wanted is None else _by_shape(where, parts, wanted)
     if dim is None:
         return parts[0]
-    sizes = [part.shape[dim] for part in parts]
-    shape = (*parts[0].shape[:dim], sum(sizes), *parts[0].shape[dim + 1 :])
     groups = 3 if version == 0 and _FUSED in name else 1
-    if any(size % groups for size in sizes):
-        raise ModelError(
-            f"{where}: {sizes} rows of ranks are not three equal parts, as in version 0; check the version"
-        )
-    pieces: list[Piece] = []
-    for group in range(groups):
-        start = group * sum(sizes) // groups
-        for part, size in zip(parts, sizes, strict=True):
-            (piece,) = part.pieces
-            each = size // groups
-            take = _region(part.shape, dim, group * each, (group + 1) * each) if groups > 1 else ()
-            pieces.append(
-                Piece(piece.place, piece.shape, piece.dtype, take, None, _region(shape, dim, start, start + each))
-            )
-            start += each
-    return Source(shape, parts[0].dtype, tuple(pieces))
-
-
-def _region(shape: Shape, dim: int, start: int, stop: int) -> tuple[slice, ...]:
-    return (*(slice(0, size) for size in shape[:dim]), slice(start, stop))
+    sizes = [part.shape[dim] // groups for part in parts]
+    if any(size * groups != part.shape[dim] for size, part in zip(sizes, parts, strict=True)):
+        raise ModelError(f"{where}: ranks do not hold three equal parts, as in version 0; check the version")
+    return join(
+        [
+            cut(part, dim, group * size, (group + 1) * size)
+            for group in range(groups)
+            for part, size in zip(parts, sizes, strict=True)
+        ],
+        dim,
+    )
 
 
 def _by_shape(where: str, parts: list[Source], wanted: Shape) -> int | None:
@@ -168,19 +158,14 @@ def join_parts(where: str, held: Sequence[tuple[Part, Source]]) -> Source:
         for start, stop in own.ranges:
             stretches.append((start, stop, begin, source))
             begin += stop - start
-    pieces: list[Piece] = []
+    taken: list[Source] = []
     end = 0
     for start, stop, begin, source in sorted(stretches, key=lambda stretch: stretch[:2]):
         if start > end:
             break
         if stop > end:
-            (piece,) = source.pieces
-            take = _region(source.shape, part.dim, begin + end - start, begin + stop - start)
-            into = _region(part.shape, part.dim, end, stop)
-            pieces.append(Piece(piece.place, piece.shape, piece.dtype, take, None, into))
+            taken.append(cut(source, part.dim, begin + end - start, begin + stop - start))
             end = stop
     if end != part.shape[part.dim]:
-        raise ModelError(
-            f"{where}: no rank holds index {end} of dimension {part.dim}; a file is missing, or not of this model"
-        )
-    return Source(part.shape, first.dtype, tuple(pieces))
+        raise ModelError(f"{where}: no rank holds index {end} of dimension {part.dim}; shard the model again")
+    return join(taken, part.dim) if taken else first

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
+from outpace.loading import read as loading
 from outpace.loading.open import open_weights
-from outpace.loading.weights import Extent, Source, Weights
+from outpace.loading.weights import Source, Weights
 from tests.models import tiny
 
 FAMILIES = ("llama", "gpt2", "opt", "bloom", "gpt_neox", "falcon", "bert", "t5")
@@ -23,25 +24,13 @@ def state(family: str) -> dict[str, Tensor]:
 
 
 def read(source: Source) -> Tensor:
-    """A tensor put together from its pieces; each element is written once."""
-    whole = torch.empty(source.shape, dtype=source.dtype)
+    """A tensor put together from its pieces, which write each element once and have the dtype they claim."""
     written = torch.zeros(source.shape, dtype=torch.int32)
     for piece in source.pieces:
         assert piece.dtype == source.dtype
-        if isinstance(piece.place, Extent):
-            with piece.place.path.open("rb") as file:
-                file.seek(piece.place.offset)
-                data = bytearray(file.read(piece.nbytes))
-            flat = torch.frombuffer(data, dtype=piece.dtype) if data else torch.empty(0, dtype=piece.dtype)
-            stored = flat.reshape(piece.shape)
-        else:
-            stored = piece.place()
-        assert (stored.shape, stored.dtype) == (piece.shape, piece.dtype)
-        part = stored[piece.take]
-        whole[piece.into] = part if piece.swap is None else part.transpose(*piece.swap)
         written[piece.into] += 1
     assert bool((written == 1).all())
-    return whole
+    return loading.read(source)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

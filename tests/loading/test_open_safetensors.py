@@ -1,6 +1,7 @@
 """Safetensors through `open_weights`: files and folders read back, and whatever is wrong with them is a ModelError."""
 
 import json
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -114,6 +115,13 @@ def test_names_and_folders_without_weights(tmp_path: Path) -> None:
     assert "x.txt is no checkpoint" in refused(tmp_path / "x.txt")
     (tmp_path / "folder.safetensors").mkdir()
     assert "missing or no plain file" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.gguf", "x.json", "x.safetensors.index.json"])
+def test_a_pipe_does_not_hang(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    assert name in refused(tmp_path / name)
+    assert str(tmp_path) in refused(tmp_path)
 
 
 Fields = dict[str, Any]
