@@ -109,7 +109,9 @@ def _by_name(where: str, name: str, parts: list[Source]) -> int | None:
         if len(set(shapes)) > 1:
             raise ModelError(f"{where}: ranks hold the shapes {shapes[:4]}, and its name does not say how to join them")
         if len(shapes[0]) > 1 and "position_embeddings" not in name:
-            raise ModelError(f"{where}: only the model's own shape tells how ranks split it; give the model's shapes")
+            raise ModelError(
+                f"{where}: neither its name nor a tensor of the model tells how ranks split it; give the model's shapes"
+            )
         return None
     if len(shapes[0]) <= dim or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise ModelError(f"{where}: shapes of ranks {shapes[:4]} cannot be joined in dimension {dim}; save it again")

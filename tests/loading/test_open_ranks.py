@@ -346,7 +346,7 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
     whole = state("llama")
     save_deepspeed(tmp_path, split(whole, 2))
     assert "was saved by 2 ranks, not 4" in refused(tmp_path, shapes=shapes_of(whole), training_mp_size=4)
-    assert "only the model's own shape tells how ranks split it" in refused(tmp_path)
+    assert "neither its name nor a tensor of the model tells how ranks split it" in refused(tmp_path)
     torch.save(whole, tmp_path / "x.pt")
     assert "was saved by 1 rank, not 2" in refused(tmp_path / "x.pt", training_mp_size=2)
     (other := tmp_path / "other").mkdir()
