@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from outpace.config import InferenceConfig
 from outpace.errors import InputError, NotSupported
 from outpace.loading.inspect import ModelInfo, generation_config, token_list
+from outpace.types import check_vocabulary
 
 DEFAULT_NEW_TOKENS = 20  # Hugging Face's, when neither max_new_tokens nor max_length is given
 _PER_TOKEN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
@@ -118,11 +119,7 @@ def _check_ids(named: Mapping[str, Any], info: ModelInfo) -> torch.Tensor | None
         )
     if ids.numel() == 0:
         raise InputError(f"input_ids: the prompt is empty (shape {list(ids.shape)}); give at least one token")
-    if info.vocab_size is not None:
-        low, high = (int(value) for value in torch.aminmax(ids))
-        if low < 0 or high >= info.vocab_size:
-            wrong = low if low < 0 else high
-            raise InputError(f"input_ids: token id {wrong} is outside the model's vocabulary of {info.vocab_size}")
+    check_vocabulary("input_ids", info.vocab_size, *(int(value) for value in torch.aminmax(ids)))
     return ids
 
 

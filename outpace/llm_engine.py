@@ -23,7 +23,7 @@ from outpace.structure import FIELD, Grammar, StructuredOutputs
 from outpace.structured.check import SchemaCheck
 from outpace.structured.compile import Compiler
 from outpace.structured.vocabulary import Vocabulary
-from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput
+from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput, check_vocabulary
 
 
 class LLMEngine:
@@ -299,7 +299,6 @@ class LLMEngine:
             "allowed_token_ids": params.allowed_token_ids or (),
             "logprob_token_ids": params.logprob_token_ids or (),
         }
-        size = self._parts.vocab_size
         for name, ids in named.items():
-            if ids and size is not None and max(ids) >= size:
-                raise InputError(f"{name}: {max(ids)} is outside the model's vocabulary of {size} tokens")
+            if ids:
+                check_vocabulary(name, self._parts.vocab_size, max(ids))

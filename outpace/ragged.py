@@ -14,7 +14,7 @@ from outpace.config import ConfigLike, LLMConfig
 from outpace.errors import ConfigError, InputError
 from outpace.prepare import load_paged
 from outpace.runner.start import start_runner
-from outpace.types import Request, ScheduledSequence, Step
+from outpace.types import Request, ScheduledSequence, Step, check_vocabulary
 
 
 class SchedulingResult(IntEnum):
@@ -164,10 +164,11 @@ class RaggedEngine:
         uids = [uid for uid, _ in batch]
         if not batch or len(set(uids)) < len(uids):
             raise InputError(f"batch_uids: expected one or more, each once, got {uids!r:.80}")
-        size = self._vocab_size
         for uid, tokens in batch:
-            if not tokens or (ids and (min(tokens) < 0 or (size is not None and max(tokens) >= size))):
-                raise InputError(f"batch_tokens: of {uid} expected one or more token ids below {size}")
+            if not tokens:
+                raise InputError(f"batch_tokens: of {uid} expected one or more token ids")
+            if ids:
+                check_vocabulary(f"batch_tokens: of {uid}", self._vocab_size, min(tokens), max(tokens))
 
     def _entry(self, uid: int, tokens: list[int]) -> ScheduledSequence:
         """The next tokens of a sequence, with the pages they need."""

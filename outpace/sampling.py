@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.errors import InputError
 from outpace.kernels.dispatch import default_kernels
 from outpace.kernels.draw import draw_ref, draw_triton
 from outpace.types import Request, SamplingParams
@@ -140,8 +139,6 @@ class SamplingBatch:
         """Puts the parameters on the device. bad_words: the token sequences of each request's; salt: a random number
         of the process, from which requests without a seed get theirs."""
         params = [request.params for request in requests]
-        for each in params:
-            check_vocabulary(each, vocab_size)
         heat = [0.0 if each.top_k == 1 else each.temperature for each in params]
         top_k = [each.top_k if each.top_k < vocab_size else 0 for each in params]
         floats = [heat, [each.top_p for each in params], [each.min_p for each in params]]
@@ -164,15 +161,6 @@ class SamplingBatch:
             keys=keys,
             edits=edits,
         )
-
-
-def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses tokens that the model does not have, where they mean something."""
-    biased = dict(params.logit_bias or ())
-    named = ("allowed_token_ids", params.allowed_token_ids), ("logit_bias", biased)
-    for name, tokens in (*named, ("logprob_token_ids", params.logprob_token_ids)):
-        if tokens and max(tokens) >= vocab_size:
-            raise InputError(f"{name}: {max(tokens)} is not a token; the vocabulary has {vocab_size}")
 
 
 def sample(

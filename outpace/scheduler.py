@@ -125,11 +125,10 @@ class Scheduler:
             raise InputError(f"{what} do not fit the cache of {room} tokens; ask for fewer or raise num_blocks")
 
     def add(self, request: Request, *, arrival: int | None = None, limited: bool = True) -> int:
-        """Queue a request, or say why it cannot be; its arrival. `limited` by max_waiting.
+        """Queue a request that has passed `check`, or say why not; its arrival. `limited` by max_waiting.
 
         arrival: that of another request, whose place in the queue this one shares, and whose room in `max_waiting`.
         """
-        self.check(request)
         params = request.params
         if request.request_id in self._sequences:
             raise InputError(f"request_id: {request.request_id!r} is in use, or its last step has not been read yet")

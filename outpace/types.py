@@ -13,6 +13,13 @@ Pooling = Literal["mean", "last"]
 """Which hidden states of the last layer make the vector of a prompt."""
 
 
+def check_vocabulary(name: str, vocab_size: int | None, *token_ids: int) -> None:
+    """Refuse token ids that are not in a vocabulary of this size; None: its size is unknown."""
+    for token in token_ids:
+        if vocab_size is not None and not 0 <= token < vocab_size:
+            raise InputError(f"{name}: token id {token} is outside the model's vocabulary of {vocab_size}")
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 

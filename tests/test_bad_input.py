@@ -320,7 +320,7 @@ PROMPTS: dict[str, Wrong] = {
     "a tensor as a prompt": (lambda llm: llm.generate([torch.tensor([1, 2])]), InputError, "prompt: expected"),
     "truth as a token": (lambda llm: llm.stream([True]), InputError, "prompt: expected"),
     "a number to stream": (lambda llm: llm.stream(5), InputError, "prompt: expected .*got 5"),
-    "a token too high": (lambda llm: llm.generate([999]), InputError, "prompt_token_ids: 999 is outside"),
+    "a token too high": (lambda llm: llm.generate([999]), InputError, "prompt_token_ids: token id 999 is outside"),
     "parameters as a dict": (
         lambda llm: llm.generate("a", {"top_k": 1}),
         InputError,

@@ -13,6 +13,7 @@ from outpace.errors import Overloaded
 from outpace.inject.paged import PagedModel
 from outpace.llm_engine import LLMEngine
 from outpace.runner.runner import Runner
+from outpace.scheduler import Scheduler
 from outpace.types import Step, StepOutput, TokenLogprobs
 from tests.models import VOCAB, byte_tokenizer, chain_model, prompts, tiny
 from tests.patience import PATIENCE
@@ -272,12 +273,12 @@ def test_prefixes_are_shared_only_under_the_same_salt() -> None:
 @pytest.mark.parametrize(
     ("ids", "params", "message"),
     [
-        ([5, VOCAB], {}, f"prompt_token_ids: {VOCAB} is outside"),
+        ([5, VOCAB], {}, f"prompt_token_ids: token id {VOCAB} is outside"),
         ([5, -1], {}, "prompt_token_ids: expected one or more token ids"),
         ([], {}, "prompt_token_ids: expected one or more token ids"),
-        ([5], {"stop_token_ids": [200]}, "stop_token_ids: 200"),
-        ([5], {"logit_bias": {200: 1.0}}, "logit_bias: 200"),
-        ([5], {"allowed_token_ids": [3, 200]}, "allowed_token_ids: 200"),
+        ([5], {"stop_token_ids": [200]}, "stop_token_ids: token id 200"),
+        ([5], {"logit_bias": {200: 1.0}}, "logit_bias: token id 200"),
+        ([5], {"allowed_token_ids": [3, 200]}, "allowed_token_ids: token id 200"),
         ([5] * 512, {"max_tokens": 13}, "prompt: its 512 tokens leave no room for an answer in max_model_len=512"),
         ([5] * 500, {"max_tokens": 13}, "500 prompt tokens and max_tokens=12 do not fit the cache of 400 tokens"),
         ([5] * 400, {"max_tokens": 3}, "400 prompt tokens and max_tokens=3 do not fit the cache of 400 tokens"),
@@ -579,8 +580,29 @@ def test_item_24_log_probabilities_of_named_tokens(llm: LLM, plain: Any) -> None
                 assert found.logprob == pytest.approx(float(rows[place - 1, token]), abs=1e-4)
                 assert found.rank == 1 + int((rows[place - 1] > rows[place - 1, token]).sum())
         assert answer.cumulative_logprob is not None
-    with pytest.raises(InputError, match=f"logprob_token_ids: {VOCAB} is outside the model's vocabulary"):
-        llm.generate(prompt(5), greedy(3, logprob_token_ids=[VOCAB]))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprob_token_ids": [3, VOCAB]},
+        {"allowed_token_ids": [VOCAB, 3]},
+        {"stop_token_ids": [VOCAB]},
+        {"logit_bias": {VOCAB: 1.0}},
+    ],
+    ids=lambda params: str(next(iter(params))),
+)
+def test_tokens_that_the_model_does_not_have(llm: LLM, params: dict[str, Any]) -> None:
+    (name,) = params
+    with pytest.raises(InputError, match=f"^{name}: token id {VOCAB} is outside the model's vocabulary of {VOCAB}$"):
+        llm.generate(prompt(5), greedy(3, **params))
+
+
+def test_a_request_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(Scheduler, "check", lambda scheduler, request: checked.append(request.request_id))
+    make().generate(prompt(9), sampled(4, n=3), use_tqdm=False)
+    assert len(checked) == 1
 
 
 def test_item_24_tokens_of_the_prompt_that_were_cached() -> None:

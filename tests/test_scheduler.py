@@ -158,6 +158,7 @@ class Simulation:
         tokens = [VOCAB + len(self.requests)] * prompt if isinstance(prompt, int) else prompt
         params = SamplingParams(max_tokens=max_tokens, **more.pop("params", {"ignore_eos": True}))
         request = Request(request_id=name, prompt_token_ids=tuple(tokens), params=params, eos_token_ids=(EOS,), **more)
+        self.scheduler.check(request)
         self.scheduler.add(request)
         self.requests[name] = request
         self.answers[name] = []
@@ -314,10 +315,9 @@ def test_a_prompt_that_goes_first_leaves_a_token_for_everyone() -> None:
 def test_a_request_that_could_never_fit_is_refused(prompt: int, max_tokens: int) -> None:
     scheduler = Scheduler(BlockPool(4, 4), max_num_seqs=4, max_num_batched_tokens=8, max_model_len=999, max_waiting=9)
     with pytest.raises(InputError, match="cache of 16 tokens"):
-        scheduler.add(
+        scheduler.check(
             Request(request_id="a", prompt_token_ids=(1,) * prompt, params=SamplingParams(max_tokens=max_tokens))
         )
-    assert not scheduler.has_work
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(16, 1), (1, 16), (9, 8)])
@@ -329,9 +329,9 @@ def test_a_request_that_just_fits_runs_to_its_end(prompt: int, max_tokens: int) 
 
 def test_more_tokens_than_the_model_knows_are_refused() -> None:
     scheduler = Scheduler(BlockPool(99, 4), max_num_seqs=4, max_num_batched_tokens=8, max_model_len=20, max_waiting=9)
-    scheduler.add(Request(request_id="a", prompt_token_ids=(1,) * 10, params=SamplingParams(max_tokens=10)))
+    scheduler.check(Request(request_id="a", prompt_token_ids=(1,) * 10, params=SamplingParams(max_tokens=10)))
     with pytest.raises(InputError, match="max_model_len=20"):
-        scheduler.add(Request(request_id="b", prompt_token_ids=(1,) * 10, params=SamplingParams(max_tokens=11)))
+        scheduler.check(Request(request_id="b", prompt_token_ids=(1,) * 10, params=SamplingParams(max_tokens=11)))
 
 
 def test_a_full_queue_says_so_and_takes_requests_again_later() -> None:

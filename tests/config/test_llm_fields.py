@@ -58,7 +58,9 @@ class Requests:
 
     def add(self, name: str, length: int) -> None:
         prompt = tuple(range(length))
-        self.scheduler.add(Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(max_tokens=4)))
+        request = Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(max_tokens=4))
+        self.scheduler.check(request)
+        self.scheduler.add(request)
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
