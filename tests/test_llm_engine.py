@@ -279,6 +279,7 @@ def test_prefixes_are_shared_only_under_the_same_salt() -> None:
         ([5], {"stop_token_ids": [200]}, "stop_token_ids: token id 200"),
         ([5], {"logit_bias": {200: 1.0}}, "logit_bias: token id 200"),
         ([5], {"allowed_token_ids": [3, 200]}, "allowed_token_ids: token id 200"),
+        ([5], {"logprob_token_ids": [VOCAB, 3]}, f"logprob_token_ids: token id {VOCAB} is outside"),
         ([5] * 512, {"max_tokens": 13}, "prompt: its 512 tokens leave no room for an answer in max_model_len=512"),
         ([5] * 500, {"max_tokens": 13}, "500 prompt tokens and max_tokens=12 do not fit the cache of 400 tokens"),
         ([5] * 400, {"max_tokens": 3}, "400 prompt tokens and max_tokens=3 do not fit the cache of 400 tokens"),
@@ -580,22 +581,6 @@ def test_item_24_log_probabilities_of_named_tokens(llm: LLM, plain: Any) -> None
                 assert found.logprob == pytest.approx(float(rows[place - 1, token]), abs=1e-4)
                 assert found.rank == 1 + int((rows[place - 1] > rows[place - 1, token]).sum())
         assert answer.cumulative_logprob is not None
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"logprob_token_ids": [3, VOCAB]},
-        {"allowed_token_ids": [VOCAB, 3]},
-        {"stop_token_ids": [VOCAB]},
-        {"logit_bias": {VOCAB: 1.0}},
-    ],
-    ids=lambda params: str(next(iter(params))),
-)
-def test_tokens_that_the_model_does_not_have(llm: LLM, params: dict[str, Any]) -> None:
-    (name,) = params
-    with pytest.raises(InputError, match=f"^{name}: token id {VOCAB} is outside the model's vocabulary of {VOCAB}$"):
-        llm.generate(prompt(5), greedy(3, **params))
 
 
 def test_a_request_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class PagedDecoder:
         """What `generate(custom_generate=...)` calls: the ids [B, L] with the new tokens after them."""
         mask: Tensor | None = model_kwargs.get("attention_mask")
         lengths = [item.max_length for item in stopping_criteria if isinstance(item, MaxLengthCriteria)]
-        limit = min([generation_config.max_length, *lengths])
+        limit = max(input_ids.shape[1] + 1, min([generation_config.max_length, *lengths]))  # there is always one
         ends = [item.eos_token_id.reshape(-1) for item in stopping_criteria if isinstance(item, EosTokenCriteria)]
         stops = torch.cat([input_ids.new_zeros(0), *(each.to(input_ids) for each in ends)])
         pad = generation_config._pad_token_tensor

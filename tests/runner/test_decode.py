@@ -226,10 +226,11 @@ class _After(StoppingCriteria):
     [
         [EosTokenCriteria(list(range(5, 60)))],
         [MaxLengthCriteria(11)],
+        [MaxLengthCriteria(3)],
         [_After()],
         [_After(), EosTokenCriteria(list(range(40, 60)))],
     ],
-    ids=["ends", "length", "own", "own and ends"],
+    ids=["ends", "length", "shorter than the prompt", "own", "own and ends"],
 )
 @pytest.mark.parametrize("sample", [False, True])
 def test_criteria_of_the_caller(model: Any, criteria: list[StoppingCriteria], sample: bool) -> None:
