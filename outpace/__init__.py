@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from outpace.inject.policy import ModelRoles as ModelRoles
     from outpace.inject.policy import Policy as Policy
     from outpace.llm import LLM as LLM
+    from outpace.loading.skeleton import OnDevice as OnDevice
     from outpace.mii import Pipeline as Pipeline
     from outpace.mii import Response as Response
     from outpace.ragged import RaggedEngine as RaggedEngine
@@ -55,6 +56,7 @@ _WHERE = {
     "outpace.inject.policies": ("register_policy",),
     "outpace.inject.policy": ("ModelRoles", "Policy"),
     "outpace.llm": ("LLM",),
+    "outpace.loading.skeleton": ("OnDevice",),
     "outpace.mii": ("Pipeline", "Response"),
     "outpace.ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult"),
     "outpace.server.python_api": ("client", "serve"),

@@ -22,7 +22,7 @@ from outpace.answers import Group
 from outpace.config import ConfigLike, LLMConfig
 from outpace.errors import InputError, ModelError, StateError
 from outpace.llm_engine import LLMEngine
-from outpace.log import logger
+from outpace.log import by_part, logger
 from outpace.prepare import load_paged
 from outpace.turns import Turns
 from outpace.types import (
@@ -68,7 +68,7 @@ class LLM:
         self._numbers = itertools.count()
         self._lock = Turns()  # one thread takes a step; every request is in it
         self._tokenizing = threading.Lock()  # steps need not wait for somebody's long prompt
-        logger.info("ready: %s", ", ".join(f"{part} {took:.2f} s" for part, took in self.startup_seconds.items()))
+        logger.info("ready: %s", by_part(self.startup_seconds, parts.weight_bytes))
 
     @property
     def engine(self) -> LLMEngine:

@@ -1,5 +1,6 @@
 """Somebody's module made ready: looked at, converted, injected, placed. What cannot work is refused beforehand."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,9 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported
 from outpace.inject.paged import BatchModel
+from outpace.inject.split import known_splits
 from outpace.inject.start import Injection, plan_injection
 from outpace.kernels.dispatch import choose_kernels
-from outpace.loading.build import Loaded, load
+from outpace.loading.bars import progress
+from outpace.loading.build import Found, Loaded, find
 from outpace.loading.dtypes import default_dtype
 from outpace.loading.inspect import (
     ModelInfo,
@@ -24,8 +27,12 @@ from outpace.loading.inspect import (
     generation_config,
     token_list,
 )
-from outpace.loading.place import to_dtype
+from outpace.loading.names import match
+from outpace.loading.open import open_weights
+from outpace.loading.place import Before, drop, fill, settle
 from outpace.loading.sampling_defaults import sampling_defaults
+from outpace.loading.skeleton import with_buffers
+from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
 
 DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
@@ -40,6 +47,10 @@ class Prepared:
     injection: Injection | None
     dtype: torch.dtype
     device: torch.device
+    seconds: Mapping[str, float]
+    """What this took, by part."""
+    weight_bytes: int = 0
+    """That were read; 0: the module had its own."""
 
 
 Check = Callable[[ModelInfo, Injection | None], None]
@@ -47,19 +58,51 @@ Check = Callable[[ModelInfo, Injection | None], None]
 
 
 def prepare(
-    model: nn.Module, config: InferenceConfig, *, deterministic: bool = False, check: Check | None = None
+    model: nn.Module,
+    config: InferenceConfig,
+    *,
+    weights: Weights | None = None,
+    deterministic: bool = False,
+    check: Check | None = None,
 ) -> Prepared:
-    """Make a module ready as its config says; it is changed in place, once nothing speaks against it."""
-    module = check_model(model)
+    """Make a module ready as its config says; it is changed in place, once nothing speaks against it.
+
+    weights: what an empty module is filled with; None: it has its own.
+    """
+    weights = asked_weights(model, config) or weights
+    module = check_model(model, empty=weights is not None)
     info = _look_at(module, config)
     injection = _plan(module, config, deterministic)
     if check is not None:
         check(info, injection)
-    dtype = _convert(module, config)
+    sources = None if weights is None else match(module, weights)
+    (dtype, device), begin = (_choose_dtype(config), _choose_device(config)), time.perf_counter()
+    if sources is not None and config.set_empty_params:
+        drop(module)
+    before = Before.of(module, dtype)
     if injection is not None:
         injection.apply()
-    device = _place(module, config)
-    return Prepared(module.eval(), info, injection, dtype, device)
+    if sources is None:
+        settle(module, before, device)
+        return Prepared(module.eval(), info, injection, dtype, device, {"inject": time.perf_counter() - begin})
+    at_fill = time.perf_counter()
+    with progress(sources) as advance:
+        fill(module, before, sources, device, advance)
+    seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
+    return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(sources))
+
+
+def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
+    """The checkpoint that a config names, opened; None: it names none."""
+    more = config.checkpoint_config
+    source = config.checkpoint if config.checkpoint is not None else more.checkpoint_dir
+    if source is None or not isinstance(model, nn.Module):
+        return None
+    with_buffers(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    base = config.base_dir or more.base_dir or ""
+    size, splits = config.training_mp_size, functools.partial(known_splits, model)
+    return open_weights(source, base_dir=base, training_mp_size=size, shapes=shapes, splits=splits)
 
 
 @dataclass(frozen=True)
@@ -82,6 +125,8 @@ class PagedParts:
     """What this took, by part."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What requests get where they do not say, by names of SamplingParams."""
+    weight_bytes: int = 0
+    """That were read to load it."""
 
 
 def load_paged(
@@ -92,7 +137,7 @@ def load_paged(
     tokenizer: False leaves it out, for an engine that sees token ids alone.
     """
     begin = time.perf_counter()
-    loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked, tokenizer)
+    loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, tokenizer)
     info = describe(loaded.model, asked.config)
     if info.kind == "encoder-decoder":
         raise encoder_decoder(loaded.name)
@@ -108,7 +153,8 @@ def load_paged(
         if config.deterministic and (reason := injection.varies()):
             raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
 
-    prepared = prepare(loaded.model, config, deterministic=config.deterministic, check=check)
+    weights = loaded.weights if isinstance(loaded, Found) else None
+    prepared = prepare(loaded.model, config, weights=weights, deterministic=config.deterministic, check=check)
     paged = None if prepared.injection is None else prepared.injection.paged()
     assert paged is not None, "checked before"
     length, own = _max_model_len(prepared.info, config), generation_config(prepared.module)
@@ -124,16 +170,17 @@ def load_paged(
         dtype=prepared.dtype,
         dtype_reason=loaded.dtype_reason,
         device=prepared.device,
-        seconds={"load": at_load - begin, "inject": time.perf_counter() - at_load},
-        sampling=sampling_defaults(config.generation_config, own, loaded.sampling),
+        seconds={"load": at_load - begin, **prepared.seconds},
+        sampling=sampling_defaults(config.generation_config, own, loaded.sampling if isinstance(loaded, Found) else {}),
+        weight_bytes=prepared.weight_bytes,
     )
 
 
-def _load(model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool) -> Loaded:
+def _find(model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool) -> Found:
     if not isinstance(model, str | os.PathLike | None):
         raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
     source = None if model is None else os.fspath(model)
-    return load(source, dtype=config.dtype, device=config.torch_device, tokenizer=tokenizer)
+    return find(source, dtype=config.dtype, device=config.torch_device, tokenizer=tokenizer)
 
 
 def _live(model: nn.Module, config: LLMConfig) -> Loaded:
@@ -163,18 +210,16 @@ def _plan(module: nn.Module, config: InferenceConfig, deterministic: bool) -> In
     return plan_injection(module, config, kernels)
 
 
-def _convert(module: nn.Module, config: InferenceConfig) -> torch.dtype:
+def _choose_dtype(config: InferenceConfig) -> torch.dtype:
     dtype, reason = (config.dtype, "asked for") if config.dtype else default_dtype(config.torch_device)
     chosen("dtype", dtype, reason)
-    to_dtype(module, dtype)
     return dtype
 
 
-def _place(module: nn.Module, config: InferenceConfig) -> torch.device:
+def _choose_device(config: InferenceConfig) -> torch.device:
     if config.keep_module_on_host:
         device, reason = torch.device("cpu"), "keep_module_on_host"
     else:
         device, reason = config.torch_device, "asked for" if config.device else "the first GPU, or else the CPU"
     chosen("device", device, reason)
-    module.to(device)
     return device

@@ -98,11 +98,11 @@ class InferenceConfig(ConfigModel):
     quant: QuantizationConfig | None = None
     """Quantization; None is off."""
     checkpoint: str | dict[str, Any] | None = None
-    """A checkpoint description: a JSON path or its content."""
+    """Weights that the module is filled with: a folder, a file, or DeepSpeed's description (docs/checkpoints.md)."""
     base_dir: str = ""
     """Folder the names in the checkpoint description are relative to."""
     set_empty_params: bool = False
-    """Make fused layers without parameters."""
+    """Let go of the module's own weights before those of `checkpoint` are read."""
     save_mp_checkpoint_path: str | None = None
     """Folder that the sharded checkpoint is written to."""
     checkpoint_config: CheckpointConfig = CheckpointConfig()
@@ -110,7 +110,7 @@ class InferenceConfig(ConfigModel):
     return_tuple: bool = True
     """Only True is accepted: a fused layer returns what the model around it expects."""
     training_mp_size: int = Field(default=1, ge=1)
-    """Model-parallel size the checkpoint was trained with."""
+    """Number of ranks whose files `checkpoint` has; 1: as many as there are."""
     replace_method: str = "auto"
     """Deprecated and without effect: only "auto" is accepted."""
     injection_policy: dict[Any, Any] | None = None
@@ -134,6 +134,11 @@ class InferenceConfig(ConfigModel):
     @classmethod
     def _quant_off(cls, value: QuantizationConfig | None) -> QuantizationConfig | None:
         return value if value is not None and value.enabled else None
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _checkpoint_path(cls, value: object) -> object:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("replace_method")
     @classmethod

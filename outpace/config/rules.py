@@ -15,12 +15,8 @@ LATER: Mapping[str, str] = {
     "tensor_parallel.tp_grain_size": "tensor parallelism",
     "tensor_parallel.mpu": "tensor parallelism",
     "tensor_parallel.tp_group": "tensor parallelism",
-    "checkpoint": "checkpoint loading",
-    "set_empty_params": "checkpoint loading",
-    "base_dir": "checkpoint loading",
     "save_mp_checkpoint_path": "checkpoint loading",
-    "checkpoint_config": "checkpoint loading",
-    "training_mp_size": "checkpoint loading",
+    "checkpoint_config.save_mp_checkpoint_path": "checkpoint loading",
     "quant": "quantization",
     "moe.ep_size": "expert parallelism",
     "moe.ep_group": "expert parallelism",
@@ -44,6 +40,10 @@ def is_int8(config: "InferenceConfig") -> bool:
 def _changed(config: ConfigModel, *names: str) -> bool:
     """Whether one of the fields is not at its default."""
     return any(getattr(config, name) != type(config).model_fields[name].default for name in names)
+
+
+def _names_checkpoint(config: "InferenceConfig") -> bool:
+    return config.checkpoint is not None or config.checkpoint_config.checkpoint_dir is not None
 
 
 Rule = tuple[Callable[["InferenceConfig"], bool], str]
@@ -101,6 +101,23 @@ COMPOSITIONS: tuple[Rule, ...] = (
     (
         lambda c: c.offload.device != "none" and c.zero.offload_param.device != "none",
         "offload with zero.offload_param: two places say where weights live; give one",
+    ),
+    (
+        lambda c: c.checkpoint is not None and c.checkpoint_config.checkpoint_dir is not None,
+        "checkpoint with checkpoint_config.checkpoint_dir: both say where the weights are; give one",
+    ),
+    (
+        lambda c: c.base_dir != "" and c.checkpoint_config.base_dir is not None,
+        "base_dir with checkpoint_config.base_dir: both say what names are relative to; give one",
+    ),
+    (
+        lambda c: not _names_checkpoint(c) and _changed(c, "base_dir", "set_empty_params", "training_mp_size"),
+        "base_dir, set_empty_params and training_mp_size concern a checkpoint: name it with checkpoint, or leave them "
+        "out",
+    ),
+    (
+        lambda c: not _names_checkpoint(c) and c.checkpoint_config.base_dir is not None,
+        "checkpoint_config.base_dir concerns a checkpoint: name it with checkpoint, or leave it out",
     ),
 )
 """Combinations that cannot work: (is it wrong?, what to say)."""

@@ -1,11 +1,13 @@
-"""The fused modules: a linear with what stands before and after it, a norm, and the one layer that all policies use."""
+"""The fused modules: a linear with what stands before and after it, a norm, an embedding, and the one layer of all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from outpace.inject.policy import Policy, Settings
+from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.gemv import prefers_gemv
@@ -15,13 +17,13 @@ Attend = Callable[["FusedLayer", Tensor], Tensor]
 
 
 class Norm(nn.Module):
-    """RMS or layer norm of rows."""
+    """RMS or layer norm of rows, with the weights of the model's own norm."""
 
     def __init__(
         self,
         kind: Literal["rms", "layer"],
-        weight: Tensor | None,
-        bias: Tensor | None,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
         eps: float,
         kernels: Kernels,
         *,
@@ -30,8 +32,8 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.kind = kind
-        self.weight = _parameter(weight)
-        self.bias = _parameter(bias)
+        self.weight = weight
+        self.bias = bias
         self.eps = eps
         self.offset = offset
         self.round_before_weight = round_before_weight
@@ -45,16 +47,51 @@ class Norm(nn.Module):
         return self._kernels.rms_norm(x, self.weight, self.eps, **options)[0]
 
 
-class Linear(nn.Module):
+class Made(nn.Module):
+    """A module whose weights are made by recipes. They are on the meta device until loading fills them."""
+
+    def __init__(self, recipes: Mapping[str, Recipe | None]) -> None:
+        super().__init__()
+        self.recipes = {name: recipe for name, recipe in recipes.items() if recipe is not None}
+        """By the names of the parameters."""
+        for name, recipe in recipes.items():
+            empty = None if recipe is None else torch.empty(recipe.shape, device="meta")
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
+
+
+class Embedding(Made):
+    """Rows of a table by token ids."""
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: Recipe, kernels: Kernels, scale: float = 1.0) -> None:
+        super().__init__({"weight": weight})
+        self.scale = scale
+        """What the model around it expects of it, and does not multiply with itself."""
+        self._kernels = kernels
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., H], as the model around it calls it."""
+        return self.rows(ids.reshape(-1), scale=self.scale).view(*ids.shape, -1)
+
+    def rows(self, ids: Tensor, **options: Any) -> Tensor:
+        """[T] -> [T, H], with scale and learned positions (`kernels.embedding`)."""
+        rows: Tensor = self._kernels.embed(ids, self.weight, **options)
+        return rows
+
+
+class Linear(Made):
     """x @ weight.T + bias, with the norm before it, the activation after it, and what its result is added to.
 
-    Parallel, quantized and streamed linears take its place with the same call.
+    Parallel, quantized and streamed linears take its place: they bring a product of their own.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)  # [N, K]
-        self.bias = _parameter(bias)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels) -> None:
+        super().__init__({"weight": weight, "bias": bias})
+        self.out_features, self.in_features = weight.shape
         self._kernels = kernels
 
     def forward(
@@ -68,19 +105,45 @@ class Linear(nn.Module):
         reuse: bool = False,
     ) -> Tensor:
         """[T, K] -> [T, N], or [T, N / 2] where gated. `reuse`: nobody needs `add` any more, so it may hold the sum."""
-        outputs, depth = self.weight.shape
-        one_kernel = self._kernels.gemv is not None and (act is None or gated)
-        if one_kernel and prefers_gemv(len(x), outputs, depth, gated=gated):
-            return self._few_rows(x, norm, act, add)
+        if x.dim() != 2:  # a head, called by the model around it
+            return self.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        if (result := self.at_once(x, norm, act, gated, add)) is not None:
+            return result
         if norm is not None:
             x = norm(x)
+        if gated and act is not None:
+            return self._kernels.gated_act(self.product(x, self.bias), act)
         if act is not None:
-            return self._activated(x, act, gated)
-        return self._kernels.linear(x, self.weight, self.bias, add=add, out=add if reuse else None)
+            return self._kernels.bias_act(self.product(x), self.bias, act)
+        return self.product(x, self.bias, add=add, out=add if reuse else None)
 
-    def _few_rows(self, x: Tensor, norm: Norm | None, act: str | None, add: Tensor | None) -> Tensor:
-        """All of it in one kernel, which reads the weights once."""
-        assert self._kernels.gemv is not None, "asked before"
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias + add."""
+        raise NotImplementedError
+
+    def at_once(self, x: Tensor, norm: Norm | None, act: str | None, gated: bool, add: Tensor | None) -> Tensor | None:
+        """All that `forward` does, for a linear that has one kernel for it at so many rows; None: it has not."""
+        return None
+
+
+class PlainLinear(Linear):
+    """A linear whose weight [N, K] is in the dtype of what it is multiplied with."""
+
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """By the library, or by an invariant kernel."""
+        product: Tensor = self._kernels.linear(x, self.weight, bias, add=add, out=out)
+        return product
+
+    def at_once(self, x: Tensor, norm: Norm | None, act: str | None, gated: bool, add: Tensor | None) -> Tensor | None:
+        """Few rows in one kernel, which reads the weights once."""
+        if self._kernels.gemv is None or (act is not None and not gated):
+            return None
+        if not prefers_gemv(len(x), self.out_features, self.in_features, gated=gated):
+            return None
         fused: dict[str, Any] = {}
         if norm is not None and norm.kind == "rms" and norm.weight is not None:
             fused = {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
@@ -88,12 +151,8 @@ class Linear(nn.Module):
         elif norm is not None:
             x = norm(x)
         kind = None if act is None else activation_kind(act)
-        return self._kernels.gemv(x, self.weight, bias=self.bias, activation=kind, add=add, **fused)
-
-    def _activated(self, x: Tensor, act: str, gated: bool) -> Tensor:
-        if gated:
-            return self._kernels.gated_act(self._kernels.linear(x, self.weight, self.bias), act)
-        return self._kernels.bias_act(self._kernels.linear(x, self.weight), self.bias, act)
+        result: Tensor = self._kernels.gemv(x, self.weight, bias=self.bias, activation=kind, add=add, **fused)
+        return result
 
 
 class FusedLayer(nn.Module):
@@ -110,7 +169,7 @@ class FusedLayer(nn.Module):
     mlp_out_norm: Norm | None
     q_norm: Norm | None
     k_norm: Norm | None
-    sinks: Tensor | None
+    sinks: nn.Parameter | None
     cos: Tensor | None
     sin: Tensor | None
 
@@ -193,7 +252,3 @@ _PLACEMENTS: dict[str, Callable[[FusedLayer, Tensor, Attend, bool], Tensor]] = {
     "normed": _normed,
     "scaled": _scaled,
 }
-
-
-def _parameter(value: Tensor | None) -> nn.Parameter | None:
-    return None if value is None else nn.Parameter(value, requires_grad=False)

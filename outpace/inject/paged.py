@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from outpace.cache.kv_cache import Pages
 from outpace.errors import ModelError, NotSupported
-from outpace.inject.apply import Injected, make_norm
-from outpace.inject.modules import FusedLayer, Linear
+from outpace.inject.apply import Injected
+from outpace.inject.make import make_norm
+from outpace.inject.modules import Embedding, FusedLayer, Linear
 from outpace.inject.parts import Parts
 from outpace.inject.rope import Table, alibi_slopes, rope_tables
 from outpace.kernels.rotary import QKV, split_qkv
@@ -78,10 +79,11 @@ class PagedModel:
         if reason := roles.refuses(config):
             raise NotSupported(f"pages: {type(model).__name__} {reason}; Hugging Face's own loop can run it")
         part = Parts(model)
-        head: Any = part(roles.head)
-        self._kernels = kernels
+        embedding, head = part(roles.embed), part(roles.head)
+        assert isinstance(embedding, Embedding), "injection made it"
+        assert isinstance(head, Linear), "injection made it"
         self._layers = injected.layers
-        self._embedding: Tensor = part(roles.embed).weight  # type: ignore[assignment]
+        self._embedding, self._head = embedding, head
         self._scale = roles.embed_scale(config)
         self._positions: Any = None if roles.positions is None else part(roles.positions).weight
         self._offset = roles.position_offset
@@ -90,16 +92,14 @@ class PagedModel:
         norm = part.optional(roles.norm)
         self._norm = None if norm is None else make_norm(norm, injected.policy, kernels)
         self._after = part.optional(roles.project_out)
-        self._head = Linear(head.weight.data, None if head.bias is None else head.bias.data, kernels)
         self._softcap, self._logit_scale = roles.logit_softcap(config), roles.logit_scale(config)
         self._tables = rope_tables(model, injected, max_positions)
         self.max_positions = min([max_positions, *self._known_positions()])
-        device = self._embedding.device
-        self._slopes = [alibi_slopes(layer, max_positions, device) for layer in injected.layers]
+        self.dtype, self.device = embedding.weight.dtype, embedding.weight.device
+        self._slopes = [alibi_slopes(layer, max_positions, self.device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
         self.capturable = self.reentrant = self.gives_hidden = True
-        self.dtype, self.device = self._embedding.dtype, self._embedding.device
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
@@ -115,8 +115,8 @@ class PagedModel:
         """What the first layer reads [T, H]."""
         learned = {"positions": batch.positions, "position_table": self._positions, "position_offset": self._offset}
         if not self._before:
-            return self._kernels.embed(batch.ids, self._embedding, scale=self._scale, **learned)
-        x = self._kernels.embed(batch.ids, self._embedding, scale=self._scale)
+            return self._embedding.rows(batch.ids, scale=self._scale, **learned)
+        x = self._embedding.rows(batch.ids, scale=self._scale)
         for module in self._before:
             x = module(x)
         return x if self._positions is None else x + F.embedding(batch.positions + self._offset, self._positions)

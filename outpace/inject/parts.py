@@ -28,11 +28,11 @@ class Parts:
         """The submodule, or None where there is none: a part that only some sizes of a family have."""
         return None if path is None else self._modules.get(path)
 
-    def parameter(self, path: str) -> Tensor:
+    def parameter(self, path: str) -> nn.Parameter:
         parameters = dict(self._module.named_parameters())
         if path not in parameters:
             raise self.missing(path, list(parameters))
-        return parameters[path].data
+        return parameters[path]
 
     def buffer(self, path: str) -> Tensor:
         buffers = dict(self._module.named_buffers())

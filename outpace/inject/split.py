@@ -58,6 +58,14 @@ def split_model(model: nn.Module, ranks: int, policies: Mapping[str, Policy] | N
     return found
 
 
+def known_splits(model: nn.Module, ranks: int) -> Splits:
+    """The same of a model that may not be known: nothing is, then."""
+    try:
+        return split_model(model, ranks)
+    except (ConfigError, ModelError, NotSupported):
+        return {}
+
+
 def _check(name: str, tensor: Tensor, split: Split | None) -> None:
     """A policy, or a config, that does not describe the tensor."""
     if split is None:

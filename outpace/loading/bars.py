@@ -1,20 +1,24 @@
-"""Progress bars of transformers, which it draws into files too."""
+"""The bar that shows how far loading is."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from transformers.utils import logging
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from outpace.loading.stream import Advance
+from outpace.loading.weights import Source, stored_bytes
 
 
 @contextmanager
-def bars_on_terminals_only() -> Iterator[None]:
-    """Meanwhile transformers draws no bars, unless standard error is a terminal."""
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
-        yield
+def progress(sources: Mapping[str, Source]) -> Iterator[Advance]:
+    """A bar with GB and GB/s while weights are read; only on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
         return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
+    total = stored_bytes(sources)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("weights"), *columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("weights", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,31 +1,53 @@
-"""Load a model, read top to bottom: find it, check it, choose the dtype, build it, place it."""
+"""A model from a name, read top to bottom: find it, check it, choose the dtype, make its skeleton, fill it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from outpace.errors import ModelError, NotSupported
-from outpace.loading.bars import bars_on_terminals_only
-from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
+from outpace.inject.split import known_splits
+from outpace.loading.bars import progress
+from outpace.loading.checkpoint import fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
-from outpace.loading.gguf import GGUFModel, read_gguf, skeleton
+from outpace.loading.gguf import read_gguf
 from outpace.loading.inspect import encoder_decoder, use_engine
+from outpace.loading.layout import find_layout
+from outpace.loading.names import match
+from outpace.loading.open import open_weights
+from outpace.loading.place import Before, fill
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
-from outpace.log import chosen, logger
+from outpace.loading.skeleton import skeleton
+from outpace.loading.weights import Weights
+from outpace.log import chosen
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model that was found and checked: everything of it but the values of its weights."""
+
+    model: nn.Module
+    """On the meta device, its buffers real."""
+    weights: Weights
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    path: Path
+    dtype: torch.dtype
+    dtype_reason: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling values that its authors recommend elsewhere than in generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +60,6 @@ class Loaded:
     path: Path | None
     dtype: torch.dtype
     dtype_reason: str
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    """Sampling values that its authors recommend elsewhere than in generation_config.json."""
 
 
 def load(
@@ -49,64 +69,83 @@ def load(
     device: torch.device | None = None,
     tokenizer: bool = True,
 ) -> Loaded:
-    """Load a folder, a .gguf file, a Hugging Face id, or (None) the default model.
+    """Load a model as Hugging Face has it, nothing injected; see `find`."""
+    device = device or choose_device()
+    found = find(source, dtype=dtype, device=device, tokenizer=tokenizer)
+    sources = match(found.model, found.weights)
+    with progress(sources) as advance:
+        fill(found.model, Before.of(found.model, found.dtype), sources, device, advance)
+    model = found.model.eval().requires_grad_(False)
+    return Loaded(model, found.tokenizer, found.name, found.path, found.dtype, found.dtype_reason)
+
+
+def find(
+    source: str | Path | None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device,
+    tokenizer: bool = True,
+) -> Found:
+    """Find a folder, a .gguf or .safetensors file, a Hugging Face id, or (None) the default model; check all of it.
 
     tokenizer: False leaves it out where that saves time.
     """
-    device = device or _choose_device()
     path = None if source is None else local_path(source)
     if is_default(source, path):
-        found = _load_folder(default_model_path(), DEFAULT_MODEL, dtype, device, tokenizer)
+        found = _find_folder(default_model_path(), DEFAULT_MODEL, dtype, device, tokenizer)
         return replace(found, sampling=SAMPLING)
     if path is None:
-        return _load_folder(fetch(str(source)), str(source), dtype, device, tokenizer)
+        return _find_folder(fetch(str(source)), str(source), dtype, device, tokenizer)
     if path.is_dir():
-        return _load_folder(path, path.resolve().name, dtype, device, tokenizer)
+        return _find_folder(path, path.resolve().name, dtype, device, tokenizer)
     if path.suffix.lower() == ".gguf":
-        return _load_gguf(path, dtype, device)
-    raise ModelError(f"model: {path} is neither a folder nor a .gguf file; name the folder that holds the model")
+        return _find_gguf(path, dtype, device)
+    return _find_folder(path, path.stem, dtype, device, tokenizer)
 
 
-def _load_folder(
-    folder: Path, name: str, dtype: torch.dtype | None, device: torch.device, with_tokenizer: bool
-) -> Loaded:
-    checkpoint = open_checkpoint(folder)
+def _find_folder(path: Path, name: str, dtype: torch.dtype | None, device: torch.device, with_tokenizer: bool) -> Found:
+    """A folder, or a file of weights in one that has the rest."""
+    checkpoint = open_checkpoint(path)
+    folder = checkpoint.folder
     config = _read_config(folder)
     _check_kind(config, name)
-    dtype, reason = _decide_dtype(dtype, _own_dtype(config, checkpoint), device)
-    tokenizer = read_tokenizer(checkpoint) if with_tokenizer else None  # before the weights: it fails sooner
-    with bars_on_terminals_only():
-        model = _read_weights(checkpoint, config, dtype).to(device)  # type: ignore[arg-type]
-    return Loaded(_ready(model), tokenizer, name, folder, dtype, reason)
+    weights = _open(path, folder, config)
+    dtype, reason = _decide_dtype(dtype, _own_dtype(config, weights), device)
+    tokenizer = read_tokenizer(checkpoint) if with_tokenizer else None
+    return Found(_make_skeleton(config, dtype, folder), weights, tokenizer, name, path, dtype, reason)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Loaded:
+def _find_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Found:
     file = read_gguf(path)
     dtype, reason = _decide_dtype(dtype, None, device)
     if (tokenizer := file.tokenizer) is None:
         chosen("tokenizer", None, f"{path.name} holds none; pass token ids")
-    model = _fill(skeleton(file.config, dtype), file, dtype, device)
-    return Loaded(_ready(model), tokenizer, path.stem, path, dtype, reason)
+    return Found(skeleton(file.config, dtype), file.weights(dtype), tokenizer, path.stem, path, dtype, reason)
 
 
-def _fill(model: PreTrainedModel, file: GGUFModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Replace every parameter of a skeleton by the file's, one at a time, and its buffers by computed ones."""
-    for name, tensor in file.tensors(dtype):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(device), requires_grad=False))
-    model.tie_weights()
-    rotary = model.get_submodule("model.rotary_emb")
-    model.set_submodule("model.rotary_emb", type(rotary)(config=model.config).to(device))
-    empty = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
-    assert not empty, f"never filled: {empty}"
+def _make_skeleton(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> nn.Module:
+    file = "config.json"
+    try:
+        model = skeleton(config, dtype)
+        file = "generation_config.json"
+        if (folder / file).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"model: cannot use {folder / file} ({line(error)}); {REMEDY}") from error
     return model
 
 
-def _ready(model: nn.Module) -> nn.Module:
-    return model.eval().requires_grad_(False)
+def _open(path: Path, folder: Path, config: PreTrainedConfig) -> Weights:
+    """The weights of a folder; what ranks saved needs the model to be put together."""
+    if path != folder or find_layout(folder):
+        return open_weights(path)
+    model = skeleton(config, torch.float32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return open_weights(path, shapes=shapes, splits=partial(known_splits, model))
 
 
-def _choose_device() -> torch.device:
+def choose_device() -> torch.device:
+    """The first GPU, or else the CPU."""
     found = torch.cuda.is_available()
     device = torch.device("cuda" if found else "cpu")
     chosen("device", device, "torch sees a GPU" if found else "torch sees no GPU")
@@ -119,8 +158,9 @@ def _decide_dtype(asked: torch.dtype | None, own: torch.dtype | None, device: to
     return dtype, reason
 
 
-def _own_dtype(config: PreTrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
-    own = config.dtype or checkpoint.stored_dtype() or torch.float32
+def _own_dtype(config: PreTrainedConfig, weights: Weights) -> torch.dtype:
+    stored = (source.dtype for source in weights.sources.values() if source.dtype.is_floating_point)
+    own = config.dtype or next(stored, torch.float32)
     return own if isinstance(own, torch.dtype) else getattr(torch, str(own))
 
 
@@ -139,28 +179,3 @@ def _check_kind(config: PreTrainedConfig, name: str) -> None:
         raise encoder_decoder(name, kind)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise NotSupported(f"model: {name} is a {kind}, which does not generate text from text; {use_engine(kind)}")
-
-
-def _read_weights(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=checkpoint.safetensors,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot load {checkpoint.folder} ({line(error)}); {REMEDY}") from error
-    model: PreTrainedModel = loaded[0]
-    report = loaded[1]
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"model: the weights in {checkpoint.folder} lack {len(missing)} parameters of the model "
-            f"({', '.join(missing[:5])} ..); it would run with random ones, so it does not"
-        )
-    if unexpected := sorted(report["unexpected_keys"]):
-        logger.warning("weights that this model has no place for: %s (%d)", ", ".join(unexpected[:5]), len(unexpected))
-    return model

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outpace.errors import ModelError
 from outpace.loading.descriptor import read_descriptor
@@ -12,9 +11,6 @@ from outpace.loading.layout import DESCRIPTOR, find_layout, lone_safetensors
 from outpace.loading.safetensors_header import read_header
 from outpace.loading.training import find_ranks
 from outpace.log import chosen
-
-if TYPE_CHECKING:
-    import torch
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -26,7 +22,9 @@ _TOKENIZER_FILES = (
 )
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -37,17 +35,6 @@ class Checkpoint:
     weights: tuple[Path, ...]
     safetensors: bool
     has_tokenizer: bool
-
-    def stored_dtype(self) -> "torch.dtype | None":
-        """The dtype of the first floating tensor, None where only reading all of it would tell."""
-        if not self.safetensors:
-            return None
-
-        import torch
-
-        stored = (_DTYPES.get(entry.dtype) for entry in read_header(self.weights[0]).entries.values())
-        name = next((name for name in stored if name is not None), None)
-        return None if name is None else getattr(torch, name)
 
 
 def local_path(source: str | Path) -> Path | None:
@@ -94,19 +81,24 @@ def fetch(name: str) -> Path:
     return folder
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Check that the folder holds a config and complete weight files."""
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Check that a folder holds a config and complete weight files, or that a weight file lies in such a folder."""
+    folder = path if path.is_dir() else path.parent
+    if path != folder and path.suffix.lower() not in WEIGHT_FILES:
+        raise ModelError(
+            f"model: {path} is neither a folder nor a file of weights; name the folder that holds the model"
+        )
     if not (folder / "config.json").is_file():
         inside = sorted(path.name for path in folder.glob("*.gguf"))
         remedy = f"name the file itself: {folder / inside[0]}" if inside else "name the folder that holds the model"
         raise ModelError(f"model: {folder} has no config.json; {remedy}")
-    files = _weight_files(folder)
+    files = _weight_files(folder) if path == folder else (path,)
     if not files:
         raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
-    safe = all(path.suffix == ".safetensors" for path in files)
+    safe = all(file.suffix.lower() == ".safetensors" for file in files)
     if safe:
-        for path in files:
-            read_header(path)
+        for file in files:
+            read_header(file)
     else:
         chosen("weights", files[0].name, "the folder has no safetensors; read as tensors alone, never as code")
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)

@@ -18,7 +18,6 @@ from outpace.loading.gguf_tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from outpace.loading.weights import Weights
 
@@ -94,16 +93,6 @@ def _checked(path: Path, read: Callable[[GGUFReader], Result]) -> Result:
 def read_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a GGUF file alone, for a process without torch; None: the file holds none."""
     return _checked(path, _tokenizer_of)
-
-
-def skeleton(config: PreTrainedConfig, dtype: "torch.dtype") -> "PreTrainedModel":
-    """The model of a config on the meta device: shapes without memory. Its buffers are on meta too."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model
 
 
 class _BoundedReader(GGUFReader):
@@ -192,6 +181,8 @@ def _refuse_parts(metadata: dict[str, Any]) -> None:
 def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
     """Give every parameter of the model its tensor; anything left over on either side is an error."""
     import torch
+
+    from outpace.loading.skeleton import skeleton
 
     wanted = {
         name: tuple(value.shape) for name, value in skeleton(deepcopy(config), torch.float32).state_dict().items()

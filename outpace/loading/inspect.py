@@ -62,16 +62,22 @@ def embedding_sizes(model: nn.Module) -> tuple[int, ...]:
     return tuple(size for size in listed or () if isinstance(size, int))
 
 
-def check_model(model: object) -> nn.Module:
-    """The model itself, if it is one that can be run; otherwise an error that says what to do."""
+def check_model(model: object, *, empty: bool = False) -> nn.Module:
+    """The model itself, if it is one that can be run; otherwise an error that says what to do.
+
+    empty: it may be without weights, which come from a checkpoint.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model: expected a torch.nn.Module, got {type(model).__name__}; to start from a name, a folder or a .gguf "
             "file use outpace.LLM, or load it first"
         )
     for name, tensor in _tensors(model):
-        if tensor.is_meta:
-            raise ModelError(f"model: {name} is on the meta device and has no values; load the weights first")
+        if tensor.is_meta and not empty:
+            raise ModelError(
+                f"model: {name} is on the meta device and has no values; load the weights first, or name them with "
+                "checkpoint="
+            )
     if getattr(model, "is_quantized", False):
         raise ModelError("model: it is quantized already, and its dtype must not be changed; load it unquantized")
     return model

@@ -10,7 +10,7 @@ from outpace.loading.descriptor import Descriptor, read_descriptor
 from outpace.loading.layout import DESCRIPTOR, Layout, find_layout, lone_safetensors, read_index
 from outpace.loading.safetensors_file import sources_of
 from outpace.loading.safetensors_header import read_header
-from outpace.loading.shards import Part, Shape, join_parts, join_ranks, read_parts
+from outpace.loading.shards import Part, Shape, Splits, Wanted, join_parts, join_ranks, read_parts
 from outpace.loading.torch_file import RankFile, read_rank, read_torch
 from outpace.loading.training import find_ranks
 from outpace.loading.weights import Source, Weights
@@ -27,14 +27,16 @@ def open_weights(
     base_dir: str = "",
     training_mp_size: int = 1,
     shapes: Mapping[str, Shape] | None = None,
+    splits: Splits | None = None,
 ) -> Weights:
     """The weights of a folder, a file or a descriptor, with tensors that ranks split put together.
 
     base_dir: the folder of a descriptor's files. training_mp_size: how many ranks saved it; 1: as many as there are.
-    shapes: those of the model's tensors by name, which tell how ranks split them.
+    shapes: those of the model's tensors by name, which tell how ranks split them. splits: how the model would be cut
+    over so many ranks, which tells in what order they hold the rows of a fused query, key and value.
     """
     try:
-        degree, weights = _open(source, base_dir, shapes)
+        degree, weights = _open(source, base_dir, Wanted(shapes or {}, splits))
     except OSError as error:
         raise ModelError(f"model: cannot read the checkpoint ({error}); check names and rights") from error
     if training_mp_size not in (1, degree):
@@ -45,23 +47,21 @@ def open_weights(
     return weights
 
 
-def _open(
-    source: str | Path | Mapping[str, Any], base_dir: str, shapes: Mapping[str, Shape] | None
-) -> tuple[int, Weights]:
+def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted) -> tuple[int, Weights]:
     """How many ranks saved it, and the weights."""
     if isinstance(source, Mapping):
-        return _of_descriptor(read_descriptor(source, base_dir), shapes)
+        return _of_descriptor(read_descriptor(source, base_dir), wanted)
     path = _find(source, base_dir)
     if path.is_dir() and (layout := find_layout(path)):
         return 1, _of_layout(path, layout)
     if path.is_dir() and (path / DESCRIPTOR).is_file():
-        return _of_descriptor(read_descriptor(path / DESCRIPTOR, base_dir), shapes)
+        return _of_descriptor(read_descriptor(path / DESCRIPTOR, base_dir), wanted)
     if path.is_dir():
-        return _of_training(path, shapes)
+        return _of_training(path, wanted)
     if path.name.endswith(".index.json"):
         return 1, _of_layout(path.parent, read_index(path))
     if path.suffix.lower() == ".json":
-        return _of_descriptor(read_descriptor(path, base_dir), shapes)
+        return _of_descriptor(read_descriptor(path, base_dir), wanted)
     return 1, Weights(str(path), _of_file(path))
 
 
@@ -106,9 +106,9 @@ def _of_safetensors(path: Path) -> tuple[dict[str, Source], dict[str, Part]]:
     return sources_of(path, header), parts
 
 
-def _of_training(folder: Path, shapes: Mapping[str, Shape] | None) -> tuple[int, Weights]:
+def _of_training(folder: Path, wanted: Wanted) -> tuple[int, Weights]:
     if files := find_ranks(folder):
-        return len(files), Weights(str(folder), _of_ranks(str(folder), files, None, shapes))
+        return len(files), Weights(str(folder), _of_ranks(str(folder), files, None, wanted))
     if layout := lone_safetensors(folder):
         return 1, _of_layout(folder, layout)
     names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in (".gguf", *_TORCH))
@@ -116,14 +116,12 @@ def _of_training(folder: Path, shapes: Mapping[str, Shape] | None) -> tuple[int,
     raise ModelError(f"model: {folder} has no weights (model.safetensors); {remedy}")
 
 
-def _of_ranks(
-    origin: str, files: Sequence[Path], version: float | None, shapes: Mapping[str, Shape] | None
-) -> dict[str, Source]:
+def _of_ranks(origin: str, files: Sequence[Path], version: float | None, wanted: Wanted) -> dict[str, Source]:
     ranks = [read_rank(path) for path in files]
     for path, rank in zip(files, ranks, strict=True):
         if rank.degree not in (None, len(files)):
             raise ModelError(f"{origin}: {path.name} was saved by {rank.degree} ranks, but {len(files)} have a file")
-    return join_ranks(origin, [rank.sources for rank in ranks], version=_version(origin, ranks, version), shapes=shapes)
+    return join_ranks(origin, [rank.sources for rank in ranks], version=_version(origin, ranks, version), wanted=wanted)
 
 
 def _version(origin: str, ranks: Sequence[RankFile], asked: float | None) -> float:
@@ -136,14 +134,14 @@ def _version(origin: str, ranks: Sequence[RankFile], asked: float | None) -> flo
     return known or 0
 
 
-def _of_descriptor(found: Descriptor, shapes: Mapping[str, Shape] | None) -> tuple[int, Weights]:
+def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
     degree = max(1, len(found.ranks))
     if found.megatron:
         files = [rank[0] for rank in found.ranks]
-        sources = _of_ranks(found.origin, files, found.version, shapes)
+        sources = _of_ranks(found.origin, files, found.version, wanted)
     else:
         sources = _union([(path, _of_file(path)) for path in found.whole])
-        split = _of_split(found, shapes)
+        split = _of_split(found, wanted)
         if both := sources.keys() & split.keys():
             raise ModelError(f"{found.origin}: {min(both)[:200]!r} is both in non_tp and in tp; save it again")
         sources |= split
@@ -153,7 +151,7 @@ def _of_descriptor(found: Descriptor, shapes: Mapping[str, Shape] | None) -> tup
     return degree, Weights(found.origin, sources)
 
 
-def _of_split(found: Descriptor, shapes: Mapping[str, Shape] | None) -> dict[str, Source]:
+def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:
     """The tensors of files of ranks: those of `outpace shard` say what they hold, of others their shapes tell."""
     ranks: list[dict[str, Source]] = []
     parts: dict[str, list[tuple[Part, Source]]] = {}
@@ -174,7 +172,7 @@ def _of_split(found: Descriptor, shapes: Mapping[str, Shape] | None) -> dict[str
                 f"{found.origin}: {name!r} is a fused tensor of DeepSpeed's own layers (save_mp_checkpoint_path); "
                 "name the checkpoint that these files were made from"
             )
-    whole = join_ranks(found.origin, ranks, version=found.version or 0, shapes=shapes) if ranks else {}
+    whole = join_ranks(found.origin, ranks, version=found.version or 0, wanted=wanted) if ranks else {}
     if both := whole.keys() & parts.keys():
         raise ModelError(f"{found.origin}: {min(both)[:200]!r} has a region in one file and none in another")
     return whole | {name: join_parts(f"{found.origin}: {name[:200]!r}", held) for name, held in parts.items()}

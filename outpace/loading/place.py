@@ -1,32 +1,159 @@
-"""A model's last two steps before it runs: its dtype and its device."""
+"""Weights to where they run: which parameter is made of which tensors, in which dtype, and live modules' own."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from outpace.inject.modules import Made
+from outpace.inject.recipe import Part, Recipe
+from outpace.loading.fit import jobs
 from outpace.loading.inspect import buffer_dtypes, kept_in_fp32
+from outpace.loading.read import read
+from outpace.loading.stream import Advance, stream
+from outpace.loading.weights import Source
+
+
+@dataclass(frozen=True)
+class Before:
+    """A model as it was before injection: its tensors, by name, and what they shall become."""
+
+    parameters: dict[str, nn.Parameter]
+    dtypes: dict[str, torch.dtype]
+    """Of parameters and buffers, once it runs."""
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> "Before":
+        """Look at a model that will run in `dtype`: what Hugging Face would have loaded in it.
+
+        What its author keeps in float32 stays so. Buffers that are not in the checkpoint get the dtype that its class
+        makes them in: rotary frequencies are float32 whatever the weights' dtype, and rounding them changes every
+        position.
+        """
+        keep, made, wanted = kept_in_fp32(model, dtype), buffer_dtypes(model, dtype), {}
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            wanted[name] = dtype if parameter.is_floating_point() else parameter.dtype
+        for path, module in model.named_modules():
+            for leaf, buffer in module.named_buffers(prefix=path, recurse=False):
+                stored = leaf.rpartition(".")[2] not in module._non_persistent_buffers_set
+                own = dtype if stored else made.get(leaf, buffer.dtype)
+                wanted[leaf] = own if buffer.is_floating_point() else buffer.dtype
+        wanted.update((name, torch.float32) for name in keep if wanted[name].is_floating_point)
+        _tell_config(model, dtype)
+        return cls(parameters, wanted)
+
+
+@dataclass
+class Target:
+    """A weight of the running model, and every module that has it."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for it."""
+        make = torch.zeros if self.recipe.has_gaps else torch.empty
+        return make(self.recipe.shape, dtype=self.dtype, device=device)
+
+    def give(self, weight: Tensor) -> None:
+        """Let its owners have it."""
+        own = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        for module, name in self.owners:
+            module._parameters[name] = own
+
+
+def targets(model: nn.Module, before: Before) -> list[Target]:
+    """Every weight of a model, each once, however many modules share it."""
+    names = {id(parameter): name for name, parameter in before.parameters.items()}
+    found: dict[Recipe, Target] = {}
+    for module in model.modules():
+        recipes = module.recipes if isinstance(module, Made) else {}
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            recipe = recipes.get(leaf) or Recipe.whole(names[id(parameter)], tuple(parameter.shape))
+            if recipe not in found:
+                kinds = {before.dtypes[part.name] for part in recipe.parts}
+                found[recipe] = Target(recipe, torch.float32 if len(kinds) > 1 else kinds.pop())
+            found[recipe].owners.append((module, leaf))
+    return list(found.values())
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert in place what Hugging Face would have loaded in `dtype`: one tensor at a time, ties kept.
+    """Convert a live model in place, one tensor at a time, ties kept (see `Before.of`)."""
+    settle(model, Before.of(model, dtype))
 
-    What its author keeps in float32 stays so. Buffers that are not in the checkpoint get the dtype that its class makes
-    them in: rotary frequencies are float32 whatever the weights' dtype, and rounding them changes every position.
+
+def settle(model: nn.Module, before: Before, device: torch.device | None = None) -> None:
+    """Give a live model, injected or not, its own weights: converted, fused and moved, one at a time.
+
+    device: None leaves each where it is.
     """
-    keep, made = kept_in_fp32(model, dtype), buffer_dtypes(model, dtype)
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if name in keep else dtype)
+    for target in targets(model, before):
+        parts = target.recipe.parts
+        if target.recipe.is_whole:
+            parameter = before.parameters[parts[0].name]
+            parameter.data = parameter.data.to(device=device, dtype=target.dtype)
+            target.give(parameter)
+            continue
+        weight = target.empty(device or before.parameters[parts[0].name].device)
+        for part in parts:
+            parameter = before.parameters[part.name]
+            write(part, weight, parameter.data)
+            parameter.data = torch.empty(0)  # the fused copy is the only one
+        target.give(weight)
+    settle_buffers(model, before, device)
+
+
+def drop(model: nn.Module) -> None:
+    """Let go of the weights of a model that will get others."""
+    empty: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            made = nn.Parameter(torch.empty_like(parameter.data, device="meta"), requires_grad=False)
+            module._parameters[name] = empty.setdefault(id(parameter), made)
+
+
+def settle_buffers(model: nn.Module, before: Before, device: torch.device | None) -> None:
+    """Buffers converted and moved."""
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full = f"{path}.{name}" if path else name
-            if not buffer.is_floating_point():
-                continue
-            stored = name not in module._non_persistent_buffers_set
-            wanted = dtype if stored else made.get(full, buffer.dtype)
-            buffer.data = buffer.data.to(torch.float32 if full in keep else wanted)
-    _tell_config(model, dtype)
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            buffer.data = buffer.data.to(device=device, dtype=before.dtypes.get(name, buffer.dtype))
+
+
+def fill(
+    model: nn.Module,
+    before: Before,
+    sources: Mapping[str, Source],
+    device: torch.device,
+    advance: Advance = lambda count: None,
+) -> None:
+    """Fill a skeleton, injected or not, from a checkpoint: every byte goes straight to where it stays."""
+    found = targets(model, before)
+    weights = [target.empty(device) for target in found]
+    made = zip(found, weights, strict=True)
+    stream([job for target, weight in made for job in jobs(target.recipe, weight, sources)], device, advance)
+    for target, weight in zip(found, weights, strict=True):
+        target.give(weight)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if name in sources:
+                module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(buffer.dtype)
+    settle_buffers(model, before, device)
+
+
+def write(part: Part, weight: Tensor, tensor: Tensor) -> None:
+    """Put a whole tensor of the model in its place in a weight."""
+    if part.slice is not None:
+        tensor = tensor.narrow(part.slice.dim, part.slice.start, part.slice.length)
+    place = part.place(weight)
+    if part.order is None:
+        place.copy_(tensor)
+    else:
+        rows = part.order.rows().to(place.device)
+        place.index_copy_(1 if part.transposed else 0, rows, tensor.to(place.device, place.dtype))
 
 
 def _tell_config(model: nn.Module, dtype: torch.dtype) -> None:

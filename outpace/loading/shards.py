@@ -1,6 +1,6 @@
 """Tensors of several ranks put together to the whole: pieces with a place in it, nothing is copied."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,11 @@ from outpace.errors import ModelError
 from outpace.loading.regions import cut, join
 from outpace.loading.strict_json import parse
 from outpace.loading.weights import Source
+from outpace.parallel.spans import Split
 
 Shape = tuple[int, ...]
+Splits = Callable[[int], Mapping[str, Split | None]]
+"""How a model is cut over so many ranks, by the names of its tensors."""
 _FUSED = "query_key_value"
 _SPLIT: Mapping[str, int] = {
     "attention.dense.weight": 1,
@@ -24,9 +27,9 @@ _SPLIT: Mapping[str, int] = {
 
 
 def join_ranks(
-    origin: str, ranks: Sequence[Mapping[str, Source]], *, version: float, shapes: Mapping[str, Shape] | None = None
+    origin: str, ranks: Sequence[Mapping[str, Source]], *, version: float, wanted: "Wanted"
 ) -> dict[str, Source]:
-    """The whole tensors of several ranks. version: of Megatron's fused query, key and value; shapes: of the model."""
+    """The whole tensors of several ranks. version: of Megatron's fused query, key and value."""
     if len(ranks) == 1:
         return dict(ranks[0])
     for rank, sources in enumerate(ranks):
@@ -34,18 +37,31 @@ def join_ranks(
             name = min(differing)
             where = f"rank {rank} {'has' if name in sources else 'lacks'}"
             raise ModelError(f"{origin}: {name[:200]!r}: {where} it, unlike rank 0; save the checkpoint again")
-    wanted = _Wanted(shapes or {})
-    return {
-        name: _join(f"{origin}: {name[:200]!r}", name, [rank[name] for rank in ranks], wanted.shape(name), version)
-        for name in ranks[0]
-    }
+    splits = wanted.splits(len(ranks)) if wanted.splits is not None else {}
+    joined = {}
+    for name in ranks[0]:
+        where, parts = f"{origin}: {name[:200]!r}", [rank[name] for rank in ranks]
+        shape, split = wanted.shape(name), splits.get(name)
+        if shape is not None and split is not None and _fits(split, parts, shape):
+            held = [Part(shape, split.dim, spans) for spans in split.spans]
+            joined[name] = join_parts(where, list(zip(held, parts, strict=True)))
+        else:
+            joined[name] = _join(where, name, parts, shape, version)
+    return joined
 
 
-class _Wanted:
-    """Shapes of the model's tensors, found by a checkpoint's names: either side may have a prefix more."""
+def _fits(split: Split, parts: Sequence[Source], shape: Shape) -> bool:
+    """Whether ranks hold what they would if this model had been cut over them."""
+    own = [(*shape[: split.dim], size, *shape[split.dim + 1 :]) for size in split.sizes()]
+    return [part.shape for part in parts] == own and len({part.dtype for part in parts}) == 1
 
-    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+
+class Wanted:
+    """What is known of the model's tensors, found by a checkpoint's names: either side may have a prefix more."""
+
+    def __init__(self, shapes: Mapping[str, Shape], splits: Splits | None = None) -> None:
         self.shapes = shapes
+        self.splits = splits
         self.by_end: dict[str, set[Shape]] = {}
         for name, shape in shapes.items():
             for end in _ends(name):

@@ -51,6 +51,11 @@ class Source:
     pieces: tuple[Piece, ...]
 
 
+def stored_bytes(sources: Mapping[str, Source]) -> int:
+    """Of all pieces, each counted once however many tensors it is in."""
+    return sum({id(piece): piece.nbytes for source in sources.values() for piece in source.pieces}.values())
+
+
 @dataclass(frozen=True)
 class Weights:
     """A checkpoint: its tensors by the names that it gives them."""

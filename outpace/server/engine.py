@@ -109,6 +109,8 @@ class ModelCard:
     """Most log-probabilities of a token that a request may ask for; at most the vocabulary."""
     embedding_sizes: tuple[int, ...] = ()
     """Widths that embeddings may be cut to; none: the model's own alone."""
+    weight_bytes: int = 0
+    """What was read to load it."""
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -122,7 +122,7 @@ def _check(config: ServerConfig) -> None:
 def _check_model(model: str | None) -> None:
     """Look at a folder; a name of a model elsewhere is looked up when it is loaded."""
     path = None if model is None else local_path(model)
-    if path is not None and path.is_dir():
+    if path is not None and path.suffix.lower() != ".gguf":
         open_checkpoint(path)
 
 

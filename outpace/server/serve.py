@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from outpace.errors import StateError
 from outpace.loading.read_tokenizer import import_without_torch, is_here, load_tokenizer
-from outpace.log import logger
+from outpace.log import by_part, logger
 from outpace.server.connection import limited
 from outpace.server.options import ServerConfig
 from outpace.server.run import BACKLOG, CUT_OFF, FINISHED, INTERRUPTED, process_age
@@ -73,7 +73,8 @@ async def serve(
         async with app.router.lifespan_context(app):
             front.app = app
             parts = _parts(engine.status().startup_seconds, before)
-            console.print("\n".join(_greeting(engine.card.name, parts, config, sock, tokenizer)))
+            shown = by_part(parts, engine.card.weight_bytes, least=0.005)
+            console.print("\n".join(_greeting(engine.card.name, shown, config, sock, tokenizer)))
             if engine.card.sampling:
                 shown = ", ".join(f"{name} {value}" for name, value in engine.card.sampling.items())
                 console.print(f"sampling defaults: {shown} (--generation-config none turns them off)")
@@ -229,7 +230,7 @@ def _parts(engine: Mapping[str, float], before: float) -> dict[str, float]:
 
 def _greeting(
     name: str,
-    parts: Mapping[str, float],
+    took: str,
     config: ServerConfig,
     sock: socket.socket,
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -247,10 +248,9 @@ def _greeting(
         route = "/v1/completions"
         body["prompt"] = "A paged cache is"
     key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
-    shown = ", ".join(f"{part} {took:.2f} s" for part, took in parts.items() if took >= 0.005)
     return [
         *filter(None, [config.open_door()]),  # once more: the lines before it may be far up by now
-        f"{served} is ready ({shown})",
+        f"{served} is ready ({took})",
         url,
         f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
     ]

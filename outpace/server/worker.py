@@ -344,6 +344,7 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         sampling=dict(parts.sampling),
         max_logprobs=engine.max_logprobs,
         embedding_sizes=embedding_sizes(parts.module),
+        weight_bytes=parts.weight_bytes,
     )
     scheduler, cache = engine.scheduler, parts.config.cache
     tokens = scheduler.pool.num_blocks * cache.block_size

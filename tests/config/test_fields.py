@@ -1,8 +1,12 @@
 """Promise 2: every accepted option acts or raises. A new field of `init_inference` without an entry here fails."""
 
 import logging
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,7 +142,67 @@ def quant_enabled_acts() -> None:
         InferenceConfig.of(quant={"enabled": True})
 
 
+@contextmanager
+def saved() -> Iterator[tuple[Any, Path]]:
+    """A model with other weights than `engine` begins with, and the file that holds them."""
+    with tempfile.TemporaryDirectory() as folder:
+        other = tiny("llama", weights_seed=5)
+        torch.save({"module": other.state_dict()}, Path(folder) / "mp_rank_00_model_states.pt")
+        yield other, Path(folder) / "mp_rank_00_model_states.pt"
+
+
+def filled_by(other: Any, **options: Any) -> None:
+    """These options give a model the weights of another."""
+    assert not torch.equal(tiny("llama").lm_head.weight, other.lm_head.weight)
+    assert torch.equal(engine(dtype="fp32", **options).module.get_parameter("lm_head.weight"), other.lm_head.weight)
+
+
+def checkpoint_acts() -> None:
+    with saved() as (other, path):
+        filled_by(other, checkpoint=path)
+        with pytest.raises(ModelError, match="no such file or folder"):
+            engine(checkpoint=f"{path}x")
+
+
+def checkpoint_dir_acts() -> None:
+    with saved() as (other, path):
+        filled_by(other, checkpoint_config={"checkpoint_dir": str(path)})
+
+
+def base_dir_acts(*, nested: bool) -> None:
+    with saved() as (other, path):
+        described = {"type": "ds_model", "version": 1.0, "checkpoints": [path.name]}
+        base: dict[str, Any] = {"base_dir": str(path.parent)}
+        filled_by(other, checkpoint=described, **({"checkpoint_config": base} if nested else base))
+        with pytest.raises(ModelError):
+            engine(checkpoint=described, base_dir=str(path.parent / "nowhere"))
+
+
+def training_mp_size_acts() -> None:
+    with saved() as (other, path):
+        filled_by(other, checkpoint=path, training_mp_size=1)
+        with pytest.raises(ModelError, match="2"):
+            engine(checkpoint=path, training_mp_size=2)
+
+
+def set_empty_params_acts() -> None:
+    raises("set_empty_params .*concern a checkpoint", set_empty_params=True)
+    with saved() as (other, path), mock.patch("outpace.prepare.drop") as dropped:
+        filled_by(other, checkpoint=path)
+        assert dropped.call_count == 0
+        filled_by(other, checkpoint=path, set_empty_params=True)
+        assert dropped.call_count == 1
+    with saved() as (other, path):
+        filled_by(other, checkpoint=path, set_empty_params=True)
+
+
 EFFECTS: Mapping[str, Callable[[], None]] = {
+    "checkpoint": checkpoint_acts,
+    "base_dir": lambda: base_dir_acts(nested=False),
+    "checkpoint_config.base_dir": lambda: base_dir_acts(nested=True),
+    "checkpoint_config.checkpoint_dir": checkpoint_dir_acts,
+    "set_empty_params": set_empty_params_acts,
+    "training_mp_size": training_mp_size_acts,
     "dtype": dtype_acts,
     "device": device_acts,
     "tensor_parallel.enabled": tensor_parallel_enabled_acts,
@@ -220,6 +284,18 @@ def test_every_kind_of_number_is_among_them() -> None:
 
 # For each rule: what triggers it, and the fields and the remedy its message must name.
 WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
+    (
+        {"checkpoint": "a", "checkpoint_config": {"checkpoint_dir": "b"}},
+        ("checkpoint", "checkpoint_config.checkpoint_dir"),
+        "give one",
+    ),
+    (
+        {"checkpoint": "a", "base_dir": "b", "checkpoint_config": {"base_dir": "c"}},
+        ("base_dir", "checkpoint_config.base_dir"),
+        "give one",
+    ),
+    ({"base_dir": "b"}, ("base_dir", "set_empty_params", "training_mp_size"), "name it with checkpoint"),
+    ({"checkpoint_config": {"base_dir": "b"}}, ("checkpoint_config.base_dir",), "name it with checkpoint"),
     (
         {"enable_cuda_graph": True, "tp": {"tp_size": 2}},
         ("enable_cuda_graph", "tensor_parallel.tp_size > 1"),

@@ -13,6 +13,7 @@ from outpace.inject.paged import Batch, PagedModel
 from outpace.inject.plan import make_plan
 from outpace.inject.policies import by_class
 from outpace.kernels.dispatch import choose_kernels
+from outpace.loading.place import Before, settle
 from outpace.runner.decode import PagedDecoder
 
 CPU = torch.device("cpu")
@@ -34,7 +35,10 @@ def injected_copy(model: nn.Module) -> tuple[nn.Module, Injected]:
     fused = copy.deepcopy(model)
     plan = make_plan(fused, by_class())
     assert plan.layers, f"no policy for {type(model).__name__}"
-    return fused, inject(fused, plan, choose_kernels(CPU))
+    before = Before.of(fused, next(model.parameters()).dtype)
+    injected = inject(fused, plan, choose_kernels(CPU))
+    settle(fused, before)
+    return fused, injected
 
 
 def padded_prompts(vocab: int, batch: int = 3, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from outpace.inject.apply import make_norm
+from outpace.inject.make import make_norm
 from outpace.inject.policies import by_class
 from outpace.kernels.dispatch import choose_kernels
 from tests.inject.checks import CPU, randomised

@@ -155,7 +155,6 @@ def test_a_folder_of_shards_is_a_checkpoint(tmp_path: Path) -> None:
     found = open_checkpoint(folder)
     assert [path.stem for path in found.weights] == ["non-tp", "tp_00_00", "tp_01_00"]
     assert found.safetensors
-    assert found.stored_dtype() == torch.float32
     (folder / "tp_01_00.safetensors").unlink()
     with pytest.raises(ModelError, match=r"tp_01_00.safetensors does not exist"):
         open_checkpoint(folder)

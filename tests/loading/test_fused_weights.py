@@ -1,0 +1,171 @@
+"""A folder becomes fused weights without Hugging Face's loader: bit for bit what fusing a live model would give."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import outpace
+from outpace.config import LLMConfig
+from outpace.inject.modules import Embedding, FusedLayer, Linear
+from outpace.inject.plan import PlannedLayer, make_plan
+from outpace.inject.policies import by_class
+from outpace.inject.policy import Settings
+from outpace.prepare import load_paged
+from tests.models import tiny
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None, "pad_token_id": 1,
+}  # fmt: skip
+GPT: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}
+FALCON: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, Any] = {
+    **{family: partial(tiny, family) for family in ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom", "gpt_neox")},
+    "mixtral": partial(tiny, "mixtral"),
+    "gptj": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**GPT, rotary_dim=4)),
+    "codegen": lambda: hf.CodeGenForCausalLM(hf.CodeGenConfig(**GPT, rotary_dim=4)),
+    "gpt_bigcode": lambda: big_code(),
+    "gpt_neo": lambda: hf.GPTNeoForCausalLM(
+        hf.GPTNeoConfig(
+            vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+        )
+    ),
+    "falcon": lambda: hf.FalconForCausalLM(hf.FalconConfig(**FALCON, multi_query=True)),
+    "falcon-40b": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2)
+    ),
+    "falcon-rw": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**FALCON, multi_query=False, alibi=True, bias=True, parallel_attn=False)
+    ),
+    "mpt": lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
+    "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SMALL)),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, head_dim=8)),
+    "stablelm": lambda: hf.StableLmForCausalLM(hf.StableLmConfig(**SMALL)),
+    "starcoder2": lambda: hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**SMALL)),
+    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SMALL)),
+    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SMALL)),
+    "persimmon": lambda: hf.PersimmonForCausalLM(hf.PersimmonConfig(**{**SMALL, "num_key_value_heads": None})),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, num_local_experts=4, head_dim=8)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+}  # fmt: skip
+
+
+def big_code() -> nn.Module:
+    with warnings.catch_warnings():  # its file uses torch.jit
+        warnings.simplefilter("ignore")
+        return hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**GPT))
+
+
+def fused_by_hand(item: PlannedLayer, settings: Settings) -> dict[str, Tensor]:
+    """The linears of a layer, put together by copies."""
+    policy = item.policy
+    orders = {"rows": None, "heads": heads, "groups": groups, "quarters": quarters}
+    roles = {"qkv": policy.qkv, "out": policy.out, "up": policy.up, "down": policy.down}
+    found = {}
+    for role, paths in roles.items():
+        if paths is None:
+            continue
+        modules: list[Any] = [
+            item.layer.get_submodule(path) for path in ((paths,) if isinstance(paths, str) else paths)
+        ]
+        weight = torch.cat([module.weight.t() if policy.transposed else module.weight for module in modules])
+        biases = [getattr(module, "bias", None) for module in modules]
+        order = orders[policy.qkv_layout] if role == "qkv" else None
+        rows = torch.arange(len(weight)) if order is None else order(settings)
+        found[f"{role}.weight"] = weight[rows]
+        if any(bias is not None for bias in biases):
+            sizes = [module.weight.shape[1 if policy.transposed else 0] for module in modules]
+            parts = [torch.zeros(size) if bias is None else bias for bias, size in zip(biases, sizes, strict=True)]
+            found[f"{role}.bias"] = torch.cat(parts)[rows]
+    return found
+
+
+def heads(settings: Settings) -> Tensor:
+    rows = torch.arange(3 * settings.num_heads * settings.head_dim).view(settings.num_heads, 3, -1)
+    return torch.cat([rows[:, part].reshape(-1) for part in range(3)])
+
+
+def groups(settings: Settings) -> Tensor:
+    size = settings.num_heads // settings.num_kv_heads
+    rows = torch.arange((settings.num_heads + 2 * settings.num_kv_heads) * settings.head_dim)
+    rows = rows.view(settings.num_kv_heads, size + 2, -1)
+    return torch.cat([part.reshape(-1) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
+
+
+def quarters(settings: Settings) -> Tensor:
+    rows = torch.arange(3 * settings.num_heads * settings.head_dim).view(4, 3, -1)
+    return torch.cat([rows[:, part].reshape(-1) for part in (0, 2, 1)])
+
+
+@pytest.fixture(autouse=True)
+def no_loader_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("from_pretrained was called")
+
+    monkeypatch.setattr(hf.PreTrainedModel, "from_pretrained", refuse)
+
+
+def saved(family: str, folder: Path) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[family]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_fused_weights_are_those_of_a_live_model(family: str, tmp_path: Path) -> None:
+    model = saved(family, tmp_path)
+    plan = make_plan(model, by_class())
+    parts = load_paged(tmp_path, LLMConfig(dtype="fp32", device="cpu", max_out_tokens=64), tokenizer=False)
+    for item in plan.layers:
+        layer = parts.module.get_submodule(item.path)
+        assert isinstance(layer, FusedLayer)
+        for name, expected in fused_by_hand(item, item.settings).items():
+            assert torch.equal(layer.get_parameter(name), expected), f"{item.path}.{name}"
+    roles = plan.layers[0].policy.model
+    assert roles is not None
+    for path, kind in ((roles.embed, Embedding), (roles.head, Linear)):
+        made, own = parts.module.get_submodule(path), model.get_submodule(path)
+        assert isinstance(made, kind)
+        assert torch.equal(made.get_parameter("weight"), own.get_parameter("weight"))
+    tied = model.get_parameter(f"{roles.embed}.weight") is model.get_parameter(f"{roles.head}.weight")
+    pair = [parts.module.get_parameter(f"{path}.weight") for path in (roles.embed, roles.head)]
+    assert (pair[0].data_ptr() == pair[1].data_ptr()) == tied
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(parts.module(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "falcon-40b", "mixtral"])
+def test_another_dtype_is_converted_once(family: str, tmp_path: Path) -> None:
+    model = saved(family, tmp_path)
+    plan = make_plan(model, by_class())
+    parts = load_paged(tmp_path, LLMConfig(dtype="bf16", device="cpu", max_out_tokens=64), tokenizer=False)
+    for item in plan.layers:
+        for name, expected in fused_by_hand(item, item.settings).items():
+            found = parts.module.get_parameter(f"{item.path}.{name}")
+            assert torch.equal(found, expected.bfloat16()), f"{item.path}.{name}"
+
+
+def test_an_empty_module_is_filled_from_a_folder(tmp_path: Path) -> None:
+    model: Any = saved("llama", tmp_path)
+    with outpace.OnDevice(dtype=torch.float16, device="meta"):
+        empty = hf.LlamaForCausalLM(model.config)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    options: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "checkpoint": tmp_path}
+    for inject in (False, True):
+        engine = outpace.init_inference(empty, replace_with_kernel_inject=inject, **options)
+        ids = torch.tensor([[5, 6, 7]])
+        assert torch.equal(engine.generate(ids, max_new_tokens=9), model.generate(ids, max_new_tokens=9))

@@ -1,0 +1,73 @@
+"""What loading takes beside the weights themselves: bytes of the stream's own, never a second copy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WATCH = """
+import re, sys
+import torch
+from transformers import LlamaConfig
+from outpace.config import LLMConfig
+from outpace.loading import stream
+from outpace.prepare import load_paged
+
+def anonymous(what):
+    return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+tiny, large, dtype = sys.argv[1:]
+load_paged(tiny, LLMConfig(dtype=dtype, device="cpu"), tokenizer=False)  # everything is imported
+before = anonymous("RssAnon")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+parts = load_paged(large, LLMConfig(dtype=dtype, device="cpu"), tokenizer=False)
+weights = sum(p.numel() * p.element_size() for p in parts.module.parameters())
+largest = max(p.numel() * p.element_size() for p in parts.module.parameters())
+files = anonymous("RssFile")
+print(weights, largest, anonymous("VmHWM") - files - before, stream.CHUNK * stream.THREADS * stream.SLOTS)
+"""
+
+
+def empty_llama(folder: Path, width: int, layers: int, vocab: int) -> int:
+    """A Llama of zeros in bfloat16, in a file that takes no room on the disk; the bytes of its weights."""
+    folder.mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "dtype": "bfloat16"}
+    config |= {"intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+    config |= {"num_key_value_heads": width // 64, "vocab_size": vocab, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "model.embed_tokens.weight": [vocab, width],
+        "lm_head.weight": [vocab, width],
+        "model.norm.weight": [width],
+    }
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.self_attn.{part}_proj.weight": [width, width] for part in "qkvo"}
+        shapes |= {f"{name}.mlp.{part}_proj.weight": [4 * width, width] for part in ("gate", "up")}
+        shapes |= {f"{name}.mlp.down_proj.weight": [width, 4 * width]}
+        shapes |= {f"{name}.{part}_layernorm.weight": [width] for part in ("input", "post_attention")}
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return at
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_checkpoint_of_more_than_a_gigabyte_is_in_memory_once(dtype: str, tmp_path: Path) -> None:
+    empty_llama(tmp_path / "tiny", 64, 1, 64)
+    stored = empty_llama(tmp_path / "large", 2048, 7, 16384)
+    assert stored > 1 << 30
+    command = [sys.executable, "-c", WATCH, str(tmp_path / "tiny"), str(tmp_path / "large"), dtype]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights, largest, peak, ring = map(int, found.stdout.split())
+    assert weights == stored * (2 if dtype == "fp32" else 1)
+    assert weights * 0.95 < peak <= weights + ring + largest

@@ -1,0 +1,190 @@
+"""Bytes of files into their places in weights: every way they can be cut, turned, put in order and sliced."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outpace.errors import ModelError
+from outpace.inject.recipe import Part, Recipe, RowOrder, Slice
+from outpace.loading import stream as streaming
+from outpace.loading.fit import jobs
+from outpace.loading.place import write
+from outpace.loading.stream import stream
+from outpace.loading.weights import Extent, Piece, Source
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def stored(folder: Path, tensor: Tensor, name: str = "data") -> Extent:
+    """A tensor's bytes in a file, with other bytes around them."""
+    path = folder / name
+    path.write_bytes(b"\xff" * 24 + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + b"\xff" * 7)
+    return Extent(path, 24)
+
+
+def filled(recipe: Recipe, sources: dict[str, Source], dtype: torch.dtype) -> Tensor:
+    """The weight that the stream makes, over memory that must all be written."""
+    weight = torch.full(recipe.shape, float("nan"), dtype=dtype)
+    if recipe.has_gaps:
+        weight.zero_()
+    stream([*jobs(recipe, weight, sources)], CPU)
+    return weight
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    """A dimension in consecutive parts."""
+    places = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
+    return list(zip([0, *places], [*places, size], strict=True))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    rows, columns = draw(st.integers(1, 13)), draw(st.integers(1, 9))
+    return {
+        "shape": (rows, columns),
+        "cuts": draw(cuts(draw(st.just(rows)))),
+        "swap": draw(st.booleans()),
+        "transposed": draw(st.booleans()),
+        "made": draw(st.booleans()),
+        "padded": draw(st.integers(0, 2)),
+        "dtypes": draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))),
+        "chunk": draw(st.sampled_from((1, 16, 64, 1 << 20))),
+    }
+
+
+@given(case=cases(), data=st.data())
+def test_pieces_fill_a_weight_as_whole_tensors_would(
+    case: dict[str, Any], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("pieces")
+    kept, wanted = case["dtypes"]
+    tensor = torch.randn(case["shape"], generator=torch.Generator().manual_seed(0)).to(kept)
+    pieces = []
+    for number, (start, stop) in enumerate(case["cuts"]):
+        part = tensor[start:stop].t() if case["swap"] else tensor[start:stop]
+        pad = case["padded"]
+        whole = torch.nn.functional.pad(part, (0, pad, pad, 0)).contiguous()  # what is stored holds more than is taken
+        take = (slice(pad, pad + part.shape[0]), slice(0, part.shape[1]))
+        place: Any = (lambda whole=whole: whole) if case["made"] else stored(folder, whole, str(number))
+        swap = (0, 1) if case["swap"] else None
+        pieces.append(Piece(place, tuple(whole.shape), kept, take, swap, (slice(start, stop),)))
+    source = Source(tuple(tensor.shape), kept, tuple(pieces))
+    dim = data.draw(st.integers(0, 1))
+    start = data.draw(st.integers(0, tensor.shape[dim] - 1))
+    length = data.draw(st.integers(1, tensor.shape[dim] - start))
+    cut = data.draw(st.sampled_from((None, Slice(dim, start, length))))
+    alone = Part("x", tuple(tensor.shape), 0, case["transposed"], None, cut)
+    rows, columns = alone.shape_in_weight
+    recipe = Recipe((2 * rows + 1, columns), (alone, Part("x", alone.shape, rows + 1, case["transposed"], None, cut)))
+    expected = torch.zeros(recipe.shape, dtype=wanted)
+    for each in recipe.parts:
+        write(each, expected, tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "CHUNK", case["chunk"])
+        assert torch.equal(filled(recipe, {"x": source}, wanted), expected)
+
+
+@pytest.mark.parametrize("kind", ["heads", "groups", "quarters"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("chunk", [128, 1 << 20])
+def test_rows_that_are_stored_in_another_order(
+    kind: Any, transposed: bool, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "CHUNK", chunk)
+    order = RowOrder(kind, num_heads=8, num_kv_heads=2 if kind == "groups" else 8, head_dim=2)
+    rows = order.rows()
+    values = torch.randn(len(rows), 5)
+    expected = torch.empty_like(values)
+    expected[rows] = values
+    kept = (values.t() if transposed else values).to(torch.float16)
+    halves = kept.split(len(rows) // 2 if not transposed else 3)
+    pieces, start = [], 0
+    for number, half in enumerate(halves):
+        into = (slice(start, start + len(half)),)
+        pieces.append(Piece(stored(tmp_path, half, str(number)), tuple(half.shape), kept.dtype, into=into))
+        start += len(half)
+    shape = tuple(kept.shape)
+    recipe = Recipe.joined([("x", shape)], transposed=transposed, order=order)
+    found = filled(recipe, {"x": Source(shape, kept.dtype, tuple(pieces))}, torch.float32)
+    assert torch.equal(found, expected.half().float())
+
+
+def test_experts_that_are_stored_one_by_one_go_into_one_tensor(tmp_path: Path) -> None:
+    experts = torch.randn(4, 6, 3)
+    pieces = []
+    for number in range(4):
+        for half in range(2):
+            part = experts[number, 3 * half : 3 * half + 3]
+            extent = stored(tmp_path, part, f"{number}.{half}")
+            pieces.append(Piece(extent, (3, 3), part.dtype, into=(number, slice(3 * half, 3 * half + 3))))
+    source = Source((4, 6, 3), torch.float32, tuple(pieces))
+    assert torch.equal(filled(Recipe.whole("x", (4, 6, 3)), {"x": source}, torch.float32), experts)
+    sliced = Recipe((2, 6, 3), (Part("x", (4, 6, 3), slice=Slice(0, 1, 2)),))
+    assert torch.equal(filled(sliced, {"x": source}, torch.float32), experts[1:3])
+    inner = Recipe((4, 2, 3), (Part("x", (4, 6, 3), slice=Slice(1, 2, 2)),))
+    assert torch.equal(filled(inner, {"x": source}, torch.bfloat16), experts[:, 2:4].bfloat16())
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(3.5), torch.zeros(0, 4), torch.arange(5)])
+def test_numbers_empty_tensors_and_integers(tensor: Tensor, tmp_path: Path) -> None:
+    shape = tuple(tensor.shape)
+    source = Source(shape, tensor.dtype, (Piece(stored(tmp_path, tensor.reshape(-1)), shape, tensor.dtype),))
+    weight = torch.empty(shape, dtype=tensor.dtype)
+    stream([*jobs(Recipe.whole("x", shape), weight, {"x": source})], CPU)
+    assert torch.equal(weight, tensor)
+
+
+def large(folder: Path) -> tuple[Recipe, dict[str, Source]]:
+    shape, path = (64, streaming.CHUNK // 8), folder / "large"
+    with path.open("wb") as file:
+        file.truncate(4 * shape[0] * shape[1])
+    return Recipe.whole("x", shape), {
+        "x": Source(shape, torch.float32, (Piece(Extent(path, 0), shape, torch.float32),))
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: torch.dtype, tmp_path: Path) -> None:
+    recipe, sources = large(tmp_path)
+    with (tmp_path / "large").open("r+b") as file:
+        file.truncate(1 << 20)
+    with pytest.raises(ModelError, match="ends early"):
+        filled(recipe, sources, dtype)
+    (tmp_path / "large").unlink()
+    with pytest.raises(ModelError, match="cannot open"):
+        filled(recipe, sources, dtype)
+    assert not [thread for thread in threading.enumerate() if thread.name == "outpace-load"]
+
+
+def test_an_interruption_ends_all_threads(tmp_path: Path) -> None:
+    recipe, sources = large(tmp_path)
+    weight = torch.empty(recipe.shape)
+
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream([*jobs(recipe, weight, sources)], CPU, interrupt)
+    assert not [thread for thread in threading.enumerate() if thread.name == "outpace-load"]
+
+
+def test_every_byte_is_told(tmp_path: Path) -> None:
+    recipe, sources = large(tmp_path)
+    told: list[int] = []
+    stream([*jobs(recipe, torch.empty(recipe.shape), sources)], CPU, told.append)
+    assert sum(told) == 4 * int(np.prod(recipe.shape))
+
+
+def test_a_tensor_that_is_not_what_its_file_said(tmp_path: Path) -> None:
+    source = Source((2,), torch.float32, (Piece(lambda: torch.zeros(3), (2,), torch.float32),))
+    with pytest.raises(ModelError, match="not what its file said"):
+        filled(Recipe.whole("x", (2,)), {"x": source}, torch.float32)
