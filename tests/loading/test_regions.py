@@ -78,7 +78,7 @@ def test_any_operations_after_each_other(stored: Stored) -> None:
 def test_what_is_whole_stays_whole(stored: Stored) -> None:
     source = stored.add(torch.ones(SHAPE))
     assert regions.cut(source, 0, 0, 4) == source
-    assert regions.join([source], 1) == source
+    assert regions.join([source], dim=1) == source
     assert regions.transpose(regions.transpose(source, 0, 2), 2, 0) == source
 
 

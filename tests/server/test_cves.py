@@ -348,6 +348,12 @@ def package() -> Iterator[tuple[str, ast.Module]]:
         yield str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
 
 
+def _only_weights(call: ast.Call) -> bool:
+    """torch.load with weights_only=True written out runs no code of a file: tests/loading/test_open_torch.py tries."""
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func) == "torch.load" and given.get("weights_only") == "True"
+
+
 def test_b2_nothing_is_unpickled_or_evaluated() -> None:
     found, connections = [], []
     for name, tree in package():
@@ -360,7 +366,7 @@ def test_b2_nothing_is_unpickled_or_evaluated() -> None:
                     text.partition(".")[0] in FORBIDDEN_MODULES and text not in FOR_ERRORS
                 ):
                     found.append((name, node.lineno, text))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS and not _only_weights(node):
                 found.append((name, node.lineno, ast.unparse(node.func)))
             elif isinstance(node, ast.keyword) and node.arg in FALSE_ALONE and ast.unparse(node.value) != "False":
                 found.append((name, node.lineno, node.arg))
