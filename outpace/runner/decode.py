@@ -61,7 +61,7 @@ class PagedDecoder:
         """What `generate(custom_generate=...)` calls: the ids [B, L] with the new tokens after them."""
         mask: Tensor | None = model_kwargs.get("attention_mask")
         lengths = [item.max_length for item in stopping_criteria if isinstance(item, MaxLengthCriteria)]
-        limit = max(input_ids.shape[1] + 1, min([generation_config.max_length, *lengths]))  # there is always one
+        limit = max(input_ids.shape[1] + 1, min([generation_config.max_length, *lengths]))  # at least one new token
         ends = [item.eos_token_id.reshape(-1) for item in stopping_criteria if isinstance(item, EosTokenCriteria)]
         stops = torch.cat([input_ids.new_zeros(0), *(each.to(input_ids) for each in ends)])
         pad = generation_config._pad_token_tensor
@@ -92,6 +92,7 @@ class PagedDecoder:
         self._runner.reset()
         return _Sequences(self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens)
 
+    @torch.inference_mode(False)  # buffers made in inference mode could not be written by calls outside it
     def _make_runner(self, num_seqs: int, length: int, num_blocks: int) -> Runner:
         model, most = self._model, self._step_tokens
         pages = allocate(model.kv_heads, num_blocks, model.dtype, model.device)
@@ -214,39 +215,37 @@ class _Picks:
 
     def loop(self, sequences: _Sequences, limit: int, streamer: Any) -> Tensor:
         """The ids with new tokens after them, until every sequence has ended."""
-        batch, length = sequences.ids.shape
-        ids, at = sequences.ids.new_zeros(batch, limit), length
-        ids[:, :at] = sequences.ids
-        going = torch.ones(batch, dtype=torch.int64, device=ids.device)
+        ids, length = sequences.ids, sequences.ids.shape[1]
+        going = torch.ones(len(ids), dtype=torch.int64, device=ids.device)
         logits = sequences.prefill()
         while True:
-            token = self._pick(ids[:, :at], logits, going)
-            ids[:, at] = token
-            at += 1
+            picked = self._pick(ids, logits)
+            token = picked * going + self._pad * (1 - going) if len(self._stops) else picked
+            ids = torch.cat([ids, token[:, None].to(ids.dtype)], 1)
             if streamer is not None:
                 streamer.put(token.cpu())
             if len(self._stops) or not self._plain:
-                going = going & ~self._ended(ids[:, :at])
+                going = going & ~self._ended(ids)
+            at = ids.shape[1]
             look = not self._plain or streamer is not None or (len(self._stops) and at % CHECK_EVERY == 0)
             if at >= limit or (look and not bool(going.any())):
                 break
-            sequences.put(token)
+            sequences.put(picked)  # for ended sequences too: the model may not know the pad token
             logits = sequences.step()
         if streamer is not None:
             streamer.end()
         if not self._plain:
-            return ids[:, :at]
-        return torch.cat([sequences.ids, _until_end(ids[:, length:at], self._stops, self._pad)], 1)
+            return ids
+        return torch.cat([sequences.ids, _until_end(ids[:, length:], self._stops, self._pad)], 1)
 
-    def _pick(self, ids: Tensor, logits: Tensor, going: Tensor) -> Tensor:
+    def _pick(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """A token for each sequence [B]."""
         scores: Tensor = logits
         if len(self._processors) or self._sample:
             scores = self._processors(ids, logits.to(torch.float32, copy=True))
         if self._sample:
-            token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            token = scores.argmax(dim=-1)
-        return token if not len(self._stops) else token * going + self._pad * (1 - going)
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        return scores.argmax(dim=-1)
 
     def _ended(self, ids: Tensor) -> Tensor:
         """Which sequences end with their last token [B]."""
@@ -261,7 +260,7 @@ def _next_size(count: int) -> int:
 
 
 def _without_padding(ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
-    """The tokens of each row that count; padding may stand anywhere. A row of padding alone counts whole."""
+    """The tokens of each row that count; padding may stand anywhere. A row of nothing but padding is kept."""
     rows = ids.cpu()
     kept = rows if mask is None else [row[keep] for row, keep in zip(rows, mask.bool().cpu(), strict=True)]
     return [tuple((found if len(found) else row).tolist()) for found, row in zip(kept, rows, strict=True)]

@@ -1,6 +1,7 @@
 """Which calls of `generate` run over pages, and which must go to Hugging Face's own loop, with the reason."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,7 @@ class FastGenerate:
     def __init__(self, model: nn.Module, paged: Paged, *, max_tokens: int, graphs: bool, measure: Measure) -> None:
         self._make = lambda: PagedDecoder(paged(max_tokens), max_tokens, measure, graphs=graphs)
         self._decoder: PagedDecoder | None = None
+        self._making = threading.Lock()
         self._refused = False
         self._told: set[str] = set()
         self._own = lambda: generation_config(model)
@@ -107,13 +109,14 @@ class FastGenerate:
 
     def _made(self) -> PagedDecoder | None:
         """The loop; None: pages cannot hold this model, which the log says once."""
-        if self._decoder is None and not self._refused:
-            try:
-                self._decoder = self._make()
-            except NotSupported as error:
-                self._refused = True
-                chosen("generate", "Hugging Face's loop", str(error))
-        return self._decoder
+        with self._making:
+            if self._decoder is None and not self._refused:
+                try:
+                    self._decoder = self._make()
+                except NotSupported as error:
+                    self._refused = True
+                    chosen("generate", "Hugging Face's loop", str(error))
+            return self._decoder
 
     def loop(self, arguments: Mapping[str, Any], setting: Setting) -> Callable[..., Any] | None:
         """What to pass as `custom_generate`; None: Hugging Face's loop must run, and the log says why."""

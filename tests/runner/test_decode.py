@@ -249,6 +249,42 @@ def test_processors_of_the_caller_see_every_token(model: Any) -> None:
     assert torch.equal(paged(**call), own(**call))
 
 
+class _Flattens(LogitsProcessor):
+    """Reads the ids in a way that only a contiguous tensor allows."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores.index_fill(1, input_ids.view(-1), -1e9)
+
+
+def test_processors_of_the_caller_get_contiguous_ids(model: Any) -> None:
+    own, paged = loops(model)
+    call = {"max_new_tokens": 8, "do_sample": False, "logits_processor": LogitsProcessorList([_Flattens()])}
+    assert torch.equal(paged(prompt(3, 6), **call), own(prompt(3, 6), **call))
+
+
+@pytest.mark.parametrize("pad", [VOCAB, -1], ids=["after the vocabulary", "negative"])
+def test_padding_after_an_end_is_never_an_input(model: Any, pad: int) -> None:
+    """Many tokenizers have a pad token that the model does not embed."""
+    _, paged = loops(model)
+    call = {"max_new_tokens": 40, "do_sample": True, "eos_token_id": list(range(5, 40))}
+    found, expected = (paged(prompt(4, 6), pad_token_id=token, **call) for token in (pad, 0))
+    assert (expected[:, 6:] == 0).any()
+    assert torch.equal(found.where(found != pad, 0), expected)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_calls_with_and_without_inference_mode(sample: bool) -> None:
+    plain: Any = randomised(tiny("llama"))
+    call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": sample}
+    engine = outpace.init_inference(randomised(tiny("llama")), kernel_inject=True)
+    for inference, rows in ((True, 2), (False, 2), (True, 9), (False, 9)):  # nine sequences make a larger runner
+        torch.manual_seed(5)
+        expected = plain.generate(prompt(rows, 6), **call)
+        with torch.inference_mode(inference):
+            torch.manual_seed(5)
+            assert torch.equal(engine.generate(prompt(rows, 6), **call), expected)
+
+
 def test_ids_keep_their_dtype(model: Any) -> None:
     fused: Any
     fused, injected = injected_copy(model)

@@ -1,7 +1,9 @@
 """generate of an injected engine: over pages or through Hugging Face's loop, and the same tokens always."""
 
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import outpace
 from outpace import InferenceEngine
+from outpace.runner import fast_generate
+from outpace.runner.decode import PagedDecoder
 from tests.inject.checks import randomised
 from tests.models import tiny
 
@@ -138,6 +142,22 @@ def test_threads_get_their_own_tokens(engines: tuple[InferenceEngine, InferenceE
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda prompt: engines[1].generate(prompt, **options), prompts))
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_threads_that_come_first_together_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = outpace.init_inference(tiny("llama"), kernel_inject=True)
+    made, together = [], threading.Barrier(2)
+
+    def paged(*args: Any, **options: Any) -> PagedDecoder:
+        made.append(1)
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # the other thread comes here too, if it can
+        return PagedDecoder(*args, **options)
+
+    monkeypatch.setattr(fast_generate, "PagedDecoder", paged)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rows: engine.generate(PROMPTS[:rows], max_new_tokens=4, do_sample=False), (1, 2)))
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("ends", [(3, 40, 41), torch.tensor([3, 40, 41])], ids=["tuple", "tensor"])
