@@ -1,8 +1,9 @@
 """What a weight is made of: tensors of the model by their names, and where each of them goes."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +23,16 @@ class Slice:
     length: int
 
 
+class Ordering(Protocol):
+    """Which row of the weight each row of what is taken of a tensor is."""
+
+    def rows(self) -> Tensor:
+        """[N]: for each row of the tensor, its row in the weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Which row of the weight each row of the tensor is."""
+    """The order of a fused qkv."""
 
     kind: Order
     num_heads: int
@@ -32,11 +40,22 @@ class RowOrder:
     head_dim: int
 
     def rows(self) -> Tensor:
-        """[N]: for each row of the tensor, its row in the weight."""
+        """See `Ordering`."""
         taken = _ORDERS[self.kind](self)
         rows = torch.empty_like(taken)
         rows[taken] = torch.arange(len(taken))
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Rows that are stored as gate, up, gate, up, ..: all gates come first in the weight, then all ups."""
+
+    count: int
+
+    def rows(self) -> Tensor:
+        """See `Ordering`."""
+        return torch.arange(2 * self.count).view(2, -1).t().reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +69,14 @@ class Part:
     start: int = 0
     """The first row of the weight that it fills."""
     transposed: bool = False
-    """The model keeps it [in, out]."""
-    order: RowOrder | None = None
+    """The model keeps it [in, out], or [experts, in, out]."""
+    order: Ordering | None = None
     slice: Slice | None = None
     """None: the whole tensor."""
+    expert: int | None = None
+    """The index in a stack of weights at which it stands; None: the weight is no stack, or it is all of one."""
+    dim: int = 0
+    """Which dimension of what it fills are the rows that `start` and `order` speak of: 1 in a stack."""
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -66,12 +89,20 @@ class Part:
     @property
     def shape_in_weight(self) -> tuple[int, ...]:
         """The shape of what it fills."""
-        return self.stored[::-1] if self.transposed else self.stored
+        sizes = self.stored
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
+
+    @property
+    def rows_dim(self) -> int:
+        """The dimension of the tensor that holds the rows of the weight."""
+        last = len(self.shape) - 1
+        return last + last - 1 - self.dim if self.transposed and self.dim >= last - 1 else self.dim
 
     def place(self, weight: Tensor) -> Tensor:
         """What it fills, seen in the shape that it comes in."""
-        place = weight.narrow(0, self.start, self.shape_in_weight[0]) if weight.dim() else weight
-        return place.t() if self.transposed else place
+        place = weight if self.expert is None else weight[self.expert]
+        place = place.narrow(self.dim, self.start, self.shape_in_weight[self.dim]) if place.dim() else place
+        return place.transpose(-1, -2) if self.transposed else place
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +124,7 @@ class Recipe:
         tensors: list[tuple[str, tuple[int, ...]] | int],
         *,
         transposed: bool = False,
-        order: RowOrder | None = None,
+        order: Ordering | None = None,
     ) -> "Recipe":
         """Tensors one below the other; a number instead of one: so many rows of zeros."""
         parts: list[Part] = []
@@ -107,6 +138,21 @@ class Recipe:
             start, rest = start + part.shape_in_weight[0], part.shape_in_weight[1:]
         return cls((start, *rest), tuple(parts))
 
+    @classmethod
+    def stack(
+        cls, name: str, shape: tuple[int, ...], *, transposed: bool = False, order: Ordering | None = None
+    ) -> "Recipe":
+        """A weight of all experts [E, out, in], or a bias [E, out], that is a tensor of the model."""
+        part = Part(name, shape, transposed=transposed and len(shape) > 2, order=order, dim=1 if order else 0)
+        return cls(part.shape_in_weight, (part,))
+
+    @classmethod
+    def stacked(cls, experts: list[list[tuple[str, tuple[int, ...]] | int]], *, transposed: bool = False) -> "Recipe":
+        """The same of tensors that each expert has for itself, in every expert one below the other (see `joined`)."""
+        each = [cls.joined(tensors, transposed=transposed) for tensors in experts]
+        parts = [replace(part, expert=number) for number, recipe in enumerate(each) for part in recipe.parts]
+        return cls((len(each), *each[0].shape), tuple(parts))
+
     @property
     def is_whole(self) -> bool:
         """Whether it is a tensor of the model, unchanged."""
@@ -115,7 +161,7 @@ class Recipe:
     @property
     def has_gaps(self) -> bool:
         """Whether some rows are nobody's."""
-        return bool(self.shape) and sum(part.shape_in_weight[0] for part in self.parts) < self.shape[0]
+        return sum(math.prod(part.stored) for part in self.parts) < math.prod(self.shape)
 
 
 def _heads(order: RowOrder) -> Tensor:

@@ -25,8 +25,9 @@ class Job:
     place: Tensor
     """What it fills, with the dimensions of the stored tensor."""
     rows: Tensor | None = None
-    """The row of the place (or the column, where dim is 1) that each taken one is; None: in order."""
+    """The row of the place that each taken one is; None: in order."""
     dim: int = 0
+    """Where rows are: which dimension of the stored tensor they are."""
 
     @property
     def nbytes(self) -> int:
@@ -63,16 +64,17 @@ class Job:
         depth = len(run.prefix)
         for dim, (start, stop) in enumerate(self.box[depth + 1 :], 1):
             values = values.narrow(dim, start, stop - start)
-        place = self.place[tuple(index - start for index, (start, _) in zip(run.prefix, self.box, strict=False))]
+        at = [index - start for index, (start, _) in zip(run.prefix, self.box, strict=False)]
         first, last = run.start - self.box[depth][0], run.stop - self.box[depth][0]
-        if self.rows is None:
-            place.narrow(0, first, last - first).copy_(values)
-            return
-        assert depth == 0, "rows of a weight that is put in order are short"
-        if self.dim == 0:
-            place.index_copy_(0, self.rows[first:last], values.to(place.dtype))
+        if self.rows is None or self.dim < depth:
+            if self.rows is not None:
+                at[self.dim] = int(self.rows[at[self.dim]])
+            self.place[tuple(at)].narrow(0, first, last - first).copy_(values)
+        elif self.dim == depth:
+            self.place[tuple(at)].index_copy_(0, self.rows[first:last], values.to(self.place.dtype))
         else:
-            place.narrow(0, first, last - first).index_copy_(self.dim, self.rows, values.to(place.dtype))
+            rows = self.place[tuple(at)].narrow(0, first, last - first)
+            rows.index_copy_(self.dim - depth, self.rows, values.to(self.place.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
         begins[part.slice.dim] = part.slice.start
     spans = [(low - begin, high - begin) for low, high, begin in zip(lows, highs, begins, strict=True)]
     place, rows, dim = part.place(weight), None, 0
-    ordered = None if part.order is None else int(part.transposed)
+    ordered = None if part.order is None else part.rows_dim
     for axis, (low, high) in enumerate(spans):
         if axis == ordered and part.order is not None:
             rows, dim = part.order.rows()[low:high].to(weight.device), dims[axis]

@@ -99,10 +99,12 @@ def settle(model: nn.Module, before: Before, device: torch.device | None = None)
             target.give(parameter)
             continue
         weight = target.empty(device or before.parameters[parts[0].name].device)
-        for part in parts:
+        last = {part.name: number for number, part in enumerate(parts)}
+        for number, part in enumerate(parts):
             parameter = before.parameters[part.name]
             write(part, weight, parameter.data)
-            parameter.data = torch.empty(0)  # the fused copy is the only one
+            if last[part.name] == number:
+                parameter.data = torch.empty(0)  # the fused copy is the only one
         target.give(weight)
     settle_buffers(model, before, device)
 
@@ -153,7 +155,7 @@ def write(part: Part, weight: Tensor, tensor: Tensor) -> None:
         place.copy_(tensor)
     else:
         rows = part.order.rows().to(place.device)
-        place.index_copy_(1 if part.transposed else 0, rows, tensor.to(place.device, place.dtype))
+        place.index_copy_(part.rows_dim, rows, tensor.to(place.device, place.dtype))
 
 
 def _tell_config(model: nn.Module, dtype: torch.dtype) -> None:

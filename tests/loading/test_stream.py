@@ -1,6 +1,8 @@
 """Bytes of files into their places in weights: every way they can be cut, turned, put in order and sliced."""
 
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.inject.recipe import Part, Recipe, RowOrder, Slice
+from outpace.inject.recipe import Pairs, Part, Recipe, RowOrder, Slice
 from outpace.loading import stream as streaming
 from outpace.loading.fit import jobs
 from outpace.loading.place import write
@@ -132,6 +134,94 @@ def test_experts_that_are_stored_one_by_one_go_into_one_tensor(tmp_path: Path) -
     assert torch.equal(filled(sliced, {"x": source}, torch.float32), experts[1:3])
     inner = Recipe((4, 2, 3), (Part("x", (4, 6, 3), slice=Slice(1, 2, 2)),))
     assert torch.equal(filled(inner, {"x": source}, torch.bfloat16), experts[:, 2:4].bfloat16())
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "sizes": (draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 5))),
+        "one by one": draw(st.booleans()),
+        "swap": draw(st.booleans()),
+        "transposed": draw(st.booleans()),
+        "pairs": draw(st.booleans()),
+        "slice": draw(st.sampled_from((None, "experts", "inputs"))),
+        "dtypes": draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))),
+        "chunk": draw(st.sampled_from((1, 16, 64, 1 << 20))),
+    }
+
+
+@given(case=stacks())
+def test_stacks_of_experts_fill_a_weight_however_they_are_stored(
+    case: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stacks")
+    experts, units, inputs = case["sizes"]
+    kept, wanted = case["dtypes"]
+    gates_and_ups = torch.randn(experts, 2 * units, inputs, generator=torch.Generator().manual_seed(0)).to(kept)
+    rows = gates_and_ups.view(experts, 2, units, inputs)
+    own = rows.transpose(1, 2).reshape(gates_and_ups.shape) if case["pairs"] else gates_and_ups
+    own = own.transpose(1, 2) if case["transposed"] else own  # as the model has it
+    pieces = []
+    for number, part in enumerate(own if case["one by one"] else [own]):
+        bytes_ = (part.transpose(-1, -2) if case["swap"] else part).contiguous()
+        swap = (part.dim() - 2, part.dim() - 1) if case["swap"] else None
+        into = (number,) if case["one by one"] else ()
+        pieces.append(Piece(stored(folder, bytes_, str(number)), tuple(bytes_.shape), kept, (), swap, into))
+    recipe = Recipe.stack(
+        "x", tuple(own.shape), transposed=case["transposed"], order=Pairs(units) if case["pairs"] else None
+    )
+    expected = gates_and_ups.to(wanted)
+    if case["slice"] is not None:
+        column = 1 if case["transposed"] else 2
+        dim, weight_dim = (0, 0) if case["slice"] == "experts" else (column, 2)
+        length = expected.shape[weight_dim] - expected.shape[weight_dim] // 2
+        cut = Slice(dim, expected.shape[weight_dim] - length, length)
+        part = replace(recipe.parts[0], slice=cut)
+        recipe, expected = Recipe(part.shape_in_weight, (part,)), expected.narrow(weight_dim, cut.start, length)
+    assert not recipe.has_gaps
+    live = torch.full(recipe.shape, float("nan"), dtype=wanted)
+    write(recipe.parts[0], live, own)
+    assert torch.equal(live, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "CHUNK", case["chunk"])
+        assert torch.equal(filled(recipe, {"x": Source(tuple(own.shape), kept, tuple(pieces))}, wanted), expected)
+
+
+@given(case=stacks(), gap=st.booleans())
+def test_parts_go_to_the_place_of_their_expert(case: dict[str, Any], gap: bool) -> None:
+    experts, units, inputs = case["sizes"]
+    kept, wanted = case["dtypes"]
+    weights = torch.randn(experts, 2, units, inputs).to(kept)
+    names: list[list[Any]] = [[(f"{number}.{half}", (units, inputs)) for half in range(2)] for number in range(experts)]
+    if gap:
+        for parts in names:
+            parts[0] = units
+        weights[:, 0] = 0
+    if case["transposed"]:
+        names = [[part if isinstance(part, int) else (part[0], part[1][::-1]) for part in parts] for parts in names]
+    recipe = Recipe.stacked(names, transposed=case["transposed"])
+    assert recipe.has_gaps == gap
+    sources = {}
+    for part in recipe.parts:
+        number, half = map(int, part.name.split("."))
+        own = weights[number, half].t() if case["transposed"] else weights[number, half]
+        made = own.contiguous()
+        place = partial(Tensor.clone, made)
+        sources[part.name] = Source(tuple(made.shape), kept, (Piece(place, tuple(made.shape), kept),))
+    assert torch.equal(filled(recipe, sources, wanted), weights.view(experts, 2 * units, inputs).to(wanted))
+
+
+def test_a_rank_takes_its_units_of_gates_and_ups_from_one_tensor(tmp_path: Path) -> None:
+    experts = torch.randn(3, 8, 5)  # four units
+    source = Source((3, 8, 5), torch.float32, (Piece(stored(tmp_path, experts), (3, 8, 5), torch.float32),))
+    parts = [
+        Part("x", (3, 8, 5), start=start, slice=Slice(1, 4 * half + 2, 2), dim=1) for half, start in ((0, 0), (1, 2))
+    ]
+    found = filled(Recipe((3, 4, 5), tuple(parts)), {"x": source}, torch.float32)
+    assert torch.equal(found, torch.cat([experts[:, 2:4], experts[:, 6:8]], dim=1))
+    pairs = Part("x", (3, 8, 5), order=Pairs(2), slice=Slice(1, 4, 4), dim=1)
+    found = filled(Recipe((3, 4, 5), (pairs,)), {"x": source}, torch.float32)
+    assert torch.equal(found, torch.cat([experts[:, 4::2], experts[:, 5::2]], dim=1))
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(3.5), torch.zeros(0, 4), torch.arange(5)])
