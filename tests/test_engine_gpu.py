@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -238,3 +239,55 @@ def test_seeded_sampling_does_not_disturb_the_callers_generator() -> None:
     texts = [engine.generate(ids, max_new_tokens=8, do_sample=True) for _ in range(2)]
     assert torch.equal(*texts)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_threads_that_capture_at_the_same_time() -> None:
+    ids = torch.randint(3, 1000, (2, 6), device="cuda")
+    calls = {"max_new_tokens": 12, "do_sample": False}
+    first, *engines = (
+        outpace.init_inference(llama(), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True)
+        for _ in range(3)
+    )
+    logits, tokens = first(input_ids=ids).logits, first.generate(ids, **calls)
+    with ThreadPoolExecutor(4) as pool:
+        forwards = [pool.submit(engine, input_ids=ids) for engine in engines]
+        answers = [pool.submit(engine.generate, ids, **calls) for engine in engines]
+        assert all(torch.equal(forward.result().logits, logits) for forward in forwards)
+        assert all(torch.equal(answer.result(), tokens) for answer in answers)
+    for engine in engines:
+        assert engine._graphs is not None
+        assert engine._graphs.uncapturable is None
+
+
+def test_calls_on_different_streams_do_not_overwrite_each_other() -> None:
+    engine = outpace.init_inference(llama(), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True)
+    ids = torch.randint(3, 1000, (6, 1, 9), device="cuda")
+    calls = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}  # no end: a call waits for nothing
+    expected = [(engine(input_ids=each).logits, engine.generate(each, **calls)) for each in ids]
+    torch.cuda.synchronize()
+    found = []
+    for each in ids:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append((engine(input_ids=each).logits, engine.generate(each, **calls)))
+    torch.cuda.synchronize()
+    for (logits, tokens), (same_logits, same_tokens) in zip(expected, found, strict=True):
+        assert torch.equal(same_logits, logits)
+        assert torch.equal(same_tokens, tokens)
+
+
+def test_a_capture_that_fails_leaves_the_callers_stream() -> None:
+    stream = torch.cuda.current_stream()
+    engine = outpace.init_inference(Branches(), dtype=torch.float32, enable_cuda_graph=True)
+    engine(torch.randn(2, 4, device="cuda"))
+    assert engine._graphs is not None
+    assert engine._graphs.uncapturable
+    assert torch.cuda.current_stream() == stream
+
+
+def test_calls_with_and_without_inference_mode() -> None:
+    engine = outpace.init_inference(llama(), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True)
+    ids = torch.randint(3, 1000, (2, 6), device="cuda")
+    with torch.inference_mode():
+        expected = engine(input_ids=ids).logits, engine.generate(ids, max_new_tokens=9, do_sample=False)
+    found = engine(input_ids=ids).logits, engine.generate(ids, max_new_tokens=9, do_sample=False)
+    assert same(found, expected)

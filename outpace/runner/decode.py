@@ -1,6 +1,5 @@
 """`engine.generate` over pages: steps of a runner, and tokens picked from them as Hugging Face's loop does."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -13,6 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from outpace.cache.kv_cache import allocate, blocks_for
 from outpace.inject.paged import BatchModel
+from outpace.runner.capture import StreamLock
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import CHUNK_SIZES, FEW, Shape, shapes
 from outpace.types import Request, ScheduledSequence, Step
@@ -40,7 +40,7 @@ class PagedDecoder:
     ) -> None:
         self._model = model
         self._measure = measure
-        self._lock = threading.Lock()
+        self._lock = StreamLock(model.device)
         self._graphs = graphs and model.capturable
         self._step_tokens = step_tokens
         first = min(ROOM, max_tokens)
@@ -67,7 +67,7 @@ class PagedDecoder:
         pad = generation_config._pad_token_tensor
         pad = stops[0] if pad is None and ends else pad
         picks = _Picks(logits_processor, stopping_criteria, stops, pad, sample=bool(generation_config.do_sample))
-        with self._lock:
+        with self._lock.held():
             sequences = self._begin(input_ids, mask, limit)
             if streamer is None and picks.likeliest:
                 return sequences.likeliest(limit, stops, pad)
@@ -76,7 +76,7 @@ class PagedDecoder:
     def greedy(self, ids: Tensor, mask: Tensor | None, limit: int, ends: list[int], pad: int | None) -> Tensor:
         """Likeliest tokens up to `limit` in all: what the call above does, without Hugging Face's preparation."""
         stops = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
-        with self._lock:
+        with self._lock.held():
             return self._begin(ids, mask, limit).likeliest(limit, stops, pad)
 
     def _begin(self, ids: Tensor, mask: Tensor | None, limit: int) -> "_Sequences":

@@ -1,6 +1,5 @@
 """CUDA graphs of a whole `forward`: one for each input signature, a bounded number of them."""
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ import torch
 from transformers import masking_utils
 
 from outpace.log import logger
-from outpace.runner.capture import Uncapturable, captured, mend
+from outpace.runner.capture import CAPTURING, StreamLock, Uncapturable, captured, mend
 from outpace.tree import map_tensors, signature, tensors
 
 WARM_UPS = 3  # torch asks for warm-up on a side stream: lazy initialisation must not be captured
@@ -26,7 +25,7 @@ class ForwardGraphs:
         self._static_output = static_output
         self._graphs: OrderedDict[Hashable, tuple[list[torch.Tensor], Callable[[], Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        self._lock = threading.Lock()  # the static buffers belong to one call at a time
+        self._lock = StreamLock(device)
         self.uncapturable: str | None = None
         """Why graphs are not used, once a capture has failed."""
 
@@ -37,7 +36,7 @@ class ForwardGraphs:
         key = signature((args, kwargs)) if self.uncapturable is None else None
         if key is None:  # a cache or another object with state: every such call is a new one
             return self._run(*args, **kwargs)
-        with self._lock, torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), self._lock.held():
             if key in self._graphs or self._add(key, args, kwargs):
                 self._graphs.move_to_end(key)
                 inputs, replay = self._graphs[key]
@@ -53,11 +52,12 @@ class ForwardGraphs:
 
     def _add(self, key: Hashable, args: Any, kwargs: Any) -> bool:
         """Capture a graph for this signature; False: none can be had."""
-        static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
+        with torch.inference_mode(False), torch.no_grad():  # later calls may be outside inference mode, and write them
+            static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
         while len(self._graphs) >= self._limit:
             self._graphs.popitem(last=False)
         try:
-            with _no_mask_out_of_nothing():
+            with CAPTURING, _no_mask_out_of_nothing():
                 replay = captured(lambda: self._run(*static[0], **static[1]), pool=self._pool, warm_ups=WARM_UPS)
         except Uncapturable as error:
             mend(self._device)

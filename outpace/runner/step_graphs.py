@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outpace.kernels.library import gemm_library
 from outpace.log import logger
-from outpace.runner.capture import Uncapturable, captured, mend
+from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 
 FEW = 8  # sequences of the small shapes: a prompt that comes alone, or nearly so
 CHUNK_SIZES = (
@@ -80,7 +80,7 @@ class StepGraphs:
     def capture(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]]) -> bool:
         """Capture `run` of this shape. If that fails, every step runs without graphs, and the log says why."""
         try:
-            with gemm_library(shape.num_tokens):
+            with CAPTURING, gemm_library(shape.num_tokens):
                 self._graphs[shape] = captured(lambda: run(shape), pool=self._pool, warm_ups=1)
         except Uncapturable as error:
             mend(self._device)

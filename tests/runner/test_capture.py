@@ -1,0 +1,112 @@
+"""What a capture does with streams and threads. torch's part is played here: a CPU has no graphs."""
+
+import functools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.runner.capture import StreamLock, Uncapturable, captured
+
+
+class Stream:
+    def wait_stream(self, other: "Stream") -> None:
+        """Nothing runs."""
+
+
+class Event:
+    """Notes which streams it is recorded on, and which wait for it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Stream]] = []
+        self.record, self.wait = (functools.partial(self._note, what) for what in ("record", "wait"))
+
+    def _note(self, what: str, stream: Stream) -> None:
+        self.seen.append((what, stream))
+
+
+class Cuda:
+    """The stream that is current, and captures of which the end may fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.own, self.side = Stream(), Stream()
+        self.current = self.own
+        self.fails = False
+        cuda = self
+
+        class Graph:
+            capture_stream = cuda.side
+
+            def __init__(self, graph: Any, **_: Any) -> None: ...
+
+            def __enter__(self) -> None:
+                self._before, cuda.current = cuda.current, cuda.side
+
+            def __exit__(self, *_: object) -> None:
+                if cuda.fails:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                cuda.current = self._before
+
+        @contextmanager
+        def stream(chosen: Stream) -> Iterator[None]:
+            before, cuda.current = cuda.current, chosen
+            try:
+                yield
+            finally:
+                cuda.current = before
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        monkeypatch.setattr(torch.cuda, "graph", Graph)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.current)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def test_warm_ups_and_the_capture_run_on_one_stream(cuda: Cuda) -> None:
+    seen: list[Stream] = []
+    captured(lambda: seen.append(cuda.current), pool=None, warm_ups=2)
+    assert seen == [cuda.side] * 3
+    assert cuda.current is cuda.own
+
+
+def test_a_capture_that_fails_leaves_the_callers_stream(cuda: Cuda) -> None:
+    cuda.fails = True
+    with pytest.raises(Uncapturable, match="operation failed"):
+        captured(lambda: None, pool=None, warm_ups=1)
+    assert cuda.current is cuda.own
+
+
+@pytest.mark.usefixtures("cuda")
+def test_one_capture_at_a_time() -> None:
+    together, met = threading.Barrier(2), []
+
+    def run() -> None:
+        with suppress(threading.BrokenBarrierError):
+            met.append(together.wait(0.2))  # another thread comes here too, if it can
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: captured(run, pool=None, warm_ups=1), range(2)))
+    assert not met
+
+
+def test_the_next_holder_waits_on_its_own_stream_for_the_work_of_the_last(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event, other = Event(), Stream()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    lock = StreamLock(torch.device("cuda"))
+    with pytest.raises(ZeroDivisionError), lock.held():
+        assert 1 // 0
+    cuda.current = other
+    with lock.held():
+        assert event.seen[-2:] == [("record", cuda.own), ("wait", other)]
+    assert event.seen[-1] == ("record", other)
