@@ -11,12 +11,14 @@ from outpace.errors import ConfigError
 from outpace.kernels.activation import bias_act_ref, bias_act_triton, gated_act_ref, gated_act_triton
 from outpace.kernels.attention import paged_attention, paged_attention_ref
 from outpace.kernels.embedding import embed_ref, embed_triton
+from outpace.kernels.experts import experts_invariant, experts_torch
 from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
+from outpace.kernels.routing import route_ref
 from outpace.kernels.triton_stub import HAS_TRITON
 from outpace.log import chosen
 
@@ -38,8 +40,12 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
     "embed": {"torch": embed_ref, "triton": embed_triton},
     "linear": {"torch": matmul_torch, "invariant": matmul_invariant},
     "gemv": {"torch": None, "triton": gemv_triton},
+    "route": {"torch": route_ref},
+    "experts": {"torch": experts_torch, "invariant": experts_invariant},
 }
-VARIANT = frozenset({("linear", "torch"), ("gemv", "triton"), ("gated_act", "torch"), ("bias_act", "torch")})
+VARIANT = frozenset(
+    {("linear", "torch"), ("gemv", "triton"), ("gated_act", "torch"), ("bias_act", "torch"), ("experts", "torch")}
+)
 """(op, name) of what computes a row in a way that depends on the number of rows or on its place among them."""
 
 
@@ -58,6 +64,10 @@ class Kernels:
     """The product of every linear layer that no other kernel computes."""
     gemv: Op | None
     """A linear of few rows with norm, activation and sum in one kernel; None: torch's product does them all."""
+    route: Op
+    """Experts and weights of each token from the router's logits."""
+    experts: Op
+    """Each token through its experts."""
 
 
 def choose_kernels(

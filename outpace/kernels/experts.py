@@ -1,0 +1,202 @@
+"""Each token through its experts: gate and up, activation, down, and the sum of what the experts say by their weights.
+
+Every implementation has the same arguments: x [T, H], gate_up [E, 2I, H] (all gates, then all ups; with gated=False
+[E, I, H]), down [E, H, I], weights [T, K] float32, chosen [T, K] int32. Ids outside 0..E-1 add nothing. Products and
+activation are rounded to the dtype of x, the sum over the experts is taken in float32 and rounded once.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Required, TypedDict, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.kernels.activation import bias_act_ref, gated_act_ref
+from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
+from outpace.kernels.matmul import matmul_invariant_ref
+
+
+class Options(TypedDict, total=False):
+    """The keywords of every implementation."""
+
+    act: Required[str]
+    gate_up_bias: Tensor | None
+    """[E, 2I]; without gates [E, I]."""
+    down_bias: Tensor | None
+    """[E, H]."""
+    limit: float | None
+    alpha: float | None
+    """GPT-OSS's activation: (clamp(up) + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to the limit."""
+    gated: bool
+    """Default: True."""
+
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What stands between the two products of an expert."""
+
+    act: str
+    gated: bool = True
+    limit: float | None = None
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.limit is None) == (self.alpha is None), "limit and alpha come together"
+        assert self.gated or self.limit is None, "only a gate can be clamped"
+
+    def __call__(self, x: Tensor, invariant: bool = False) -> Tensor:
+        """[M, 2I] → [M, I], or [M, I] → [M, I] without gates. `invariant`: a row does not depend on the others."""
+        if self.limit is not None and self.alpha is not None:
+            return _clamped(x, self.limit, self.alpha, invariant)
+        if self.gated:
+            return (gated_act_invariant if invariant else gated_act_ref)(x, self.act)
+        return (bias_act_invariant if invariant else bias_act_ref)(x, None, self.act)
+
+
+def _clamped(x: Tensor, limit: float, alpha: float, invariant: bool) -> Tensor:
+    gate, up = x.float().chunk(2, dim=1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    sigmoid = bias_act_invariant if invariant else bias_act_ref
+    return ((up + 1) * (gate * sigmoid(gate * alpha, None, "sigmoid"))).to(x.dtype)
+
+
+def check_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> tuple[Activation, Tensor | None, Tensor | None]:
+    """Checks shapes and dtypes; the activation and the two biases."""
+    activation = Activation(options["act"], options.get("gated", True), options.get("limit"), options.get("alpha"))
+    gate_up_bias, down_bias = options.get("gate_up_bias"), options.get("down_bias")
+    (tokens, hidden), experts, inner = x.shape, gate_up.shape[0], down.shape[2]
+    rows = inner * (2 if activation.gated else 1)
+    assert gate_up.shape == (experts, rows, hidden), (gate_up.shape, (experts, rows, hidden))
+    assert down.shape == (experts, hidden, inner), (down.shape, (experts, hidden, inner))
+    assert chosen.shape == weights.shape, (chosen.shape, weights.shape)
+    assert chosen.shape[0] == tokens, (chosen.shape, tokens)
+    assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int32), (weights.dtype, chosen.dtype)
+    assert gate_up_bias is None or gate_up_bias.shape == (experts, rows)
+    assert down_bias is None or down_bias.shape == (experts, hidden)
+    assert all(t is None or t.dtype == x.dtype for t in (gate_up, down, gate_up_bias, down_bias)), "one dtype for all"
+    return activation, gate_up_bias, down_bias
+
+
+def experts_ref(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    invariant: bool = False,
+    **options: Unpack[Options],
+) -> Tensor:
+    """The sum of each token's experts, [T, H], one expert after the other; the host reads which were chosen.
+
+    `invariant`: each token bit for bit as if it were alone.
+    """
+    activation, gate_up_bias, down_bias = check_experts(x, gate_up, down, weights, chosen, **options)
+    product: Product = matmul_invariant_ref if invariant else F.linear
+    top_k, flat = chosen.shape[1], weights.flatten()
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, pairs in _by_expert(chosen, len(gate_up)):
+        rows = pairs // top_k
+        h = product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        y = product(activation(h, invariant), down[expert], None if down_bias is None else down_bias[expert])
+        total.index_add_(0, rows, y.float() * flat[pairs, None])
+    return total.to(x.dtype)
+
+
+def _by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
+    """Each expert that was chosen, in order, and its pairs (token * K + k), in order."""
+    ids, order = chosen.flatten().sort(stable=True)
+    hit, counts = ids.unique_consecutive(return_counts=True)
+    for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
+        if 0 <= expert < experts:
+            yield expert, pairs
+
+
+def experts_torch(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> Tensor:
+    """experts_ref by torch's own products; on a GPU the host waits for nothing, so that a graph can hold it."""
+    if not x.is_cuda or len(x) == 0:
+        return experts_ref(x, gate_up, down, weights, chosen, **options)
+    run = experts_grouped if has_grouped_mm(x.device, x.dtype, (x.shape[1], down.shape[2])) else experts_one_by_one
+    return run(x, gate_up, down, weights, chosen, **options)
+
+
+@cache
+def has_grouped_mm(device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
+    """Whether torch multiplies groups of rows without a look at their sizes on the host, for rows of these widths."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or any(width % 8 for width in widths):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def experts_grouped(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> Tensor:
+    """experts_ref with the pairs of token and expert sorted by expert, and one product over all groups."""
+    activation, gate_up_bias, down_bias = check_experts(x, gate_up, down, weights, chosen, **options)
+    (tokens, top_k), experts = chosen.shape, len(gate_up)
+    real = (chosen >= 0) & (chosen < experts)
+    ids, order = chosen.masked_fill(~real, experts).flatten().sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(experts, device=x.device, dtype=ids.dtype), right=True, out_int32=True)
+    expert = ids.clamp(max=experts - 1)
+    h = _grouped_linear(x[order // top_k], gate_up, gate_up_bias, ends, expert)
+    y = _grouped_linear(activation(h), down, down_bias, ends, expert)
+    pairs = torch.empty_like(y).index_copy_(0, order, y).view(tokens, top_k, x.shape[1])
+    return (pairs.float() * weights[:, :, None]).masked_fill(~real[:, :, None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, expert: Tensor) -> Tensor:
+    """Rows up to ends[e] that no expert before it has times the weight of expert e; the rest is left as it was."""
+    y: Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return y if bias is None else y + bias[expert]
+
+
+def experts_one_by_one(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> Tensor:
+    """experts_ref where there is no grouped product: every pair by itself, or every token through every expert.
+
+    Which of the two is decided by what takes fewer products; neither waits for the device.
+    """
+    activation, gate_up_bias, down_bias = check_experts(x, gate_up, down, weights, chosen, **options)
+    experts, top_k = len(gate_up), chosen.shape[1]
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+
+    def add(expert: Tensor, rows: slice, hit: Tensor, weight: Tensor) -> None:
+        """Adds the answer of one expert (int [1]) to the rows that are hit."""
+        up, out, up_bias, out_bias = (
+            None if t is None else t.index_select(0, expert)[0] for t in (gate_up, down, gate_up_bias, down_bias)
+        )
+        assert up is not None
+        assert out is not None
+        y = F.linear(activation(F.linear(x[rows], up, up_bias)), out, out_bias)
+        total[rows] += torch.where(hit, y.float() * weight, 0.0)
+
+    if chosen.numel() < experts:
+        for pair in range(chosen.numel()):
+            token, k = divmod(pair, top_k)
+            expert = chosen[token, k : k + 1]
+            hit = (expert >= 0) & (expert < experts)
+            add(expert.clamp(0, experts - 1), slice(token, token + 1), hit, weights[token, k])
+        return total.to(x.dtype)
+    for expert in torch.arange(experts, device=x.device).split(1):
+        here = chosen == expert  # [T, K]
+        weight = (weights * here).sum(dim=1, keepdim=True)
+        add(expert, slice(None), here.any(dim=1, keepdim=True), weight)
+    return total.to(x.dtype)
+
+
+def experts_invariant(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> Tensor:
+    """experts_ref, each token bit for bit as if it were alone."""
+    return experts_ref(x, gate_up, down, weights, chosen, invariant=True, **options)
