@@ -31,6 +31,7 @@ from outpace.loading.names import match
 from outpace.loading.open import open_weights
 from outpace.loading.place import Before, drop, fill, settle
 from outpace.loading.sampling_defaults import sampling_defaults
+from outpace.loading.save import save_shards
 from outpace.loading.skeleton import with_buffers
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
@@ -76,7 +77,10 @@ def prepare(
     if check is not None:
         check(info, injection)
     sources = None if weights is None else match(module, weights)
-    (dtype, device), begin = (_choose_dtype(config), _choose_device(config)), time.perf_counter()
+    dtype, device = _choose_dtype(config), _choose_device(config)
+    if (folder := _save_to(config)) is not None:
+        save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
+    begin = time.perf_counter()
     if sources is not None and config.set_empty_params:
         drop(module)
     before = Before.of(module, dtype)
@@ -208,6 +212,12 @@ def _plan(module: nn.Module, config: InferenceConfig, deterministic: bool) -> In
         return None
     kernels = choose_kernels(config.torch_device, config.kernels, deterministic=deterministic)
     return plan_injection(module, config, kernels)
+
+
+def _save_to(config: InferenceConfig) -> str | None:
+    """The folder that shards of the module are written to, if any."""
+    own, more = config.save_mp_checkpoint_path, config.checkpoint_config.save_mp_checkpoint_path
+    return more if own is None else own
 
 
 def _choose_dtype(config: InferenceConfig) -> torch.dtype:

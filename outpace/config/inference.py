@@ -104,7 +104,7 @@ class InferenceConfig(ConfigModel):
     set_empty_params: bool = False
     """Let go of the module's own weights before those of `checkpoint` are read."""
     save_mp_checkpoint_path: str | None = None
-    """Folder that the sharded checkpoint is written to."""
+    """Folder that the module's weights are written to, as shards for `tensor_parallel.tp_size` ranks."""
     checkpoint_config: CheckpointConfig = CheckpointConfig()
     """Where checkpoints are read and written."""
     return_tuple: bool = True

@@ -15,8 +15,6 @@ LATER: Mapping[str, str] = {
     "tensor_parallel.tp_grain_size": "tensor parallelism",
     "tensor_parallel.mpu": "tensor parallelism",
     "tensor_parallel.tp_group": "tensor parallelism",
-    "save_mp_checkpoint_path": "checkpoint loading",
-    "checkpoint_config.save_mp_checkpoint_path": "checkpoint loading",
     "quant": "quantization",
     "moe.ep_size": "expert parallelism",
     "moe.ep_group": "expert parallelism",
@@ -111,6 +109,10 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "base_dir with checkpoint_config.base_dir: both say what names are relative to; give one",
     ),
     (
+        lambda c: None not in (c.save_mp_checkpoint_path, c.checkpoint_config.save_mp_checkpoint_path),
+        "save_mp_checkpoint_path with checkpoint_config.save_mp_checkpoint_path: both say where shards go; give one",
+    ),
+    (
         lambda c: not _names_checkpoint(c) and _changed(c, "base_dir", "set_empty_params", "training_mp_size"),
         "base_dir, set_empty_params and training_mp_size concern a checkpoint: name it with checkpoint, or leave them "
         "out",
@@ -142,6 +144,10 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
     (
         lambda c: not c.replace_with_kernel_inject,
         "replace_with_kernel_inject=False: LLM runs fused layers over pages; leave it out, or use init_inference",
+    ),
+    (
+        lambda c: (c.save_mp_checkpoint_path, c.checkpoint_config.save_mp_checkpoint_path) != (None, None),
+        "save_mp_checkpoint_path: LLM writes no shards; run `outpace shard`, or use init_inference",
     ),
     (
         lambda c: c.keep_module_on_host,

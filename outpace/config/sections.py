@@ -94,7 +94,7 @@ class CheckpointConfig(ConfigModel):
     checkpoint_dir: str | None = None
     """Folder of the checkpoint."""
     save_mp_checkpoint_path: str | None = None
-    """Folder that the sharded checkpoint is written to."""
+    """The same as `save_mp_checkpoint_path` outside this section."""
     base_dir: str | None = None
     """Folder the names in the checkpoint description are relative to."""
 

@@ -79,6 +79,7 @@ def write_shards(
     """
     begin = time.perf_counter()
     out = check_out(out, force=force)
+    _check_apart(sources, out)
     parts = {
         name: _parts(source, splits[name], _dtype_of(name, source, dtype, keep)) for name, source in sources.items()
     }
@@ -113,6 +114,15 @@ def check_out(out: Path, *, force: bool) -> Path:
         if not force:
             raise InputError(f"out: {out} holds shards already; give --force to replace them, or another folder")
     return out
+
+
+def _check_apart(sources: Mapping[str, Source], out: Path) -> None:
+    """Files that are read, now or later, must not be replaced."""
+    places = (piece.place for source in sources.values() for piece in source.pieces)
+    if any(
+        path.resolve().is_relative_to(out) for path in {place.path for place in places if isinstance(place, Extent)}
+    ):
+        raise InputError(f"out: {out} holds the model itself; give another folder")
 
 
 def _check_space(out: Path, needed: int) -> None:

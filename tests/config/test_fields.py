@@ -1,5 +1,6 @@
 """Promise 2: every accepted option acts or raises. A new field of `init_inference` without an entry here fails."""
 
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -196,6 +197,15 @@ def set_empty_params_acts() -> None:
         filled_by(other, checkpoint=path, set_empty_params=True)
 
 
+def save_mp_checkpoint_path_acts() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine(save_mp_checkpoint_path=f"{folder}/a", dtype="bf16")
+        engine(ckpt_config={"save_mp_checkpoint_path": f"{folder}/b"})
+        for name, dtype in {"a": "bfloat16", "b": "float32"}.items():
+            found = json.loads((Path(folder) / name / "ds_inference_config.json").read_text())
+            assert (found["tp_size"], found["dtype"]) == (1, dtype)
+
+
 EFFECTS: Mapping[str, Callable[[], None]] = {
     "checkpoint": checkpoint_acts,
     "base_dir": lambda: base_dir_acts(nested=False),
@@ -226,6 +236,8 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "transposed_mode": lambda: raises("transposed_mode: the layout of fused weights", transposed_mode=True),
     "triton_autotune": triton_autotune_acts,
     "quant.enabled": quant_enabled_acts,
+    "save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
+    "checkpoint_config.save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
 }
 """Fields that work in this release, each with the proof; and two that LATER covers but a value alone does not show."""
 
@@ -335,6 +347,11 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         {"offload": {"device": "cpu"}, "zero": {"offload_param": {"device": "cpu"}}},
         ("offload", "zero.offload_param"),
         "where weights live; give one",
+    ),
+    (
+        {"save_mp_checkpoint_path": "a", "ckpt_config": {"save_mp_checkpoint_path": "a"}},
+        ("save_mp_checkpoint_path", "checkpoint_config.save_mp_checkpoint_path"),
+        "give one",
     ),
 )
 

@@ -223,6 +223,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"max_num_batched_tokens": 255}, ("max_num_batched_tokens", "max_num_seqs"), "lower max_num_seqs"),
     ({"num_blocks": 4, "cpu_cache_space": 2}, ("cache.num_blocks", "cache.cpu_cache_space"), "give one"),
     ({"gpu_memory_utilization": 0.5}, ("cache.gpu_memory_utilization",), "give cache.cpu_cache_space instead"),
+    ({"save_mp_checkpoint_path": "x"}, ("save_mp_checkpoint_path",), "run `outpace shard`, or use init_inference"),
 )
 WRONG_ON_A_GPU: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"cpu_cache_space": 2}, ("cache.cpu_cache_space",), "give cache.gpu_memory_utilization instead"),

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import outpace
 from outpace.errors import InputError, ModelError, NotSupported, OutpaceError
 from outpace.loading.open import open_weights
 from outpace.loading.read import read
 from outpace.loading.save import save_shards, shard_model
 from tests.loading.tiny import tiny_model, write_gguf
-from tests.models import byte_tokenizer, chain_model, tiny
+from tests.models import CYCLE, byte_tokenizer, chain_model, tiny
 from tests.sharded_models import NAMES, make
 
 
@@ -165,3 +166,51 @@ def test_shards_are_not_replaced_by_themselves(chain: Path, tmp_path: Path) -> N
     for source in (tmp_path / "out", tmp_path / "out" / "ds_inference_config.json"):
         with pytest.raises(InputError, match="out holds the model itself"):
             shard_model(source, 1, tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize("injected", [False, True])
+def test_init_inference_writes_the_module_as_it_was_given(injected: bool, tmp_path: Path) -> None:
+    inputs = {"input_ids": torch.arange(3, 9)[None]}
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "kernel_inject": injected}
+    first = outpace.init_inference(tiny("llama"), save_mp_checkpoint_path=str(tmp_path / "out"), **options)
+    same(tensors_of(tmp_path / "out"), wanted_of(tiny("llama")))
+    with outpace.OnDevice("meta"):
+        empty = type(tiny("llama"))(tiny("llama").config)
+    again = outpace.init_inference(
+        empty, checkpoint=str(tmp_path / "out"), save_mp_checkpoint_path=str(tmp_path / "copy"), **options
+    )
+    assert torch.equal(again(**inputs).logits, first(**inputs).logits)
+    same(tensors_of(tmp_path / "copy"), wanted_of(tiny("llama")))
+
+
+def test_a_checkpoint_is_not_replaced_while_it_is_read(tmp_path: Path) -> None:
+    save_shards(tiny("llama"), tmp_path / "out", 2, None)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for name in ("out", "link"):
+        with pytest.raises(InputError, match="out holds the model itself"):
+            outpace.init_inference(
+                tiny("llama"), device="cpu", checkpoint=str(tmp_path / "out"),
+                save_mp_checkpoint_path=str(tmp_path / name),
+            )  # fmt: skip
+    same(tensors_of(tmp_path / "out"), wanted_of(tiny("llama")))
+
+
+def test_a_model_stays_as_it_is_when_its_shards_cannot_be_written(tmp_path: Path) -> None:
+    model = tiny("llama")
+    layer = type(model.model.layers[0])
+    with pytest.raises(InputError, match="there is no folder"):
+        outpace.init_inference(
+            model, device="cpu", kernel_inject=True, save_mp_checkpoint_path=str(tmp_path / "no" / "x")
+        )
+    assert type(model.model.layers[0]) is layer
+
+
+def test_shards_answer_as_the_model_does(chain: Path, tmp_path: Path) -> None:
+    shard_model(chain, 2, tmp_path / "out")
+    params = outpace.SamplingParams(max_tokens=8, temperature=0)
+    texts = []
+    for folder in (chain, tmp_path / "out"):
+        llm = outpace.LLM(folder, device="cpu", max_model_len=64)
+        texts.append(llm.generate("?", params)[0].outputs[0].text)
+    assert texts[0] == texts[1]
+    assert CYCLE.startswith(texts[0])
