@@ -1,5 +1,6 @@
 """A model from a name, read top to bottom: find it, check it, choose the dtype, make its skeleton, fill it."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,7 +140,7 @@ def _open(path: Path, folder: Path, config: PreTrainedConfig) -> Weights:
     """The weights of a folder; what ranks saved needs the model to be put together."""
     if path != folder or find_layout(folder):
         return open_weights(path)
-    model = skeleton(config, torch.float32)
+    model = skeleton(copy.deepcopy(config), torch.float32)  # a skeleton writes its dtype into its config
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return open_weights(path, shapes=shapes, splits=partial(known_splits, model))
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outpace.errors import InputError, ModelError
-from outpace.inject.split import split_model
+from outpace.inject.split import known_splits, split_model
 from outpace.loading.checkpoint import fetch, local_path
 from outpace.loading.default_model import default_model_path
 from outpace.loading.dtypes import short
@@ -71,7 +72,7 @@ def shard_model(
     skeleton = _skeleton(config)
     splits = split_model(skeleton, ranks)
     shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
-    sources = _own(skeleton, match(skeleton, open_weights(path, shapes=shapes)))
+    sources = _own(skeleton, match(skeleton, open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))))
     keep = kept_in_fp32(skeleton, dtype) if dtype is not None else set()
 
     def write_beside(folder: Path) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import outpace
 from outpace.errors import InputError, ModelError, NotSupported, OutpaceError
+from outpace.inject.split import split_model
+from outpace.loading.build import find
 from outpace.loading.open import open_weights
 from outpace.loading.read import read
 from outpace.loading.save import save_shards, shard_model
@@ -115,6 +117,29 @@ def test_the_folder_is_a_model(chain: Path, tmp_path: Path) -> None:
     weights = {"ds_inference_config.json", "non_tp.safetensors", "tp_00.safetensors", "tp_01.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == beside | weights
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_folder_runs_in_the_dtype_that_it_is_stored_in(chain: Path, tmp_path: Path) -> None:
+    shard_model(chain, 2, tmp_path / "out", dtype=torch.bfloat16)
+    found = find(tmp_path / "out", device=torch.device("cuda"))
+    assert (found.dtype, found.dtype_reason) == (torch.bfloat16, "the checkpoint's own")
+
+
+def test_files_that_ranks_of_deepspeed_saved(tmp_path: Path) -> None:
+    """Their shapes and the split of the model say how they are put together."""
+    model = tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    splits = split_model(model, 2)
+    for rank in range(2):
+        held = {}
+        for name, value in model.state_dict().items():
+            split = splits[name]
+            spans = () if split is None else split.spans[rank]
+            parts = [value.narrow(split.dim, start, stop - start) for start, stop in spans] if split else [value]
+            held[name] = torch.cat(parts, split.dim if split else 0).clone()
+        torch.save({"module": held, "mp_world_size": 2}, tmp_path / f"mp_rank_{rank:02}_model_states.pt")
+    shard_model(tmp_path, 4, tmp_path / "out")
+    same(tensors_of(tmp_path / "out"), wanted_of(model))
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
