@@ -103,7 +103,7 @@ class InferenceEngine(nn.Module):
         plain = self._fast.greedy(call.kwargs, call.mask, call.setting)
         if plain is not None:
             return plain
-        loop = self._fast.loop(call.kwargs, call.setting)
+        loop = self._fast.loop(call.kwargs, call.mask, call.setting)
         return generate(**call.kwargs) if loop is None else generate(**call.kwargs, custom_generate=loop)
 
     @contextmanager

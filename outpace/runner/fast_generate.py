@@ -64,6 +64,7 @@ class FastGenerate:
         self._told: set[str] = set()
         self._own = lambda: generation_config(model)
         self._watched = _around_fused_layers(model)
+        self._windows = _may_have_windows(model)
         self._neutral = vars(GenerationConfig())
 
     def greedy(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Tensor | None:
@@ -71,7 +72,7 @@ class FastGenerate:
         ids = arguments.get("input_ids", arguments.get("inputs"))
         if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape) or self._hooked():
             return None
-        if not self._is_plain(arguments, setting) or (decoder := self._made()) is None:
+        if not self._is_plain(arguments, setting) or self._counts_holes(mask) or (decoder := self._made()) is None:
             return None
         new, length = setting("max_new_tokens"), setting("max_length")
         end = arguments["eos_token_id"] if "eos_token_id" in arguments else setting("eos_token_id")
@@ -79,19 +80,25 @@ class FastGenerate:
         limit = ids.shape[1] + new if new is not None else length
         return decoder.greedy(ids, mask, limit, ends, next(iter((*pads, *ends)), None))
 
-    def _reasons(self, arguments: Mapping[str, Any], setting: Setting) -> Iterator[str]:
+    def _reasons(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Iterator[str]:
         """Why Hugging Face's loop must run."""
         for name, in_use in _HUGGING_FACE_ONLY.items():
             if in_use(arguments.get(name) if name in arguments else setting(name)):
                 yield f"{name} is not known to the paged one"
-        ids, mask = arguments.get("input_ids", arguments.get("inputs")), arguments.get("attention_mask")
-        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape != ids.shape:
+        ids = arguments.get("input_ids", arguments.get("inputs"))
+        if isinstance(ids, Tensor) and mask is not None and mask.shape != ids.shape:
             yield "attention_mask has another shape than the prompt"
+        elif self._counts_holes(mask):
+            yield "attention_mask has holes, which a sliding window counts there and not in the paged one"
         if self._hooked():
             yield "a module has a hook, which the paged one never calls"
 
     def _hooked(self) -> bool:
         return any(foreign_hooks(module) for module in self._watched)
+
+    def _counts_holes(self, mask: Tensor | None) -> bool:
+        """Whether a mask has holes, and there may be windows: Hugging Face counts these in columns."""
+        return self._windows and mask is not None and bool(((mask[:, :-1] != 0) & (mask[:, 1:] == 0)).any())
 
     def _is_plain(self, arguments: Mapping[str, Any], setting: Setting) -> bool:
         """Whether every argument and every setting of the generation configs is one that the greedy loop knows."""
@@ -118,9 +125,9 @@ class FastGenerate:
                     chosen("generate", "Hugging Face's loop", str(error))
             return self._decoder
 
-    def loop(self, arguments: Mapping[str, Any], setting: Setting) -> Callable[..., Any] | None:
+    def loop(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Callable[..., Any] | None:
         """What to pass as `custom_generate`; None: Hugging Face's loop must run, and the log says why."""
-        reason = next((reason for reason in self._reasons(arguments, setting)), None)
+        reason = next(self._reasons(arguments, mask, setting), None)
         if reason is not None:
             if reason not in self._told:
                 chosen("generate", "Hugging Face's loop", reason)
@@ -135,3 +142,9 @@ def _around_fused_layers(model: nn.Module) -> list[nn.Module]:
     fused = [path for path, module in model.named_modules() if isinstance(module, FusedLayer)]
     inside = tuple(f"{path}." for path in fused)
     return [module for path, module in model.named_modules() if fused and path and not path.startswith(inside)]
+
+
+def _may_have_windows(model: nn.Module) -> bool:
+    """Whether a fused layer has a sliding window; a model without fused layers may have one."""
+    layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    return not layers or any(layer.settings.window for layer in layers)

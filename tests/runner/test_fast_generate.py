@@ -194,3 +194,17 @@ def test_a_mask_of_another_shape_is_for_hugging_face(engines: tuple[InferenceEng
     options = {"attention_mask": wide, "max_new_tokens": 4, "do_sample": False}
     expected, found = (engine.generate(PROMPTS, **options) for engine in engines)
     assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("call", [{"do_sample": False}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("implied", [False, True], ids=["given", "implied"])
+def test_a_window_counts_the_holes_of_a_mask(call: dict[str, Any], implied: bool) -> None:
+    plain, fused = (randomised(tiny("gemma3")) for _ in range(2))
+    pair = outpace.init_inference(plain), outpace.init_inference(fused, kernel_inject=True)
+    ids = torch.randint(3, 90, (6, 30), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[:, 18:26] = 0
+    padding: dict[str, Any] = {"pad_token_id": 1} if implied else {"attention_mask": mask}
+    inputs = ids.where(mask > 0, 1)
+    expected, found = (engine.generate(inputs, max_new_tokens=12, seed=3, **padding, **call) for engine in pair)
+    assert torch.equal(expected, found)
