@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from outpace.cache.kv_cache import allocate, blocks_for
 from outpace.inject.paged import BatchModel
 from outpace.runner.capture import StreamLock
+from outpace.runner.rows import on_device
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import CHUNK_SIZES, FEW, Shape, shapes
 from outpace.types import Request, ScheduledSequence, Step
@@ -75,7 +76,7 @@ class PagedDecoder:
 
     def greedy(self, ids: Tensor, mask: Tensor | None, limit: int, ends: list[int], pad: int | None) -> Tensor:
         """Likeliest tokens up to `limit` in all: what the call above does, without Hugging Face's preparation."""
-        stops = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
+        stops = on_device(ends, ids.device, ids.dtype)
         with self._lock.held():
             return self._begin(ids, mask, limit).likeliest(limit, stops, pad)
 
@@ -121,7 +122,7 @@ class _Sequences:
         self._num_blocks = num_blocks
         self._measure = measure
         self._step_tokens = step_tokens
-        self._lens = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+        self._lens = on_device([len(prompt) for prompt in prompts], ids.device)
         self._num_new = 0
 
     def prefill(self) -> Tensor:
@@ -159,7 +160,7 @@ class _Sequences:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """[B] where the tokens of the sequences are, once they are there. To get it the host waits for the device."""
+        """[B] where the tokens of the sequences are, once they have begun."""
         return self._runner.rows.of(str(index) for index in range(len(self._prompts)))
 
     def _new(self) -> Tensor:

@@ -86,8 +86,8 @@ class Rows:
         return len(self._rows)
 
     def of(self, requests: Iterable[str]) -> Tensor:
-        """The rows of these requests."""
-        return torch.tensor([self._rows[name].index for name in requests], device=self._device)
+        """The rows of these requests [S]."""
+        return on_device([self._rows[name].index for name in requests], self._device)
 
     def clear(self) -> None:
         """Forget every request."""
@@ -172,6 +172,11 @@ class Rows:
         array[:count], array[count : 2 * count] = places, values
         sent = host[: 2 * count].to(self._device, non_blocking=True)
         self._state.view(-1).index_copy_(0, sent[:count], sent[count:].to(torch.int32))
+
+
+def on_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """These numbers on the device. The host does not wait until they are there."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
