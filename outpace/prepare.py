@@ -29,10 +29,10 @@ from outpace.loading.inspect import (
 )
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
-from outpace.loading.place import Before, drop, fill, settle
+from outpace.loading.place import Before, check_buffers, drop, fill, settle
 from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.loading.save import save_shards
-from outpace.loading.skeleton import with_buffers
+from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
 
@@ -58,6 +58,7 @@ Check = Callable[[ModelInfo, Injection | None], None]
 """Raises if what was found out about a model does not do."""
 
 
+@outside()
 def prepare(
     model: nn.Module,
     config: InferenceConfig,
@@ -77,6 +78,8 @@ def prepare(
     if check is not None:
         check(info, injection)
     sources = None if weights is None else match(module, weights)
+    if sources is not None:
+        check_buffers(module, sources)
     dtype, device = _choose_dtype(config), _choose_device(config)
     if (folder := _save_to(config)) is not None:
         save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)

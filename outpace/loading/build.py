@@ -30,7 +30,7 @@ from outpace.loading.open import open_weights
 from outpace.loading.place import Before, fill
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
-from outpace.loading.skeleton import skeleton
+from outpace.loading.skeleton import outside, skeleton
 from outpace.loading.weights import Weights
 from outpace.log import chosen
 
@@ -63,6 +63,7 @@ class Loaded:
     dtype_reason: str
 
 
+@outside()
 def load(
     source: str | Path | None,
     *,

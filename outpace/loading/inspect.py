@@ -1,17 +1,13 @@
 """What Outpace knows about somebody else's model, found out once, so that nothing else has to guess."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_utils import local_torch_dtype
 
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported
-from outpace.log import logger
 
 Kind = Literal["causal", "encoder-decoder", "encoder", "plain"]
 
@@ -105,20 +101,6 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     if dtype == torch.float16:
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return {name for name, _ in _tensors(model) if any(_has_path(name, pattern) for pattern in patterns)}
-
-
-def buffer_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of a Hugging Face model's buffers when its class makes it in `dtype`: float32 for rotary frequencies,
-    `dtype` for most scales. Read off a skeleton without values (55 ms for 30 layers); empty for other models."""
-    if not isinstance(model, PreTrainedModel):
-        return {}
-    try:
-        with torch.device("meta"), local_torch_dtype(dtype):
-            skeleton = type(model)(copy.deepcopy(model.config))
-    except Exception as error:  # somebody's class, with a constructor of its own
-        logger.warning("dtype: buffers of %s keep their dtypes (%s)", type(model).__name__, error)
-        return {}
-    return {name: buffer.dtype for name, buffer in skeleton.named_buffers()}
 
 
 def generation_config(model: nn.Module) -> Any:

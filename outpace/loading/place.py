@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outpace.errors import ModelError
 from outpace.inject.modules import Made
 from outpace.inject.recipe import Part, Recipe
 from outpace.loading.fit import jobs
-from outpace.loading.inspect import buffer_dtypes, kept_in_fp32
+from outpace.loading.inspect import kept_in_fp32
 from outpace.loading.read import read
+from outpace.loading.skeleton import own_dtypes, set_dtype
 from outpace.loading.stream import Advance, stream
 from outpace.loading.weights import Source
 
@@ -28,21 +29,20 @@ class Before:
     def of(cls, model: nn.Module, dtype: torch.dtype) -> "Before":
         """Look at a model that will run in `dtype`: what Hugging Face would have loaded in it.
 
-        What its author keeps in float32 stays so. Buffers that are not in the checkpoint get the dtype that its class
-        makes them in: rotary frequencies are float32 whatever the weights' dtype, and rounding them changes every
-        position.
+        What its author keeps in float32 stays so, and what its class makes in a dtype of its own gets that one: rotary
+        frequencies are float32 whatever the weights' dtype, and rounding them changes every position.
         """
-        keep, made, wanted = kept_in_fp32(model, dtype), buffer_dtypes(model, dtype), {}
+        keep, made, wanted = kept_in_fp32(model, dtype), own_dtypes(model, dtype), {}
         parameters = dict(model.named_parameters())
         for name, parameter in parameters.items():
-            wanted[name] = dtype if parameter.is_floating_point() else parameter.dtype
+            wanted[name] = made.get(name, dtype) if parameter.is_floating_point() else parameter.dtype
         for path, module in model.named_modules():
             for leaf, buffer in module.named_buffers(prefix=path, recurse=False):
                 stored = leaf.rpartition(".")[2] not in module._non_persistent_buffers_set
-                own = dtype if stored else made.get(leaf, buffer.dtype)
+                own = made.get(leaf, dtype if stored else buffer.dtype)
                 wanted[leaf] = own if buffer.is_floating_point() else buffer.dtype
         wanted.update((name, torch.float32) for name in keep if wanted[name].is_floating_point)
-        _tell_config(model, dtype)
+        set_dtype(getattr(model, "config", None), dtype)
         return cls(parameters, wanted)
 
 
@@ -113,9 +113,19 @@ def drop(model: nn.Module) -> None:
     """Let go of the weights of a model that will get others."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             made = nn.Parameter(torch.empty_like(parameter.data, device="meta"), requires_grad=False)
             module._parameters[name] = empty.setdefault(id(parameter), made)
+
+
+def check_buffers(model: nn.Module, sources: Mapping[str, Source]) -> None:
+    """Refuse a module with buffers that have no values and will get none."""
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in sources]
+    if empty:
+        raise ModelError(
+            f"model: buffers without values that no checkpoint stores: {len(empty)} ({', '.join(empty[:5])}); make the "
+            "module under outpace.OnDevice('meta'), which leaves its buffers real"
+        )
 
 
 def settle_buffers(model: nn.Module, before: Before, device: torch.device | None) -> None:
@@ -140,9 +150,9 @@ def fill(
     for target, weight in zip(found, weights, strict=True):
         target.give(weight)
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+        for name in [name for name, _ in module.named_buffers(prefix=path, recurse=False)]:
             if name in sources:
-                module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(buffer.dtype)
+                module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(before.dtypes[name])
     settle_buffers(model, before, device)
 
 
@@ -156,9 +166,3 @@ def write(part: Part, weight: Tensor, tensor: Tensor) -> None:
     else:
         rows = part.order.rows().to(place.device)
         place.index_copy_(part.rows_dim, rows, tensor.to(place.device, place.dtype))
-
-
-def _tell_config(model: nn.Module, dtype: torch.dtype) -> None:
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "dtype"):
-        config.dtype = dtype

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from outpace.errors import ModelError
-from outpace.loading.inspect import buffer_dtypes, check_model, describe, generation_config, kept_in_fp32
+from outpace.loading.inspect import check_model, describe, generation_config, kept_in_fp32
+from outpace.loading.skeleton import own_dtypes
 from tests.models import POSITIONS, VOCAB, tiny
 
 KINDS = {
@@ -103,11 +104,11 @@ def test_a_pattern_matches_whole_steps_of_a_name() -> None:
 
 def test_buffers_have_the_dtype_their_class_makes_them_in() -> None:
     before = torch.get_default_dtype()
-    found = buffer_dtypes(tiny("gemma3"), torch.bfloat16)
+    found = own_dtypes(tiny("gemma3"), torch.bfloat16)
     assert found["model.embed_tokens.embed_scale"] == torch.bfloat16
     assert {dtype for name, dtype in found.items() if "inv_freq" in name} == {torch.float32}
     assert torch.get_default_dtype() == before
-    assert buffer_dtypes(nn.BatchNorm1d(2), torch.bfloat16) == {}
+    assert own_dtypes(nn.BatchNorm1d(2), torch.bfloat16) == {}
 
 
 def test_a_class_with_a_constructor_of_its_own_keeps_its_buffers() -> None:
@@ -115,7 +116,7 @@ def test_a_class_with_a_constructor_of_its_own_keeps_its_buffers() -> None:
         def __init__(self, config: Any, needed: int) -> None:
             super().__init__(config)
 
-    assert buffer_dtypes(Own(tiny("llama").config, 3), torch.bfloat16) == {}
+    assert own_dtypes(Own(tiny("llama").config, 3), torch.bfloat16) == {}
 
 
 def test_the_generation_config_of_a_model() -> None:
