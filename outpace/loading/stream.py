@@ -228,9 +228,13 @@ class _Work:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
+            failed, self._error = self._error, None  # kept, it would keep its frames, and they all weights
         advance(self._done - told)
-        if self._error is not None:
-            raise self._error
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed
 
     def _thread(self, landing: _Landing) -> None:
         try:

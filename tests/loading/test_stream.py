@@ -1,6 +1,8 @@
 """Bytes of files into their places in weights: every way they can be cut, turned, put in order and sliced."""
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -253,6 +255,22 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: torch.dtype, tmp
     with pytest.raises(ModelError, match="cannot open"):
         filled(recipe, sources, dtype)
     assert not [thread for thread in threading.enumerate() if thread.name == "outpace-load"]
+
+
+def test_after_an_error_nothing_keeps_the_weights(tmp_path: Path) -> None:
+    recipe, sources = large(tmp_path)
+    (tmp_path / "large").unlink()
+    weight = torch.empty(recipe.shape)
+    alive = weakref.ref(weight)
+    gc.collect()
+    gc.disable()  # memory of a device must not wait for the collector
+    try:
+        with pytest.raises(ModelError, match="cannot open") as raised:
+            stream([*jobs(recipe, weight, sources)], CPU)
+        del weight, raised
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interruption_ends_all_threads(tmp_path: Path) -> None:
