@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from outpace.bench.limits import Speed
@@ -26,18 +28,62 @@ class Attention(NamedTuple):
     """Tokens that a query sees; 0: all."""
 
 
+Touches = Sequence[tuple[float, float]]
+"""Tokens of a step, and how many experts of a layer they were seen to touch."""
+
+
+class Experts(NamedTuple):
+    """The experts of one layer."""
+
+    total: int
+    top_k: int
+    """Experts that a token goes to."""
+    weight_bytes: int
+    """Of one expert."""
+    counted: tuple[tuple[float, float], ...] = ()
+    """Tokens and the experts that they touched, both ascending; empty: every expert is as likely as any other."""
+
+    def touched(self, tokens: float) -> float:
+        """How many experts so many tokens go to: as counted, or else as expected. Between counts it is a line."""
+        if not self.counted:
+            return self.total * (1 - (1 - self.top_k / self.total) ** tokens)
+        numbers, touched = zip((0.0, 0.0), (1.0, float(self.top_k)), *self.counted, strict=True)
+        return float(np.interp(tokens, numbers, touched))
+
+    def with_counts(self, touches: Touches) -> "Experts":
+        """The same experts with the means of what was counted; more tokens never touch fewer of them."""
+        found: dict[float, list[float]] = {}
+        for tokens, touched in touches:
+            if tokens > 1:
+                found.setdefault(tokens, []).append(min(max(touched, self.top_k), self.total))
+        numbers = sorted(found)
+        means = accumulate((sum(found[number]) / len(found[number]) for number in numbers), max)
+        return self._replace(counted=tuple(zip(numbers, means, strict=True)))
+
+
 @dataclass(frozen=True)
 class Cost:
     """The numbers of a model."""
 
     weight_bytes: int
-    """Read by every step: all weights but the embedding table, of which a step reads a few rows."""
+    """Read by every step: all weights but experts, and the embedding table, of which a step reads a few rows."""
     token_flops: int
-    """Of one token in all layers, attention left out."""
+    """Of one token in all layers, its experts included, attention left out."""
     head_flops: int
     """Of one choice of a token."""
     attention: tuple[tuple[Attention, int], ...]
     """Each kind of attention, and how many layers have it."""
+    experts: tuple[tuple[Experts, int], ...] = ()
+    """Each kind of experts, and how many layers have it."""
+
+    def with_counts(self, touches: Touches) -> "Cost":
+        """The same model, with experts touched as they were counted (the mean of its layers)."""
+        return replace(self, experts=tuple((kind.with_counts(touches), count) for kind, count in self.experts))
+
+    def step_bytes(self, tokens: float) -> float:
+        """Weights read by a step of so many tokens."""
+        touched = (count * kind.weight_bytes * kind.touched(tokens) for kind, count in self.experts)
+        return self.weight_bytes + sum(touched)
 
     def kv_bytes(self, begin: int, end: int) -> int:
         """Read by decodes that see begin, begin + 1, .. end - 1 tokens."""
@@ -51,42 +97,77 @@ class Cost:
     def work_seconds(self, items: Sequence[Item], max_num_seqs: int, speed: Speed) -> float:
         """The limit of a batch of requests: max(products, weights read in every step) + cache read by decodes.
 
-        There are at least as many steps as the longest output has tokens.
+        There are at least as many steps as the longest output has tokens. The first one has all the prompts.
         """
         outputs = [item.output_len for item in items]
         flops = sum(self.prompt_flops(len(item.prompt)) for item in items)
         flops += (sum(outputs) - len(items)) * (self.token_flops + self.head_flops)
-        steps = max(*outputs, -(-sum(outputs) // max_num_seqs), 1)
+        _, *decodes = ideal_steps(outputs, max_num_seqs)
+        weights = self.step_bytes(sum(len(item.prompt) for item in items)) + sum(map(self.step_bytes, decodes))
         reads = sum(self.kv_bytes(len(item.prompt) + 1, len(item.prompt) + item.output_len) for item in items)
-        return max(flops / speed.flops, steps * self.weight_bytes / speed.bandwidth) + reads / speed.bandwidth
+        return max(flops / speed.flops, weights / speed.bandwidth) + reads / speed.bandwidth
 
     def decode_seconds(self, batch: int, context: float, speed: Speed) -> float:
         """The limit of one step of `batch` sequences, each of which sees so many tokens."""
         flops = batch * (self.token_flops + self.head_flops)
         reads = batch * self.kv_bytes(round(context), round(context) + 1)
-        return max(flops / speed.flops, self.weight_bytes / speed.bandwidth) + reads / speed.bandwidth
+        return max(flops / speed.flops, self.step_bytes(batch) / speed.bandwidth) + reads / speed.bandwidth
 
     def prompt_seconds(self, batch: int, length: int, speed: Speed) -> float:
         """The limit of the first token of prompts that come together."""
-        return max(batch * self.prompt_flops(length) / speed.flops, self.weight_bytes / speed.bandwidth)
+        weights = self.step_bytes(batch * length) / speed.bandwidth
+        return max(batch * self.prompt_flops(length) / speed.flops, weights)
+
+
+def ideal_steps(outputs: Sequence[int], max_num_seqs: int) -> list[int]:
+    """How many tokens each of the fewest steps puts out, if all requests begin at once and wait only for room."""
+    count = max(*outputs, -(-sum(outputs) // max_num_seqs), 1)
+    wanted = [0] * count
+    for length in outputs:
+        wanted[length - 1] += 1
+    live = list(accumulate(reversed(wanted)))[::-1]  # requests that are not over yet
+    steps = [min(number, max_num_seqs) for number in live]
+    waiting = sum(live) - sum(steps)
+    for number, tokens in enumerate(steps):
+        more = min(waiting, max_num_seqs - tokens)
+        steps[number], waiting = tokens + more, waiting - more
+    return steps
 
 
 def cost_of(module: nn.Module) -> Cost | None:
-    """The numbers of a model that has been started; None for experts, of which a token reads a few."""
-    if describe(module).num_experts:
+    """The numbers of a model that has been started; None if it does not say how many experts a token goes to."""
+    info = describe(module)
+    if info.num_experts and not info.experts_per_token:
         return None
     model: Any = module
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     tied = embedding.data_ptr() == head.data_ptr()
-    total = {parameter.data_ptr(): parameter for parameter in module.parameters()}.values()
+    stacks = _stacks(module, info.num_experts)
+    stacked = {weight.data_ptr() for stack in stacks for weight in stack}
+    total = {weight.data_ptr(): weight for weight in module.parameters() if weight.data_ptr() not in stacked}.values()
     unread = 0 if tied else embedding.nbytes
     weights = sum(weight.numel() for weight in total) - head.numel() - (0 if tied else embedding.numel())
+    of_one_expert = sum(weight[0].numel() for stack in stacks for weight in stack)
+    kinds = Counter(
+        Experts(info.num_experts, info.experts_per_token, sum(weight[0].nbytes for weight in stack)) for stack in stacks
+    )
     return Cost(
         weight_bytes=sum(weight.nbytes for weight in total) - unread,
-        token_flops=2 * weights,
+        token_flops=2 * (weights + info.experts_per_token * of_one_expert),
         head_flops=2 * head.numel(),
         attention=tuple(Counter(_attention(module)).items()),
+        experts=tuple(kinds.items()),
     )
+
+
+def _stacks(module: nn.Module, num_experts: int) -> list[list[nn.Parameter]]:
+    """For each module that holds experts their weights; in each of them the first dimension is the expert."""
+    found = []
+    for each in module.modules():
+        own = [weight for weight in each.parameters(recurse=False) if weight.dim() > 1 and len(weight) == num_experts]
+        if any(weight.dim() == 3 for weight in own):
+            found.append(own)
+    return found
 
 
 def _attention(module: nn.Module) -> list[Attention]:

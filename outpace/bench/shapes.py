@@ -29,7 +29,50 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 40960,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 32768,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 131072, "sliding_window": 128,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 163840,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+        },
+    },
+    "tiny-moe": {
+        "model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+    },
 }  # fmt: skip
+"""Entries of the published config.json files; tiny-moe is for tries without a GPU."""
+DENSE = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" not in shape)
 
 
 DRAWING = (
@@ -41,19 +84,33 @@ DRAWING = (
 
 
 class _NoDrawing(TorchFunctionMode):
-    """Random initializers do nothing here: the values would be drawn twice more, and thrown away."""
+    """Random initializers of matrices do nothing: the values would be drawn twice more, and thrown away.
+
+    Vectors (biases, attention sinks) are drawn here, since what is not drawn is not set at all.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func.__name__ in DRAWING:
-            return args[0] if args else options["tensor"]
-        return func(*args, **options)
+        if func.__name__ not in DRAWING:
+            return func(*args, **options)
+        tensor: torch.Tensor = args[0] if args else options["tensor"]
+        if tensor.dim() < 2:
+            tensor.data.normal_(0, DEVIATION, generator=self._generator)
+        return tensor
 
 
 def build(source: str | Path, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> nn.Module:
-    """A model of a named shape, or of the config.json in a folder: weights normal with deviation 0.02, norms 1."""
+    """A model of a named shape, or of the config.json in a folder: weights normal with deviation 0.02, norms 1.
+
+    They are made where they run and in the dtype they run in, so what is started from it never holds them twice:
+    stacks of experts stay as they are, and what is fused is fused one weight at a time.
+    """
     config, generator = config_of(source), torch.Generator(device).manual_seed(seed)
-    with torch.device(device), _NoDrawing():
+    with torch.device(device), _NoDrawing(generator):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _fill([parameter.data for parameter in model.parameters() if parameter.dim() > 1], generator)
     return model.eval().requires_grad_(False)
@@ -73,7 +130,8 @@ def _fill(weights: list[torch.Tensor], generator: torch.Generator) -> None:
 
 
 def bytes_read_per_token(model: nn.Module) -> int:
-    """Bytes of weights that one decode step must read: all but the rows of the embedding that are not looked up."""
+    """Bytes of weights that one decode step of a model without experts must read: all but the rows of the embedding
+    that are not looked up."""
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     head = model.get_output_embeddings().weight  # type: ignore[operator]
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -84,8 +142,9 @@ def config_of(source: str | Path) -> PreTrainedConfig:
     """The config of a named shape, or of a folder."""
     if str(source) in SHAPES:
         shape = dict(SHAPES[str(source)])
-        rope = {"rope_type": "default", "rope_theta": shape.pop("rope_theta")}
-        return AutoConfig.for_model(shape.pop("model_type"), rope_parameters=rope, **shape)
+        if "rope_theta" in shape:
+            shape["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.pop("rope_theta")}
+        return AutoConfig.for_model(shape.pop("model_type"), **shape)
     if not (Path(source) / "config.json").is_file():
         raise ModelError(
             f"model: random weights need one of {', '.join(SHAPES)} or a folder with a config.json; got {source}"

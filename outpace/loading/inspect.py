@@ -12,6 +12,7 @@ from outpace.errors import ConfigError, InputError, ModelError, NotSupported
 Kind = Literal["causal", "encoder-decoder", "encoder", "plain"]
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", "moe_k")
 _READ = ("is_encoder_decoder", "vocab_size", "max_position_embeddings", *_EXPERT_COUNTS)
 
 
@@ -25,6 +26,8 @@ class ModelInfo:
     max_positions: int | None
     num_experts: int
     """Largest number of experts in a layer; 0: no expert layers, or not looked for."""
+    experts_per_token: int
+    """How many of them a token goes to; 0: the config does not say."""
     graphs_itself: bool
     """Some submodule captures CUDA graphs of its own."""
 
@@ -39,12 +42,16 @@ def describe(model: nn.Module, overrides: Mapping[str, Any] | None = None, *, fi
     def read(name: str) -> Any:
         return overrides[name] if overrides and name in overrides else getattr(config, name, None)
 
+    def largest(names: tuple[str, ...]) -> int:
+        return max((_int_or_none(read(name)) or 0 for name in names), default=0) if find_experts else 0
+
     return ModelInfo(
         kind=_kind(model, read("is_encoder_decoder")),
         can_generate=_can_generate(model),
         vocab_size=_int_or_none(read("vocab_size")),
         max_positions=_int_or_none(read("max_position_embeddings")),
-        num_experts=max((_int_or_none(read(name)) or 0 for name in _EXPERT_COUNTS), default=0) if find_experts else 0,
+        num_experts=largest(_EXPERT_COUNTS),
+        experts_per_token=largest(_EXPERTS_PER_TOKEN),
         graphs_itself=any(getattr(module, "enable_cuda_graph", False) is True for module in model.modules()),
     )
 

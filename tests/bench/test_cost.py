@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outpace.bench.cost import Attention, Cost, cost_of
+from outpace.bench.cost import Attention, Cost, Experts, cost_of, ideal_steps
 from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.bench.workload import Item
 from outpace.llm import LLM
@@ -87,8 +89,75 @@ def _without_policy() -> torch.nn.Module:
     return hf.ArceeForCausalLM(config).eval()
 
 
-def test_experts_have_no_limit() -> None:
-    assert cost_of(tiny("mixtral")) is None
+SIZES = st.tuples(st.integers(1, 256), st.integers(1, 256)).map(lambda pair: (max(pair), min(pair)))
+COUNTS = st.lists(st.tuples(st.integers(0, 600), st.floats(0, 300)))
+
+
+@given(SIZES, COUNTS, st.integers(0, 1000), st.integers(1, 1000))
+def test_experts_that_are_touched(sizes: tuple[int, int], counts: list[tuple[int, float]], few: int, more: int) -> None:
+    total, top_k = sizes
+    for kind in (Experts(total, top_k, 1), Experts(total, top_k, 1).with_counts(counts)):
+        assert kind.touched(0) == 0
+        assert kind.touched(1) == pytest.approx(top_k)
+        assert kind.touched(few) <= kind.touched(few + more) + 1e-9
+        assert kind.touched(few + more) <= total + 1e-9
+
+
+@given(SIZES, st.integers(0, 1000))
+def test_tokens_touch_no_more_experts_than_they_choose(sizes: tuple[int, int], tokens: int) -> None:
+    assert Experts(*sizes, 1).touched(tokens) <= tokens * sizes[1] + 1e-6
+
+
+def test_what_was_counted_takes_the_place_of_what_is_expected() -> None:
+    kind = Experts(8, 2, 100)
+    assert kind.touched(3) == pytest.approx(8 * (1 - 0.75**3))
+    counted = kind.with_counts([(8, 4.0), (8, 5.0), (4, 3.5), (1, 2.0), (0, 0.0)])
+    assert list(counted.counted) == [(4.0, 3.5), (8.0, 4.5)]
+    assert [counted.touched(tokens) for tokens in (1, 4, 6, 8, 1000)] == [2.0, 3.5, 4.0, 4.5, 4.5]
+    cost = Cost(1000, 0, 0, (), ((kind, 3),)).with_counts([(8, 4.5)])
+    assert cost.step_bytes(8) == 1000 + 3 * 100 * 4.5
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 20))
+def test_steps_of_a_batch_of_requests(outputs: list[int], places: int) -> None:
+    steps = ideal_steps(outputs, places)
+    assert sum(steps) == sum(outputs)
+    assert max(steps) <= places
+    assert len(steps) == max(max(outputs), -(-sum(outputs) // places))
+    if len(outputs) <= places:
+        assert steps == [sum(length > number for length in outputs) for number in range(max(outputs))]
+
+
+def test_a_step_reads_the_experts_that_its_tokens_touch() -> None:
+    cost = Cost(weight_bytes=100, token_flops=0, head_flops=0, attention=(), experts=((Experts(4, 1, 10), 2),))
+    speed = Speed(bandwidth=1.0, flops=1e9)
+    assert cost.decode_seconds(1, 10.0, speed) == pytest.approx(100 + 2 * 10)
+    assert cost.decode_seconds(2, 10.0, speed) == pytest.approx(100 + 2 * 10 * 1.75)
+    assert cost.prompt_seconds(1, 2, speed) == cost.decode_seconds(2, 10.0, speed)
+    two = cost.work_seconds([Item([5], 3), Item([5], 2)], 2, speed)  # steps of two prompts, two tokens and one
+    assert two == pytest.approx(300 + 2 * 10 * (1.75 + 1.75 + 1))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_the_numbers_of_experts(started: bool) -> None:
+    model = tiny("mixtral")
+    weights = {name: weight.numel() for name, weight in model.named_parameters()}
+    experts = sum(size for name, size in weights.items() if ".experts." in name)
+    others = sum(weights.values()) - experts - 2 * 32 * VOCAB
+    if started:
+        LLM(model, device="cpu")
+    cost = cost_of(model)
+    assert cost is not None
+    assert cost.experts == ((Experts(4, 2, experts // 2), 2),)  # of 4 bytes each, 4 in each of 2 layers
+    assert cost.weight_bytes == 4 * (others + 32 * VOCAB)
+    assert cost.token_flops == 2 * (others + experts // 2)
+    assert cost.step_bytes(10_000) == pytest.approx(cost.weight_bytes + 4 * experts)
+
+
+def test_experts_of_which_the_config_does_not_say_how_many_are_used_have_no_limit() -> None:
+    model = tiny("mixtral")
+    model.config.num_experts_per_tok = 0
+    assert cost_of(model) is None
 
 
 def test_what_this_machine_does_is_measured() -> None:

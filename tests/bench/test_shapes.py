@@ -1,13 +1,16 @@
 """Random weights: which, and of what."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from outpace.bench.shapes import SHAPES, build, bytes_read_per_token, config_of
+from outpace.bench.shapes import DENSE, SHAPES, build, bytes_read_per_token, config_of
 from outpace.errors import ModelError
+from outpace.llm import LLM
+from outpace.loading.inspect import describe
 from tests.models import VOCAB, tiny
 
 
@@ -52,12 +55,57 @@ def test_the_embedding_is_read_only_where_it_is_the_head() -> None:
     assert sum(weight.nbytes for weight in own.parameters()) == bytes_read_per_token(own) + 4 * 32 * VOCAB
 
 
+BILLIONS = {
+    "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-0.6b": 0.596, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70,
+    "gpt-oss-20b": 20.91, "deepseek-v2-lite": 15.71, "tiny-moe": 4.78e-5,
+}  # fmt: skip
+ACTIVE = {"qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19, "deepseek-v2-lite": 2.66}
+"""With embedding and head, which the names of some models leave out."""
+
+
+def on_meta(name: str) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(name))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_shapes_have_their_published_sizes(name: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(name))
-    billions = sum(weight.numel() for weight in model.parameters()) / 1e9
-    assert billions == pytest.approx({"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-0.6b": 0.596}[name], rel=0.01)
+    billions = sum(weight.numel() for weight in on_meta(name).parameters()) / 1e9
+    assert billions == pytest.approx(BILLIONS[name], rel=0.01)
+    assert (name in DENSE) == (describe(on_meta(name)).num_experts == 0)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_published_shapes_use_as_many_weights_for_a_token_as_published(name: str) -> None:
+    info, model = describe(on_meta(name)), on_meta(name)
+    experts = sum(weight.numel() for path, weight in model.named_parameters() if ".experts." in path)
+    others = sum(weight.numel() for weight in model.parameters()) - experts
+    used = (others + experts * info.experts_per_token / info.num_experts) / 1e9
+    assert used == pytest.approx(ACTIVE[name], rel=0.01)
+
+
+def test_random_experts_are_started_without_being_copied() -> None:
+    model: Any = build("tiny-moe", torch.float32, "cpu")
+    before = {weight.data_ptr() for path, weight in model.named_parameters() if ".experts." in path}
+    assert len(before) == 4
+    LLM(model, device="cpu", max_model_len=64)
+    after = {weight.data_ptr() for weight in model.parameters() if weight.dim() == 3}
+    assert after == before
+
+
+def test_vectors_that_an_initializer_draws_are_drawn(tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_local_experts": 2, "head_dim": 8}
+    config = AutoConfig.for_model(
+        "gpt_oss", **small, num_experts_per_tok=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+    )
+    config.save_pretrained(tmp_path)
+    sinks = [
+        build(tmp_path, torch.float32, "cpu", seed).get_parameter("model.layers.0.self_attn.sinks")
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(sinks[0], sinks[1])
+    assert not torch.equal(sinks[0], sinks[2])
+    assert 0 < float(sinks[0].abs().max()) < 0.2
 
 
 def test_what_has_no_config_is_refused(tmp_path: Path) -> None:
