@@ -197,17 +197,8 @@ class _Sequences:
 class _Picks:
     """How a call picks tokens from logits: as Hugging Face's own loop does, with its processors and criteria."""
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        stops: Tensor,
-        pad: Any,
-        *,
-        sample: bool,
-    ) -> None:
-        self._processors: Any = processors
-        self._criteria: Any = criteria
+    def __init__(self, processors: Any, criteria: Any, stops: Tensor, pad: Any, *, sample: bool) -> None:
+        self._processors, self._criteria = processors, criteria
         self._stops, self._pad = stops, pad
         self._sample = sample
         self._plain = all(isinstance(item, MaxLengthCriteria | EosTokenCriteria) for item in criteria)
@@ -225,8 +216,10 @@ class _Picks:
             ids = torch.cat([ids, token[:, None].to(ids.dtype)], 1)
             if streamer is not None:
                 streamer.put(token.cpu())
-            if len(self._stops) or not self._plain:
-                going = going & ~self._ended(ids)
+            if not self._plain:
+                going = going & ~self._criteria(ids, None)
+            elif len(self._stops):
+                going = going & ~torch.isin(ids[:, -1], self._stops)
             at = ids.shape[1]
             look = not self._plain or streamer is not None or (len(self._stops) and at % CHECK_EVERY == 0)
             if at >= limit or (look and not bool(going.any())):
@@ -247,11 +240,6 @@ class _Picks:
         if self._sample:
             return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         return scores.argmax(dim=-1)
-
-    def _ended(self, ids: Tensor) -> Tensor:
-        """Which sequences end with their last token [B]."""
-        found: Tensor = self._criteria(ids, None) if not self._plain else torch.isin(ids[:, -1], self._stops)
-        return found
 
 
 def _next_size(count: int) -> int:
