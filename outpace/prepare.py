@@ -154,8 +154,8 @@ def load_paged(
     at_load = time.perf_counter()
 
     def check(info: ModelInfo, injection: Injection | None) -> None:
-        _max_model_len(info, config)
-        if injection is None or not injection.has_pages():
+        length = _max_model_len(info, config)
+        if injection is None or not injection.has_pages(length):
             raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
         if config.deterministic and (reason := injection.varies()):
             raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")

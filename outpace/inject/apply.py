@@ -45,8 +45,9 @@ def inject(model: nn.Module, plan: Plan, kernels: Kernels) -> Injected:
     policy = layers[0].policy
     if policy.model is not None:
         _replace_ends(model, policy.model, plan.config, make)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+    for name, refuse in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
+        if hasattr(model, name):
+            setattr(model, name, refuse)
     names = ", ".join(kind.__name__ for kind in classes)
     chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {names}")
     return Injected(policy, plan.config, layers)
@@ -54,6 +55,10 @@ def inject(model: nn.Module, plan: Plan, kernels: Kernels) -> Injected:
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise NotSupported("save_pretrained: nobody could load fused weights by their names; save before injection")
+
+
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
+    raise NotSupported("resize_token_embeddings: embedding and head are fused already; resize before injection")
 
 
 def _build(fused: FusedLayer, item: PlannedLayer, make: Maker) -> None:

@@ -39,7 +39,7 @@ class Interface:
     def apply(self) -> None:
         """Nothing is changed on this level."""
 
-    def has_pages(self) -> bool:
+    def has_pages(self, max_positions: int) -> bool:
         """That is what this level is for."""
         return True
 

@@ -72,7 +72,7 @@ class Embedding(Made):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] -> [..., H], as the model around it calls it."""
-        return self.rows(ids.reshape(-1), scale=self.scale).view(*ids.shape, -1)
+        return self.rows(ids.reshape(-1), scale=self.scale).view(*ids.shape, self.weight.shape[1])
 
     def rows(self, ids: Tensor, **options: Any) -> Tensor:
         """[T] -> [T, H], with scale and learned positions (`kernels.embedding`)."""
@@ -106,7 +106,7 @@ class Linear(Made):
     ) -> Tensor:
         """[T, K] -> [T, N], or [T, N / 2] where gated. `reuse`: nobody needs `add` any more, so it may hold the sum."""
         if x.dim() != 2:  # a head, called by the model around it
-            return self.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            return self.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
         if (result := self.at_once(x, norm, act, gated, add)) is not None:
             return result
         if norm is not None:

@@ -14,7 +14,8 @@ from outpace.inject.apply import Injected
 from outpace.inject.make import make_norm
 from outpace.inject.modules import Embedding, FusedLayer, Linear
 from outpace.inject.parts import Parts
-from outpace.inject.rope import Table, alibi_slopes, rope_tables
+from outpace.inject.policy import ModelRoles, Policy
+from outpace.inject.rope import Table, alibi_slopes, check_length, rope_tables
 from outpace.kernels.rotary import QKV, split_qkv
 
 
@@ -71,17 +72,14 @@ class PagedModel:
     """Runs batches through the fused layers of a causal model. Holds no weights of its own."""
 
     def __init__(self, model: nn.Module, injected: Injected, max_positions: int) -> None:
-        roles = injected.policy.model
-        if roles is None:
-            raise ModelError("injection: this family has no paged form")
         config: Any = injected.config
-        kernels = injected.layers[0].kernels
-        if reason := roles.refuses(config):
-            raise NotSupported(f"pages: {type(model).__name__} {reason}; Hugging Face's own loop can run it")
+        roles, kernels = check_paged(model, injected.policy, config, max_positions), injected.layers[0].kernels
         part = Parts(model)
         embedding, head = part(roles.embed), part(roles.head)
-        assert isinstance(embedding, Embedding), "injection made it"
-        assert isinstance(head, Linear), "injection made it"
+        if not isinstance(embedding, Embedding) or not isinstance(head, Linear):
+            raise NotSupported(
+                "pages: somebody replaced embedding or head after injection; Hugging Face's loop runs them"
+            )
         self._layers = injected.layers
         self._embedding, self._head = embedding, head
         self._scale = roles.embed_scale(config)
@@ -146,6 +144,18 @@ class PagedModel:
         """Rows of the tables that are read by position: behind the last one is memory of somebody else."""
         learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
         return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
+
+
+def check_paged(model: nn.Module, policy: Policy, config: Any, max_positions: int) -> ModelRoles:
+    """Refuse a model that cannot run over pages with so many positions, without a look at its weights."""
+    roles = policy.model
+    if roles is None:
+        raise ModelError("injection: this family has no paged form")
+    if reason := roles.refuses(config):
+        raise NotSupported(f"pages: {type(model).__name__} {reason}; Hugging Face's own loop can run it")
+    if roles.rotary is not None and policy.rotary_table is None:
+        check_length(config, max_positions)
+    return roles
 
 
 @dataclass(frozen=True, slots=True)

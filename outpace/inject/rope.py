@@ -26,7 +26,6 @@ def rope_tables(model: nn.Module, injected: Injected, count: int) -> list[Table]
     if roles is None or roles.rotary is None:
         return [(None, None)] * len(injected.layers)
     rotary: Any = Parts(model)(roles.rotary)
-    _check_length(injected.config, count)
     made: dict[str | None, Table] = {}
     tables: list[Table] = []
     for layer in injected.layers:
@@ -69,7 +68,8 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [value for value in given.values() if isinstance(value, dict)] or [given]
 
 
-def _check_length(config: Any, count: int) -> None:
+def check_length(config: Any, count: int) -> None:
+    """Refuse a rope type whose table is not the same for all of `count` positions."""
     for rope in _ropes(config):
         names = ("original_max_position_embeddings", "max_position_embeddings")
         limit: Any = rope.get(names[0]) or next((n for name in names if (n := getattr(config, name, None))), count)

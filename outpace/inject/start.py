@@ -11,7 +11,7 @@ from outpace.config import InferenceConfig
 from outpace.errors import ConfigError
 from outpace.inject.apply import Injected, inject
 from outpace.inject.interface import Interface
-from outpace.inject.paged import BatchModel, PagedModel
+from outpace.inject.paged import BatchModel, PagedModel, check_paged
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, make_plan
 from outpace.inject.policies import by_class
@@ -32,8 +32,8 @@ class Injection(Protocol):
     def paged(self) -> Paged | None:
         """How the model runs over pages, asked once it is where it runs; None: it has no such form."""
 
-    def has_pages(self) -> bool:
-        """Whether it has such a form, asked before it is changed."""
+    def has_pages(self, max_positions: int) -> bool:
+        """Whether it has such a form, asked before it is changed; raises where it has, but not for so many tokens."""
 
     def varies(self) -> str | None:
         """Why its results over pages may depend on what shares a batch, though every kernel of ours does not."""
@@ -59,9 +59,10 @@ class Fused:
             return None
         return functools.partial(PagedModel, self._model, self._injected)
 
-    def has_pages(self) -> bool:
+    def has_pages(self, max_positions: int) -> bool:
         """Whether the family has such a form."""
-        return self._plan.layers[0].policy.model is not None
+        policy = self._plan.layers[0].policy
+        return policy.model is not None and bool(check_paged(self._model, policy, self._plan.config, max_positions))
 
     def varies(self) -> str | None:
         """Parts that stay the model's own."""

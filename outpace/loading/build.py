@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -162,8 +163,11 @@ def _decide_dtype(asked: torch.dtype | None, own: torch.dtype | None, device: to
 
 def _own_dtype(config: PreTrainedConfig, weights: Weights) -> torch.dtype:
     stored = (source.dtype for source in weights.sources.values() if source.dtype.is_floating_point)
-    own = config.dtype or next(stored, torch.float32)
-    return own if isinstance(own, torch.dtype) else getattr(torch, str(own))
+    own: Any = config.dtype or next(stored, torch.float32)
+    own = getattr(torch, own, own) if isinstance(own, str) else own
+    if not isinstance(own, torch.dtype) or not own.is_floating_point:
+        raise ModelError(f"model: config.json: dtype: {own!r:.60} is no dtype of weights; correct it, or leave it out")
+    return own
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -126,6 +126,24 @@ def test_fused_weights_are_not_saved(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_fused_embedding_is_not_resized_and_may_be_replaced() -> None:
+    engine: Any = outpace.init_inference(tiny("llama"), kernel_inject=True, dtype="fp32", device="cpu")
+    with pytest.raises(NotSupported, match="resize before injection"):
+        engine.resize_token_embeddings(100)
+    ids = torch.tensor([[5, 6, 7]])
+    engine.module.set_input_embeddings(tiny("llama", weights_seed=3).get_input_embeddings())
+    other = tiny("llama")
+    other.set_input_embeddings(tiny("llama", weights_seed=3).get_input_embeddings())
+    expected = other.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(engine.generate(ids, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_embedding_and_head_take_no_tokens_as_those_of_torch_do() -> None:
+    module: Any = outpace.init_inference(tiny("llama"), kernel_inject=True, dtype="fp32", device="cpu").module
+    assert module.get_input_embeddings()(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 32)
+    assert module.lm_head(torch.zeros(2, 0, 32)).shape == (2, 0, 97)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_attention_weights_are_not_there(family: str) -> None:
     engine = outpace.init_inference(tiny(family), kernel_inject=True)

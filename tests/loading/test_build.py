@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import DistilBertConfig, DistilBertForMaskedLM
 
 import outpace
+from outpace.config import LLMConfig
 from outpace.errors import ModelError, NotSupported
 from outpace.loading import dtypes
 from outpace.loading.build import load
 from outpace.loading.dtypes import choose_dtype
 from outpace.loading.gguf_tokenizer import build_tokenizer
+from outpace.prepare import load_paged
 from outpace.verify import verify
 from tests.loading.tiny import VOCAB, tiny_model, token_metadata, write_gguf
 from tests.models import tiny
@@ -281,3 +283,28 @@ def test_a_checkpoint_that_does_not_say_its_dtype(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, dtype=None)
     assert load(folder, device=CPU).dtype == choose_dtype(torch.bfloat16, CPU)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"is_causal": False}, "sees later tokens"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "keep max_out_tokens at 32"),
+    ],
+)
+def test_what_pages_cannot_run_is_refused_before_weights_are_read(
+    changes: dict[str, Any], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("llama", **changes, original_max_position_embeddings=32).save_pretrained(tmp_path)
+    monkeypatch.setattr("outpace.prepare.fill", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(NotSupported, match=match):
+        load_paged(tmp_path, LLMConfig(dtype="fp32", device="cpu"), tokenizer=False)
+
+
+@pytest.mark.parametrize("dtype", [3, "int8"])
+def test_a_config_with_a_dtype_that_is_none(dtype: Any, tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}))
+    with pytest.raises(ModelError, match=r"config.json: dtype"):
+        load(tmp_path, tokenizer=False)
