@@ -49,7 +49,7 @@ def row(what: str, figure: float, unit: str, limit: float | None = None, other: 
         "what": what, "figure": figure, "unit": unit, "limit": "-" if limit is None else limit,
         "of limit": "-" if ratio is None else ratio,
         "best other": "-" if other is None else f"{other[1]:g} ({other[0]})",
-        "times other": "-" if other is None else figure / other[1],
+        "times other": "-" if other is None else figure / other[1] if unit.endswith("/s") else other[1] / figure,
     }  # fmt: skip
 
 
@@ -62,6 +62,8 @@ class Measured:
     speed: limits.Speed
     parts: Sequence[str]
     max_model_len: int = MAX_MODEL_LEN
+    what: str = "runtime"
+    """The name of the results."""
     rows: list[Row] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     begin: float = field(default_factory=time.perf_counter)
@@ -89,7 +91,7 @@ class Measured:
         self.rows += rows
         self.details[what] = details
         notes = {"read bandwidth TB/s": self.speed.bandwidth / 1e12, "bf16 TFLOP/s": self.speed.flops / 1e12}
-        report.save("runtime", self.device, self.rows, notes, self.folder, self.details)
+        report.save(self.what, self.device, self.rows, notes, self.folder, self.details)
 
 
 def measure_throughput(subject: Subject) -> tuple[list[Row], Any]:

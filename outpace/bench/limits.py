@@ -66,6 +66,11 @@ def gpu_ms(run: Callable[[], object], *, warm_ups: int = 5, repeats: int = 50) -
     return float(statistics.median(times))
 
 
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `run`: the median on a GPU, the best of a few turns on a CPU."""
+    return gpu_ms(run, repeats=20) / 1e3 if device.type == "cuda" else _best_seconds(run)
+
+
 def copy_bandwidth(size: int = 4 * GIB) -> float:
     """Bytes read and written per second by a large device-to-device copy."""
     source = torch.randint(-128, 127, (size,), dtype=torch.int8, device="cuda")

@@ -1,6 +1,6 @@
 """Results as pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,18 @@ def plot_splitfuse(found: Figures, path: Path) -> None:
     axes.set_xlabel("time between tokens of a decoding request, ms")
     axes.set_ylabel("share of tokens that took no longer")
     axes.set_xlim(left=0)
+    _save(figure, axes, path)
+
+
+def plot_steps(lines: Mapping[str, Mapping[int, float]], title: str, path: Path) -> None:
+    """Milliseconds of a decode step by its requests, a line for each system; "limit" is dashed."""
+    figure, axes = _figure()
+    for name, points in lines.items():
+        axes.plot([*points], [*points.values()], "k--" if name == "limit" else "o-", label=name)
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("requests in a decode step")
+    axes.set_ylabel("ms a step")
+    _logarithmic(axes)
     _save(figure, axes, path)
 
 
