@@ -3,7 +3,7 @@
 This is the only file that uses transformers' loading internals. They are not public and change between releases. It
 uses what 5.17 and 5.22 have in common: the tables of a model (get_model_conversion_mapping), rename_source_key,
 dot_natural_key, add_tensor and convert of a WeightConverter, and of a model all_tied_weights_keys and the two
-_keys_to_ignore_on_load_... attributes.
+_keys_to_ignore_on_load_... attributes and _init_weights.
 """
 
 import re
@@ -69,6 +69,24 @@ def ties(model: nn.Module) -> dict[str, str]:
 def may_miss(model: nn.Module, name: str) -> bool:
     """Whether the model's class says that checkpoints need not have this tensor."""
     return _listed(model, "_keys_to_ignore_on_load_missing", name)
+
+
+def computed(model: nn.Module, name: str) -> Source | None:
+    """A weight that checkpoints may leave out since its class computes it, as sinusoidal positions; else None."""
+    if not isinstance(model, PreTrainedModel) or not may_miss(model, name):
+        return None
+    owner, _, leaf = name.rpartition(".")
+    values = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            module = deepcopy(model.get_submodule(owner)).to_empty(device="cpu").float()
+            value = getattr(module, leaf).detach().fill_(float("nan"))  # what nobody writes is not equal to itself
+            model._init_weights(module)
+            values.append(value)
+    if not torch.equal(*values):
+        return None
+    return Source(tuple(value.shape), value.dtype, (Piece(lambda: value, tuple(value.shape), value.dtype),))
 
 
 def may_have(model: nn.Module, name: str) -> bool:

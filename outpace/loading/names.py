@@ -29,7 +29,8 @@ def match(model: nn.Module, weights: Weights) -> dict[str, Source]:
     """A source for every parameter and persistent buffer of a model on the meta device, by the model's names.
 
     Names of one Parameter have one source; what the model ties becomes one Parameter, unless the checkpoint has
-    different values for it. A buffer that the checkpoint may leave out, and does, has no source: it keeps its value.
+    different values for it. What the checkpoint may leave out, and does, is computed as its class does it; a buffer
+    has no source then and keeps its value.
     """
     if (method := conversion.quantization(model)) is not None:
         raise _quantized(weights, method)
@@ -42,6 +43,8 @@ def match(model: nn.Module, weights: Weights) -> dict[str, Source]:
         extra = {name: name for name in stored if name not in wanted}
     groups = _tied(model)
     lost = [names[0] for names in groups if not _filled(model, names, found)]
+    made = {name: source for name in lost if (source := conversion.computed(model, name)) is not None}
+    found, lost = found | made, [name for name in lost if name not in made]
     _check(model, weights, lost, _really_extra(model, wanted, stored, extra), _misfits(wanted, found, weights))
     for names in groups:
         if len(names) > 1:

@@ -36,6 +36,24 @@ def test_every_tensor_is_what_hugging_face_would_load(family: str, dtype: torch.
                 assert torch.equal(own[name], value), name  # GPT-J's positions, DeepSeek's biases of experts
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_positions_that_are_computed_and_not_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    config = hf.MarianConfig(vocab_size=97, d_model=16, pad_token_id=1, decoder_start_token_id=1, **sizes)
+    hf.MarianMTModel(config).save_pretrained(tmp_path)
+    expected: Any = hf.MarianMTModel.from_pretrained(tmp_path, dtype=dtype)
+    with outpace.OnDevice("meta"):
+        empty = hf.MarianMTModel(config)
+    found = outpace.init_inference(empty, dtype=dtype, device="cpu", checkpoint=tmp_path).module.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
 class Scaled(hf.LlamaForCausalLM):
     """A model that keeps a weight in a dtype of its own."""
 
