@@ -82,6 +82,9 @@ class _Files:
 class _Landing(Protocol):
     """How one thread gets bytes into place."""
 
+    def begin(self) -> None:
+        """Called first, by that thread."""
+
     def copy(self, place: Tensor, read: Read, offset: int) -> None:
         """Bytes as they are: `place` is some of the bytes of a weight."""
 
@@ -94,6 +97,9 @@ class _Host:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        """Nothing to do."""
 
     def copy(self, place: Tensor, read: Read, offset: int) -> None:
         read(place.numpy(), offset)
@@ -111,36 +117,32 @@ class _Device:
 
     def __init__(self, copies: torch.cuda.Stream) -> None:
         self._copies = copies
-        self._slots = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(SLOTS)]
-        self._copied: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._slots = [torch.empty(0, dtype=torch.uint8)] * SLOTS
+        self._copied = [torch.cuda.Event() for _ in range(SLOTS)]
         self._turn = 0
+
+    def begin(self) -> None:
+        torch.cuda.set_stream(self._copies)  # and its device, for this thread: the first GPU stays as it is
 
     def copy(self, place: Tensor, read: Read, offset: int) -> None:
         slot = self._free(len(place))
         read(slot.numpy(), offset)
-        with torch.cuda.stream(self._copies):
-            place.copy_(slot, non_blocking=True)
-        self._sent()
+        place.copy_(slot, non_blocking=True)
+        self._copied[self._turn].record(self._copies)
 
     def convert(self, job: Job, run: Run, read: Read) -> None:
         slot = self._free(run.nbytes)
         read(slot.numpy(), run.offset)
-        with torch.cuda.stream(self._copies):
-            job.write(run, as_rows(job, run, slot.to(self._copies.device, non_blocking=True)))
-        self._sent()
+        job.write(run, as_rows(job, run, slot.to(self._copies.device, non_blocking=True)))
+        self._copied[self._turn].record(self._copies)
 
     def _free(self, count: int) -> Tensor:
-        """A slot that nobody copies from any more."""
+        """A slot that nobody copies from any more. Threads lock its pages themselves, while others read already."""
         self._turn = (self._turn + 1) % SLOTS
-        if (copied := self._copied[self._turn]) is not None:
-            copied.synchronize()
-        if len(self._slots[self._turn]) < count:  # a row of more than a chunk
-            self._slots[self._turn] = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        self._copied[self._turn].synchronize()  # at once where nothing was copied yet
+        if len(self._slots[self._turn]) < count:  # none yet, or a row of more than a chunk
+            self._slots[self._turn] = torch.empty(max(count, CHUNK), dtype=torch.uint8, pin_memory=True)
         return self._slots[self._turn][:count]
-
-    def _sent(self) -> None:
-        event = self._copied[self._turn] = torch.cuda.Event()
-        event.record(self._copies)
 
 
 Task = Callable[[_Landing], int]
@@ -208,6 +210,7 @@ class _Work:
         self._lock = threading.Lock()
         self._done = 0
         self._error: BaseException | None = None
+        self._stopped = False
 
     def run(self, landings: Sequence[_Landing], advance: Advance) -> None:
         """Do all tasks; an error of any thread is raised here."""
@@ -221,10 +224,8 @@ class _Work:
                     thread.join(LOOK_EVERY)
                     told, before = self._done, told
                     advance(told - before)
-        except BaseException as error:
-            self._error = self._error or error
-            raise
         finally:
+            self._stopped = True  # an interruption ends the threads too
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
@@ -238,13 +239,14 @@ class _Work:
 
     def _thread(self, landing: _Landing) -> None:
         try:
+            landing.begin()
             while (task := self._next()) is not None:
                 count = task(landing)
                 with self._lock:
                     self._done += count
         except BaseException as error:
-            self._error = self._error or error
+            self._error, self._stopped = self._error or error, True
 
     def _next(self) -> Task | None:
         with self._lock:
-            return None if self._error is not None else next(self._tasks, None)
+            return None if self._stopped else next(self._tasks, None)

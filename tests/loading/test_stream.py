@@ -257,29 +257,31 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: torch.dtype, tmp
     assert not [thread for thread in threading.enumerate() if thread.name == "outpace-load"]
 
 
-def test_after_an_error_nothing_keeps_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_after_an_error_nothing_keeps_the_weights(interrupted: bool, tmp_path: Path) -> None:
     recipe, sources = large(tmp_path)
-    (tmp_path / "large").unlink()
+    if not interrupted:
+        (tmp_path / "large").unlink()
     weight = torch.empty(recipe.shape)
     alive = weakref.ref(weight)
     gc.collect()
     gc.disable()  # memory of a device must not wait for the collector
     try:
-        with pytest.raises(ModelError, match="cannot open") as raised:
-            stream([*jobs(recipe, weight, sources)], CPU)
+        with pytest.raises(KeyboardInterrupt if interrupted else ModelError) as raised:
+            stream([*jobs(recipe, weight, sources)], CPU, interrupt if interrupted else lambda count: None)
         del weight, raised
         assert alive() is None
     finally:
         gc.enable()
 
 
+def interrupt(count: int) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_interruption_ends_all_threads(tmp_path: Path) -> None:
     recipe, sources = large(tmp_path)
     weight = torch.empty(recipe.shape)
-
-    def interrupt(count: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         stream([*jobs(recipe, weight, sources)], CPU, interrupt)
     assert not [thread for thread in threading.enumerate() if thread.name == "outpace-load"]
