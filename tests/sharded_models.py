@@ -48,6 +48,16 @@ _MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gpt-oss": ("GptOss", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite moe": ("GraniteMoe", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "dots1": (
+        "Dots1",
+        {**_SIZES, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "phi moe": ("Phimoe", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite moe shared": (
+        "GraniteMoeShared",
+        {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    ),
     "hugging face's plan": ("Olmo2", {**_SIZES, "num_key_value_heads": 4}),
 }  # fmt: skip
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from outpace import LLM, LLMConfig, NotSupported, RequestOutput, SamplingParams
+from tests.inject.test_moe import made
 from tests.models import tiny
 
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom")
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom", "mixtral")
+EXPERTS = ("qwen2", "gpt-oss", "dots1", "olmoe")
 ROOMY: dict[str, Any] = {"device": "cpu", "deterministic": True, "block_size": 16, "num_blocks": 400}
 TIGHT: dict[str, Any] = {**ROOMY, "num_blocks": 9, "max_num_seqs": 6}  # requests have to give way to one another
 
@@ -31,16 +33,20 @@ def requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
+def model(family: str) -> Any:
+    return made(family) if family in EXPERTS else tiny(family)
+
+
 def answers(outputs: list[RequestOutput]) -> list[Any]:
     """Tokens and log-probabilities, which show every bit of the logits they are made of."""
     return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 def test_bits_do_not_depend_on_the_batch(family: str) -> None:
     work = requests(14, seed=1)
     prompts, params = [prompt for prompt, _ in work], [each for _, each in work]
-    alone = LLM(tiny(family), **ROOMY, enable_prefix_caching=False, max_num_batched_tokens=300)
+    alone = LLM(model(family), **ROOMY, enable_prefix_caching=False, max_num_batched_tokens=300)
     want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
     for options in (
         {**ROOMY, "max_num_seqs": 14, "max_num_batched_tokens": 64},
@@ -48,7 +54,7 @@ def test_bits_do_not_depend_on_the_batch(family: str) -> None:
         {**TIGHT, "max_num_batched_tokens": 40},
         {**TIGHT, "max_num_batched_tokens": 40, "swap_space": 0.01},
     ):
-        crowd = LLM(tiny(family), **options)
+        crowd = LLM(model(family), **options)
         for _ in range(2):  # the second time prefixes are in the cache
             assert answers(crowd.generate(prompts, params, use_tqdm=False)) == want, options
 
@@ -64,28 +70,27 @@ def test_without_it_bits_do_depend_on_the_batch() -> None:
     assert found != want
 
 
-@pytest.mark.parametrize("family", ["mixtral"])
-def test_models_that_cannot_promise_it_are_refused(family: str) -> None:
+def test_models_that_cannot_promise_it_are_refused() -> None:
     with pytest.raises(NotSupported, match="deterministic: MixtralForCausalLM cannot promise it: its layers keep"):
-        LLM(tiny(family), **ROOMY)
+        LLM(tiny("mixtral"), **ROOMY, moe={"enabled": False})
     assert LLMConfig(deterministic=True).deterministic
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt-oss"])
 def test_bits_on_a_gpu(family: str, dtype: str) -> None:
     work = requests(40, seed=2)
     prompts, params = [prompt for prompt, _ in work], [each for _, each in work]
     common: dict[str, Any] = {"deterministic": True, "dtype": dtype, "block_size": 16, "max_num_seqs": 64}
-    alone = LLM(tiny(family), **common, num_blocks=400, enable_prefix_caching=False, enforce_eager=True)
+    alone = LLM(model(family), **common, num_blocks=400, enable_prefix_caching=False, enforce_eager=True)
     want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
     sizes: tuple[dict[str, Any], ...] = (
         {"num_blocks": 400, "max_num_batched_tokens": 64},
         {"num_blocks": 30, "max_num_batched_tokens": 200},
     )
     for options in sizes:
-        crowd = LLM(tiny(family), **common, **options)
+        crowd = LLM(model(family), **common, **options)
         for _ in range(2):
             assert answers(crowd.generate(prompts, params, use_tqdm=False)) == want, options

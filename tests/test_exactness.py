@@ -17,6 +17,7 @@ from outpace import LLM, RequestOutput, SamplingParams
 from outpace.llm_engine import LLMEngine
 from outpace.types import Preemption, Step
 from tests.inject.test_level0 import MIXED, made
+from tests.inject.test_moe import made as mixture
 from tests.inject.test_real import QUESTIONS
 from tests.models import VOCAB, tiny
 
@@ -36,12 +37,16 @@ LONG: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": POSITIONS},
     "opt": {"max_position_embeddings": POSITIONS},
     "bloom": {},
+    "mixtral": {"max_position_embeddings": POSITIONS},
 }
+EXPERTS = {"gpt-oss": "gpt-oss yarn, full first", "dots1": "dots1"}
 
 
 def model(family: str) -> Any:
     if family == LEVEL_0:
         return made("Olmo3", {**MIXED, "max_position_embeddings": POSITIONS, "eos_token_id": END})
+    if family in EXPERTS:
+        return mixture(EXPERTS[family], max_position_embeddings=POSITIONS, eos_token_id=END)
     return tiny(family, eos_token_id=END, **LONG[family])
 
 
@@ -188,6 +193,9 @@ CASES: dict[str, list[Case]] = {
     "gpt2": [Case(7, "roomy", False, False), Case(512, "recompute", True, True), Case(1, "swap", True, True)],
     "opt": [Case(512, "roomy", False, False), Case(64, "recompute", False, True), Case(512, "swap", True, True)],
     "bloom": [Case(64, "roomy", False, True), Case(512, "recompute", True, False), Case(64, "swap", True, False)],
+    "mixtral": [Case(512, "roomy", True, True), Case(7, "recompute", True, False), Case(64, "swap", False, True)],
+    "gpt-oss": [Case(64, "recompute", True, True)],
+    "dots1": [Case(64, "swap", True, False)],
     LEVEL_0: [Case(512, "roomy", True, False), Case(64, "recompute", True, True), Case(64, "swap", False, True)],
 }
 

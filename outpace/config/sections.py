@@ -33,7 +33,7 @@ class MoEConfig(ConfigModel):
     }
 
     enabled: bool = True
-    """False: the engine does not look for expert layers."""
+    """False: the engine does not look for expert layers, and injection leaves experts as they are."""
     ep_size: int = Field(default=1, ge=1)
     """Number of ranks that share the experts."""
     moe_experts: tuple[int, ...] = (1,)

@@ -39,7 +39,7 @@ def inject(model: nn.Module, plan: Plan, kernels: Kernels) -> Injected:
     layers = []
     for index, item in enumerate(plan.layers):
         fused = classes[type(item.layer)](item.policy, item.settings, index, kernels)
-        _build(fused, item, make)
+        _build(fused, item, make, plan.config)
         model.set_submodule(item.path, fused)
         layers.append(fused)
     policy = layers[0].policy
@@ -61,7 +61,7 @@ def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
     raise NotSupported("resize_token_embeddings: embedding and head are fused already; resize before injection")
 
 
-def _build(fused: FusedLayer, item: PlannedLayer, make: Maker) -> None:
+def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> None:
     """Give a fused layer its parts: norms that are the layer's own, linears with recipes, modules left as they are."""
     policy, layer, part = fused.policy, item.layer, Parts(item.layer)
 
@@ -82,6 +82,10 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker) -> None:
     fused.up = None if policy.up is None else linear(policy.up)
     fused.down = None if policy.down is None else linear(policy.down)
     fused.mlp = None if policy.mlp is None else part(policy.mlp)
+    fused.mixture = None
+    if policy.moe is not None:
+        fused.mixture = make.mixture(part, policy.moe, config, item.settings.activation)
+        _stand_in(fused.mixture.router, part(policy.moe.router))
     fused.sinks = None if policy.sinks is None else part.parameter(policy.sinks)
     table = None if policy.rotary_table is None else part.buffer(policy.rotary_table).float().chunk(2, dim=-1)
     fused.register_buffer("sin", None if table is None else table[0].contiguous(), persistent=False)

@@ -38,6 +38,8 @@ def _forward(layer: FusedLayer, call: dict[str, Any]) -> Any:
 class _DenseAttention:
     """Attention of a padded batch [B, L], with Hugging Face's mask, rotary embeddings and cache."""
 
+    slots = None
+
     def __init__(self, call: dict[str, Any], batch: int, length: int) -> None:
         self._call = call
         self._mask: Tensor | None = call.get("attention_mask")
@@ -73,9 +75,9 @@ class _DenseAttention:
         """q, k, v [T, heads, D], normed and rotated."""
         settings = layer.settings
         q, k, v = split_qkv(qkv, settings.num_heads, settings.num_kv_heads, settings.head_dim)
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.policy.qk_norm_over == "head":
             q = layer.q_norm(q)
-        if layer.k_norm is not None:
+        if layer.k_norm is not None and layer.policy.qk_norm_over == "head":
             k = layer.k_norm(k)
         if not settings.rotary:
             return q, k, v

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import GenerationMixin
 from outpace.cache.kv_cache import Pages, allocate
 from outpace.errors import ModelError, NotSupported
 from outpace.inject.attention import KEYWORD, PAGED, AttentionLayer, PagedAttention, register, switched
+from outpace.inject.experts_interface import StackedExperts, stacked_experts
 from outpace.inject.paged import Batch, BatchModel
 from outpace.inject.policy import looks_ahead
 from outpace.inject.probe import probe
@@ -30,9 +32,10 @@ TF32_LIMIT = 1e-2
 class Interface:
     """A model that runs on level 0. What its class and config say is checked here, what it computes in `paged`."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels, *, experts: bool = True) -> None:
         self._model = model
         self._kernels = kernels
+        self._experts = experts
         if reason := next((found for check in _CHECKS if (found := check(model))), None):
             raise refused(model, reason)
 
@@ -48,10 +51,22 @@ class Interface:
         return "it runs with its own layers, since no policy knows them"
 
     def paged(self) -> Callable[[int], BatchModel]:
-        """The model over pages, once it is where it runs; refused where its logits are not those of its own forward."""
+        """The model over pages, once it is where it runs; refused where its logits are not those of its own forward.
+
+        Our experts run in it where they can, and keep out of the way where its logits are others with them.
+        """
+        experts = stacked_experts(self._model, self._kernels) if self._experts else None
+        if experts is not None:
+            try:
+                return self._checked(experts)
+            except NotSupported as error:
+                chosen("experts", "the model's own", f"with ours: {error}")
+        return self._checked(None)
+
+    def _checked(self, experts: StackedExperts | None) -> Callable[[int], BatchModel]:
         model = self._model.eval()
         try:
-            paged = InterfaceModel(model, self._kernels)
+            paged = InterfaceModel(model, self._kernels, experts)
             error, limit = check(model, paged)
         except ModelError:
             raise  # the weights are to blame, whoever computes with them
@@ -70,10 +85,11 @@ class Interface:
 class InterfaceModel:
     """Runs batches through a model's own forward. Outside of a call of this the model is as it was."""
 
-    def __init__(self, model: Any, kernels: Kernels) -> None:
+    def __init__(self, model: Any, kernels: Kernels, experts: StackedExperts | None = None) -> None:
         register()
         self._model = model
         self._kernels = kernels
+        self._experts = experts
         self._configs = _configs(model)
         self._layers = probe(model, self._configs, model.config.num_hidden_layers)
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -97,7 +113,8 @@ class InterfaceModel:
 
     def _call(self, module: Any, batch: Batch, pages: Pages, **options: Any) -> Any:
         options[KEYWORD] = PagedAttention(batch, pages, self._layers, self._kernels)
-        with switched(self._configs, PAGED):
+        ours = nullcontext() if self._experts is None else self._experts.running()
+        with switched(self._configs, PAGED), ours:
             return module.forward(
                 input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, **options
             )

@@ -1,16 +1,20 @@
 """The one place where modules with weights are made: which kind each is, its scheme says."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from outpace.errors import ModelError
+from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
-from outpace.inject.policy import Policy
-from outpace.inject.recipe import Recipe, RowOrder, Scheme
+from outpace.inject.parts import Parts
+from outpace.inject.policy import MoERoles, Policy
+from outpace.inject.recipe import Pairs, Recipe, RowOrder, Scheme
 from outpace.kernels.dispatch import Kernels
 
 LINEARS: Mapping[Scheme, type[Linear]] = {"plain": PlainLinear}
+EXPERTS: Mapping[Scheme, type[Experts]] = {"plain": PlainExperts}
 _EPS_NAMES = ("eps", "variance_epsilon")
 
 
@@ -18,7 +22,8 @@ class Maker:
     """Makes the modules that stand in for those of one model, which knows its tensors by name."""
 
     def __init__(self, model: nn.Module, kernels: Kernels) -> None:
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        tensors = (*model.named_buffers(), *model.named_parameters())
+        self._names = {id(tensor): name for name, tensor in tensors}
         self._kernels = kernels
 
     def linear(
@@ -38,6 +43,81 @@ class Maker:
             bias = Recipe.joined(tensors, order=order)
         return LINEARS[recipe.scheme](recipe, bias, self._kernels)
 
+    def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:
+        """Router, experts and shared MLP of a layer, or of a module, whose parts are these."""
+        router, experts = self._router(part, roles, config), self._experts(part(roles.experts), roles, config, act)
+        if router.num_experts != experts.num_experts:
+            raise ModelError(
+                f"injection: {roles.router} chooses among {router.num_experts} experts, and {roles.experts} has "
+                f"{experts.num_experts}"
+            )
+        dense = None
+        if roles.shared is not None:
+            inner = Parts(part(roles.shared))
+            names = (roles.shared_up,) if isinstance(roles.shared_up, str) else roles.shared_up
+            up, down = self.linear([inner(name) for name in names]), self.linear([inner(roles.shared_down)])
+            dense = Dense(up, down, act, gated=roles.gated)
+        gate, coefficient = (
+            None if path is None else self.linear([part(path)]) for path in (roles.shared_gate, roles.coefficient)
+        )
+        return MixtureOfExperts(router, experts, self._kernels, dense, gate, coefficient)
+
+    def _router(self, part: Parts, roles: MoERoles, config: Any) -> Router:
+        module = part(roles.router)
+        weight, bias = self._tensor(_parameter(module, "weight")), _parameter(module, "bias")
+        correction = None if roles.correction is None else self._tensor(part.tensor(roles.correction))
+        return router_class(type(module))(
+            Recipe.whole(*weight),
+            None if bias is None else Recipe.whole(*self._tensor(bias)),
+            None if correction is None else Recipe.whole(*correction),
+            roles.routing(config),
+            self._kernels,
+            in_float32=roles.in_float32,
+        )
+
+    def _experts(self, module: nn.Module, roles: MoERoles, config: Any, act: str) -> Experts:
+        find = self._listed if isinstance(module, nn.ModuleList) else self._stacked
+        up, up_bias = find(module, roles.up, roles.transposed, roles.paired)
+        down, down_bias = find(module, roles.down, roles.transposed, False)
+        limit, alpha = roles.clamp(config) or (None, None)
+        return EXPERTS[up.scheme](
+            up, down, up_bias, down_bias, self._kernels, act=act, gated=roles.gated, limit=limit, alpha=alpha
+        )
+
+    def _stacked(
+        self, module: nn.Module, name: str | tuple[str, str], transposed: bool, paired: bool
+    ) -> tuple[Recipe, Recipe | None]:
+        """A weight [E, N, K] and a bias [E, N] of experts that the model keeps in one tensor each."""
+        weight = _parameter(module, name) if isinstance(name, str) else None
+        if weight is None or weight.dim() != 3:
+            raise ModelError(f"injection: {type(module).__name__} has no stack of weights {name!r}")
+        bias = _parameter(module, f"{name}_bias")
+        order = Pairs(weight.shape[2 if transposed else 1] // 2) if paired else None
+        stacked = Recipe.stack(*self._tensor(weight), transposed=transposed, order=order)
+        return stacked, None if bias is None else Recipe.stack(*self._tensor(bias), order=order)
+
+    def _listed(
+        self, module: nn.Module, names: str | tuple[str, str], transposed: bool, paired: bool
+    ) -> tuple[Recipe, Recipe | None]:
+        """The same of experts that are modules of their own."""
+        paths = (names,) if isinstance(names, str) else names
+        linears = [[Parts(expert)(path) for path in paths] for expert in module.children()]
+        weights = [[_parameter(linear, "weight") for linear in each] for each in linears]
+        if any(weight is None or weight.dim() != 2 for each in weights for weight in each):
+            raise ModelError(f"injection: {' or '.join(paths)} of an expert is not a linear layer with a weight")
+        if len({tuple(weight.shape for weight in each if weight is not None) for each in weights}) > 1:
+            raise ModelError("injection: the experts of a layer have different sizes; leave kernel injection off")
+        stacked = Recipe.stacked([[self._tensor(weight) for weight in each] for each in weights], transposed=transposed)
+        biases = [[_parameter(linear, "bias") for linear in each] for each in linears]
+        if not any(bias is not None for each in biases for bias in each):
+            return stacked, None
+        rows = [part.shape_in_weight[0] for part in stacked.parts[: len(paths)]]
+        kept = [
+            [count if bias is None else self._tensor(bias) for bias, count in zip(each, rows, strict=True)]
+            for each in biases
+        ]
+        return stacked, Recipe.stacked(kept)
+
     def embedding(self, module: nn.Module, scale: float) -> Embedding:
         """The model's table of tokens; `scale`: what it multiplies them with by itself."""
         weight = _parameter(module, "weight")
@@ -49,9 +129,9 @@ class Maker:
         """See `make_norm`."""
         return make_norm(module, policy, self._kernels)
 
-    def _tensor(self, parameter: nn.Parameter | None) -> tuple[str, tuple[int, ...]]:
-        assert parameter is not None, "asked before"
-        return self._names[id(parameter)], tuple(parameter.shape)
+    def _tensor(self, tensor: Tensor | None) -> tuple[str, tuple[int, ...]]:
+        assert tensor is not None, "asked before"
+        return self._names[id(tensor)], tuple(tensor.shape)
 
 
 def make_norm(module: nn.Module, policy: Policy, kernels: Kernels) -> Norm:

@@ -1,7 +1,7 @@
 """The fused modules: a linear with what stands before and after it, a norm, an embedding, and the one layer of all."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,16 @@ from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.gemv import prefers_gemv
 
-Attend = Callable[["FusedLayer", Tensor], Tensor]
-"""Attention over wherever the keys and values are: (layer, qkv [T, (Hq + 2 Hkv) * D]) -> [T, Hq * D]."""
+
+class Attend(Protocol):
+    """Attention over wherever the keys and values are."""
+
+    @property
+    def slots(self) -> Tensor | None:
+        """Where each token's keys and values go [T]; negative: the row is padding. None: no row is known to be."""
+
+    def __call__(self, layer: "FusedLayer", qkv: Tensor) -> Tensor:
+        """(layer, qkv [T, (Hq + 2 Hkv) * D]) -> [T, Hq * D]."""
 
 
 class Norm(nn.Module):
@@ -51,7 +59,7 @@ class Made(nn.Module):
     """A module whose weights are made by recipes. They are on the meta device until loading fills them."""
 
     def __init__(self, recipes: Mapping[str, Recipe | None]) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # and not that of a class which it passes for
         self.recipes = {name: recipe for name, recipe in recipes.items() if recipe is not None}
         """By the names of the parameters."""
         for name, recipe in recipes.items():
@@ -163,6 +171,7 @@ class FusedLayer(nn.Module):
     up: Linear | None
     down: Linear | None
     mlp: nn.Module | None
+    mixture: nn.Module | None
     attn_norm: Norm
     mlp_norm: Norm | None
     attn_out_norm: Norm | None
@@ -189,12 +198,25 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """Attention of norm(x), plus `add`."""
         qkv = self.qkv(x, norm=norm)
+        if self.policy.qk_norm_over == "all":
+            qkv = self._all_heads_normed(qkv)
         if self.settings.clip:
             qkv = qkv.clamp_(-self.settings.clip, self.settings.clip)
         return self.out(attend(self, qkv), add=add, reuse=reuse)
 
-    def feed_forward(self, x: Tensor, norm: Norm | None, add: Tensor | None) -> Tensor:
+    def _all_heads_normed(self, qkv: Tensor) -> Tensor:
+        """q and k under norms over all heads together."""
+        assert self.q_norm is not None, "such a layer has both"
+        assert self.k_norm is not None, "such a layer has both"
+        kv = self.settings.num_kv_heads * self.settings.head_dim
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv, kv, kv], dim=1)
+        return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], dim=1)
+
+    def feed_forward(self, x: Tensor, norm: Norm | None, add: Tensor | None, slots: Tensor | None) -> Tensor:
         """MLP of norm(x), plus `add`, which is a sum of this layer's own and may be overwritten."""
+        if self.mixture is not None:
+            routed: Tensor = self.mixture(x if norm is None else norm(x), slots)
+            return routed if add is None else add.add_(routed)
         if self.mlp is not None:
             result: Any = self.mlp((norm(x) if norm is not None else x)[None])
             result = result[0] if isinstance(result, tuple) else result
@@ -207,41 +229,41 @@ class FusedLayer(nn.Module):
 
 def _pre(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     x = layer.attention(x, layer.attn_norm, attend, add=x, reuse=reuse)
-    return layer.feed_forward(x, layer.mlp_norm, add=x)
+    return layer.feed_forward(x, layer.mlp_norm, add=x, slots=attend.slots)
 
 
 def _post(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     x = layer.attn_norm(layer.attention(x, None, attend, add=x, reuse=reuse))
     assert layer.mlp_norm is not None, "post placement has two norms"
-    return layer.mlp_norm(layer.feed_forward(x, None, add=x))
+    return layer.mlp_norm(layer.feed_forward(x, None, add=x, slots=attend.slots))
 
 
 def _sandwich(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     assert layer.attn_out_norm is not None, "sandwich placement has four norms"
     assert layer.mlp_out_norm is not None, "sandwich placement has four norms"
     x = x + layer.attn_out_norm(layer.attention(x, layer.attn_norm, attend, add=None))
-    return x + layer.mlp_out_norm(layer.feed_forward(x, layer.mlp_norm, add=None))
+    return x + layer.mlp_out_norm(layer.feed_forward(x, layer.mlp_norm, add=None, slots=attend.slots))
 
 
 def _parallel(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     if layer.mlp_norm is not None:
         attended = layer.attention(x, layer.attn_norm, attend, add=x)
-        return layer.feed_forward(x, layer.mlp_norm, add=attended)
+        return layer.feed_forward(x, layer.mlp_norm, add=attended, slots=attend.slots)
     normed = layer.attn_norm(x)
-    return layer.feed_forward(normed, None, add=layer.attention(normed, None, attend, add=x))
+    return layer.feed_forward(normed, None, add=layer.attention(normed, None, attend, add=x), slots=attend.slots)
 
 
 def _normed(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     assert layer.mlp_norm is not None, "normed placement has two norms"
     x = layer.attn_norm(x)
     x = layer.mlp_norm(layer.attention(x, None, attend, add=x))
-    return layer.feed_forward(x, None, add=x)
+    return layer.feed_forward(x, None, add=x, slots=attend.slots)
 
 
 def _scaled(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     scale = layer.settings.residual
     x = x + layer.attention(x, layer.attn_norm, attend, add=None) * scale
-    return x + layer.feed_forward(x, layer.mlp_norm, add=None) * scale
+    return x + layer.feed_forward(x, layer.mlp_norm, add=None, slots=attend.slots) * scale
 
 
 _PLACEMENTS: dict[str, Callable[[FusedLayer, Tensor, Attend, bool], Tensor]] = {

@@ -168,6 +168,11 @@ class _PagedAttention:
     table: Table
     slopes: Tensor | None
 
+    @property
+    def slots(self) -> Tensor:
+        """See `Attend`."""
+        return self.batch.slots
+
     def __call__(self, layer: FusedLayer, qkv: Tensor) -> Tensor:
         batch, keys, values, settings = self.batch, self.keys, self.values, layer.settings
         cos, sin = self.table
@@ -188,7 +193,7 @@ class _PagedAttention:
 
 def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:
     """q and k under layer norms, which the rotary kernel does not take."""
-    if layer.q_norm is None or layer.k_norm is None or layer.q_norm.kind == "rms":
+    if layer.q_norm is None or layer.k_norm is None or layer.q_norm.kind == "rms" or layer.policy.qk_norm_over == "all":
         return qkv
     settings = layer.settings
     q, k, v = split_qkv(qkv, settings.num_heads, settings.num_kv_heads, settings.head_dim)
@@ -205,7 +210,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _qk_norms(layer: FusedLayer) -> dict[str, Any]:
     q, k = layer.q_norm, layer.k_norm
-    if q is None or k is None or q.kind == "layer":
+    if q is None or k is None or q.kind == "layer" or layer.policy.qk_norm_over == "all":
         return {}
     return {
         "q_norm_weight": q.weight, "k_norm_weight": k.weight, "eps": q.eps,

@@ -40,6 +40,10 @@ class Parts:
             raise self.missing(path, list(buffers))
         return buffers[path]
 
+    def tensor(self, path: str) -> Tensor:
+        """A parameter or a buffer."""
+        return self.parameter(path) if path in dict(self._module.named_parameters()) else self.buffer(path)
+
     def missing(self, path: str, names: Sequence[str] | None = None) -> ModelError:
         """The error for a path that leads nowhere; names: what there is, submodules unless given."""
         known = list(self._modules) if names is None else names

@@ -1,7 +1,7 @@
 """What injection will replace, checked in full before anything is changed."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -32,8 +32,8 @@ class Plan:
     layers: list[PlannedLayer]
 
 
-def make_plan(model: nn.Module, policies: Mapping[str, Policy]) -> Plan:
-    """Find the layers, and refuse what would be lost or wrong in fused ones."""
+def make_plan(model: nn.Module, policies: Mapping[str, Policy], *, experts: bool = True) -> Plan:
+    """Find the layers, and refuse what would be lost or wrong in fused ones. experts: False leaves these alone."""
     if any(isinstance(module, FusedLayer) for module in model.modules()):
         raise ModelError("model: its layers are fused already; use the engine that fused them, or load the model anew")
     config = _config_of(model)
@@ -42,7 +42,7 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy]) -> Plan:
     kinds = {kind: _resolved(model, config, kind, policies) for kind in {type(layer) for _, layer in found}}
     layers = []
     for index, (path, layer) in enumerate(found):
-        policy = kinds[type(layer)]
+        policy = _of_layer(kinds[type(layer)], layer, experts)
         planned = PlannedLayer(path, layer, policy, policy.settings(config, index))
         _check(planned)
         layers.append(planned)
@@ -78,9 +78,27 @@ def _check(planned: PlannedLayer) -> None:
 def _roles(policy: Policy) -> Iterator[str]:
     linears = (policy.qkv, policy.out, policy.up, policy.down)
     norms = (policy.attn_norm, policy.mlp_norm, policy.attn_out_norm, policy.mlp_out_norm, policy.q_norm, policy.k_norm)
-    for role in (*linears, *norms):
+    moe = policy.moe
+    mixture = () if moe is None else (moe.router, moe.experts, moe.shared, moe.shared_gate, moe.coefficient)
+    for role in (*linears, *norms, *mixture):
         if role is not None:
             yield from (role,) if isinstance(role, str) else role
+
+
+def _of_layer(policy: Policy, layer: nn.Module, experts: bool) -> Policy:
+    """The policy of one layer: of families with experts, some layers have none."""
+    moe, part = policy.moe, Parts(layer)
+    if moe is None:
+        return policy
+    if part.optional(moe.experts) is None:
+        if policy.up is None:
+            raise part.missing(moe.experts)
+        return replace(policy, moe=None)
+    if experts:
+        return replace(policy, up=None, down=None)
+    if moe.shared is not None and not moe.shared.startswith(f"{moe.block}."):
+        raise NotSupported(f"moe.enabled=False: {type(layer).__name__} keeps no experts of its own; leave it out")
+    return replace(policy, up=None, down=None, moe=None, mlp=moe.block)
 
 
 def _is_stock(kind: type[nn.Module], layer: type[nn.Module]) -> bool:

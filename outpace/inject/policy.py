@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from outpace.kernels.routing import Routing
+
 Reader = Callable[[Any, int], Any]
 """Reads a setting of layer number `int` from the model's config."""
 
@@ -112,6 +114,41 @@ class ModelRoles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoERoles:
+    """Where the parts of a mixture of experts are, as dotted paths inside the layer, and how it computes."""
+
+    block: str
+    """The module that is the mixture, as a whole."""
+    router: str
+    """A module with a weight [experts, hidden]."""
+    correction: str | None = None
+    """A parameter or buffer [experts] that counts for the choice of experts and not for their weights."""
+    experts: str
+    """A module with stacks of weights, or a list of modules, each an expert."""
+    up: str | tuple[str, str] = "gate_up_proj"
+    """In a stack: gate and up of all experts. In an expert: as `Policy.up`."""
+    down: str = "down_proj"
+    gated: bool = True
+    transposed: bool = False
+    """Weights are stored [experts, in, out], or [in, out] in each expert."""
+    paired: bool = False
+    """Gate and up of a stack are neighbours: gate, up, gate, up, .. (GPT-OSS)."""
+    shared: str | None = None
+    """An MLP that every token runs through."""
+    shared_up: str | tuple[str, str] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
+    shared_gate: str | None = None
+    """A linear whose sigmoid says how much of the shared MLP is added."""
+    coefficient: str | None = None
+    """A linear whose softmax gives the shares of experts and shared MLP (DeepSpeed's residual experts)."""
+    routing: Callable[[Any], Routing]
+    in_float32: bool = False
+    """Whether the router computes its logits in float32 whatever the model's dtype."""
+    clamp: Callable[[Any], tuple[float, float] | None] = lambda config: None
+    """(limit, alpha) of GPT-OSS's activation; None: the layer's activation."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """How one family's layer maps to the fused layer. Paths are dotted names inside the layer."""
 
@@ -134,6 +171,8 @@ class Policy:
     mlp_out_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Whether q and k are normed head by head, or all heads together."""
     qkv: str | tuple[str, str, str]
     qkv_layout: Literal["rows", "heads", "groups", "quarters"] = "rows"
     """Rows of a fused qkv: all q, all k, all v · q, k, v of each head · the q's, k and v of each group · the q's, v's
@@ -144,7 +183,9 @@ class Policy:
     gated: bool = True
     down: str | None = None
     mlp: str | None = None
-    """A module left as it is: experts."""
+    """A module left as it is."""
+    moe: MoERoles | None = None
+    """Experts. A layer that has none is a dense one, by `up` and `down`."""
     transposed: bool = False
     """Weights are stored [in, out]."""
     interleaved: bool = False

@@ -110,9 +110,27 @@ def _layer(item: PlannedLayer, ranks: int) -> Named:
         yield policy.sinks, Split(0, tuple((each.query,) for each in heads))
     if policy.up is not None:
         yield from _mlp(policy, part, ranks)
+    for path in _blocks(policy):
+        for name, split in _experts(part(path), f"{item.path}.{path}", ranks, _own_roles(policy)):
+            yield f"{path}.{name}", split
+
+
+def _blocks(policy: Policy) -> Iterator[str]:
+    """The modules of a layer that hold experts, or a plain MLP in their place."""
     if policy.mlp is not None:
-        for name, split in _experts(part(policy.mlp), f"{item.path}.{policy.mlp}", ranks):
-            yield f"{policy.mlp}.{name}", split
+        yield policy.mlp
+    if policy.moe is not None:
+        yield policy.moe.block
+        if policy.moe.shared is not None and not policy.moe.shared.startswith(f"{policy.moe.block}."):
+            yield policy.moe.shared
+
+
+def _own_roles(policy: Policy) -> Mapping[str, str]:
+    """What a linear of an expert is, by the names that a policy gives."""
+    moe = policy.moe
+    if moe is None or isinstance(moe.up, str):
+        return {}
+    return {**dict.fromkeys(moe.up, "up"), moe.down: "down"}
 
 
 def _mlp(policy: Policy, part: Parts, ranks: int) -> Named:
@@ -134,12 +152,13 @@ def _linear(path: str, dim: int, spans: tuple[Spans, ...]) -> Named:
     yield f"{path}.bias", Split(0, spans)
 
 
-def _experts(mlp: nn.Module, where: str, ranks: int) -> Named:
+def _experts(mlp: nn.Module, where: str, ranks: int, own: Mapping[str, str]) -> Named:
     """A module of experts, or the plain MLP of a layer without: each expert is cut along its intermediate size."""
+    roles = {**_EXPERT_ROLES, **own}
     for name, tensor in mlp.named_parameters():
         owner, _, leaf = name.rpartition(".")
         stacked = leaf not in ("weight", "bias")
-        role = _EXPERT_ROLES.get(leaf.removesuffix("_bias") if stacked else owner.rpartition(".")[2])
+        role = roles.get(leaf.removesuffix("_bias") if stacked else owner.rpartition(".")[2])
         if name.partition(".")[0] in _ROUTERS or (role == "down" and leaf.endswith("bias")):
             yield name, None
         elif role is None:

@@ -84,10 +84,10 @@ def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) 
             raise ConfigError(f"injection_policy: {type(model).__name__} has no layer of class {name}")
     if not config.replace_with_kernel_inject and not policies:
         return None
-    plan = make_plan(model, policies or by_class())
+    plan = make_plan(model, policies or by_class(), experts=config.moe.enabled)
     if not config.triangular_masking and all(item.policy.causal for item in plan.layers):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
-    return Fused(model, plan, kernels) if plan.layers else Interface(model, kernels)
+    return Fused(model, plan, kernels) if plan.layers else Interface(model, kernels, experts=config.moe.enabled)
 
 
 def _own(policies: Mapping[Any, Any]) -> dict[type[nn.Module], Policy]:

@@ -89,9 +89,9 @@ class Run:
 
 
 def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Iterator[Job]:
-    """All that fills a weight."""
+    """All that fills a weight from a checkpoint."""
     for part in recipe.parts:
-        for piece in sources[part.name].pieces:
+        for piece in sources[part.name].pieces if part.name in sources else ():
             job = _fit(part, piece, weight)
             if job is not None:
                 yield job

@@ -21,7 +21,8 @@ from outpace.loading.weights import Source
 class Before:
     """A model as it was before injection: its tensors, by name, and what they shall become."""
 
-    parameters: dict[str, nn.Parameter]
+    tensors: dict[str, Tensor]
+    """Parameters and buffers."""
     dtypes: dict[str, torch.dtype]
     """Of parameters and buffers, once it runs."""
 
@@ -33,8 +34,8 @@ class Before:
         frequencies are float32 whatever the weights' dtype, and rounding them changes every position.
         """
         keep, made, wanted = kept_in_fp32(model, dtype), own_dtypes(model, dtype), {}
-        parameters = dict(model.named_parameters())
-        for name, parameter in parameters.items():
+        tensors = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+        for name, parameter in model.named_parameters():
             wanted[name] = made.get(name, dtype) if parameter.is_floating_point() else parameter.dtype
         for path, module in model.named_modules():
             for leaf, buffer in module.named_buffers(prefix=path, recurse=False):
@@ -43,7 +44,7 @@ class Before:
                 wanted[leaf] = own if buffer.is_floating_point() else buffer.dtype
         wanted.update((name, torch.float32) for name in keep if wanted[name].is_floating_point)
         set_dtype(getattr(model, "config", None), dtype)
-        return cls(parameters, wanted)
+        return cls(tensors, wanted)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Target:
 
 def targets(model: nn.Module, before: Before) -> list[Target]:
     """Every weight of a model, each once, however many modules share it."""
-    names = {id(parameter): name for name, parameter in before.parameters.items()}
+    names = {id(tensor): name for name, tensor in before.tensors.items()}
     found: dict[Recipe, Target] = {}
     for module in model.modules():
         recipes = module.recipes if isinstance(module, Made) else {}
@@ -94,14 +95,14 @@ def settle(model: nn.Module, before: Before, device: torch.device | None = None)
     for target in targets(model, before):
         parts = target.recipe.parts
         if target.recipe.is_whole:
-            parameter = before.parameters[parts[0].name]
+            parameter = before.tensors[parts[0].name]
             parameter.data = parameter.data.to(device=device, dtype=target.dtype)
             target.give(parameter)
             continue
-        weight = target.empty(device or before.parameters[parts[0].name].device)
+        weight = target.empty(device or before.tensors[parts[0].name].device)
         last = {part.name: number for number, part in enumerate(parts)}
         for number, part in enumerate(parts):
-            parameter = before.parameters[part.name]
+            parameter = before.tensors[part.name]
             write(part, weight, parameter.data)
             if last[part.name] == number:
                 parameter.data = torch.empty(0)  # the fused copy is the only one
@@ -146,7 +147,12 @@ def fill(
     found = targets(model, before)
     weights = [target.empty(device) for target in found]
     made = zip(found, weights, strict=True)
-    stream([job for target, weight in made for job in jobs(target.recipe, weight, sources)], device, advance)
+    work = [job for target, weight in made for job in jobs(target.recipe, weight, sources)]
+    for target, weight in zip(found, weights, strict=True):
+        for part in target.recipe.parts:
+            if part.name not in sources:  # a buffer that the checkpoint left out keeps its value
+                write(part, weight, before.tensors[part.name])
+    stream(work, device, advance)
     for target, weight in zip(found, weights, strict=True):
         target.give(weight)
     for path, module in model.named_modules():

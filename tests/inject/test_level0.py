@@ -16,10 +16,13 @@ from transformers import masking_utils
 
 import outpace
 from outpace import ConfigError, InferenceEngine, ModelError, NotSupported
+from outpace.inject.experts_interface import stacked_experts
 from outpace.inject.interface import Interface
 from outpace.inject.policies import by_class
 from outpace.inject.probe import window_of
-from outpace.kernels.dispatch import Kernels, choose_kernels
+from outpace.kernels import dispatch
+from outpace.kernels.dispatch import IMPLEMENTATIONS, Kernels, choose_kernels
+from outpace.kernels.experts import experts_torch
 from tests.inject.checks import CPU, padded_prompts, randomised
 from tests.models import tiny
 
@@ -58,7 +61,8 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", SMALL),
     "hunyuan": ("HunYuanDenseV1", SMALL),
     "deepseek_v3": ("DeepseekV3", LATENT),
-    "olmoe": ("Olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, "topk_method": "group_limited_greedy", "n_shared_experts": 1}),
+    "flex_olmo": ("FlexOlmo", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2}),
     "vaultgemma": ("VaultGemma", {**MIXED, "attn_logit_softcapping": 20.0, "attn_implementation": "eager"}),
     "gemma3n": ("Gemma3n", SHARED),
 }
@@ -71,7 +75,6 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "two attentions": ("DiffLlama", SMALL, "calls attention more than once"),
     "both ways": ("Glm4", {**SMALL, "is_causal": False}, "is_causal=False"),
     "a rope that changes": ("Olmo2", {**SMALL, "rope_parameters": {**YARN, "rope_type": "dynamic"}}, "type dynamic"),
-    "steps of its own": ("Phimoe", {**SMALL, "num_local_experts": 4}, "prepares the inputs"),
     "a cache that forgets": ("Moshi", {**SMALL, "ffn_dim": 64, "sliding_window": 5}, "cache keeps 5|not given"),
     "a mask of its own": ("Doge", SMALL, "in a forward over pages"),
 }
@@ -142,7 +145,7 @@ def test_tokens_on_a_gpu(family: str, graphs: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_pass_the_check(dtype: torch.dtype) -> None:
-    found = level0("olmoe", dtype=dtype).generate(**padded_prompts(VOCAB), max_new_tokens=4)
+    found = level0("flex_olmo", dtype=dtype).generate(**padded_prompts(VOCAB), max_new_tokens=4)
     assert found.shape == (3, 16)
 
 
@@ -159,6 +162,87 @@ def test_what_cannot_be_right_is_refused(case: str) -> None:
     model = made(name, options)
     with pytest.raises(NotSupported, match=f"no policy for the layers of {name}ForCausalLM, and .*({reason})"):
         engine(model)
+
+
+def test_steps_of_its_own_are_refused() -> None:
+    model = made("Olmo2", SMALL)
+    model.__class__ = type("Own", (type(model),), {"prepare_inputs_for_generation": lambda self, ids, **_: {}})
+    with pytest.raises(NotSupported, match=r"no policy for the layers of Own, and .*prepares the inputs"):
+        engine(model)
+
+
+EXPERTS = ("deepseek_v2", "deepseek_v3", "flex_olmo")
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_ours_behind_the_model_s_own_routers(
+    family: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Size] = []
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**IMPLEMENTATIONS, "experts": {"torch": watched(seen)}})
+    with caplog.at_level(logging.INFO, "outpace"):
+        fast = level0(family)
+    assert "experts: ours, behind the model's own routers" in caplog.text
+    seen.clear()
+    inputs = padded_prompts(VOCAB)
+    found = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert seen
+    module: Any = fast.module
+    assert module.config._experts_implementation != "outpace"
+    seen.clear()
+    assert torch.equal(found, plain(family).generate(**inputs, max_new_tokens=8, do_sample=False))
+    fast.module(**inputs)
+    assert not seen, "outside of generate over pages the model is as it was"
+
+
+def watched(seen: list[torch.Size], wrong: float = 0.0) -> Any:
+    def run(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(x.shape)
+        return experts_torch(x, *args, **options) + wrong
+
+    return run
+
+
+def test_experts_that_give_other_logits_keep_out_of_the_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Size] = []
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**IMPLEMENTATIONS, "experts": {"torch": watched(seen, 0.1)}})
+    with caplog.at_level(logging.INFO, "outpace"):
+        fast = level0("flex_olmo")
+    assert "experts: the model's own (with ours: " in caplog.text
+    seen.clear()
+    inputs = padded_prompts(VOCAB)
+    found = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, plain("flex_olmo").generate(**inputs, max_new_tokens=8, do_sample=False))
+    assert not seen
+
+
+def test_experts_that_are_not_looked_for_stay_the_model_s_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "outpace"):
+        level0("flex_olmo", moe={"enabled": False})
+    assert "experts: " not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"is_transposed": True}, "keeps its weights"),
+        ({"is_concatenated": False}, "keeps gate and up as neighbours"),
+        ({"has_post_expert_norm": True}, "norms what each expert gives"),
+        ({"_is_expert_parallel": True}, "shares its experts with other ranks"),
+        ({"act_fn": nn.Tanh()}, "has an activation that no kernel knows"),
+    ],
+)
+def test_experts_that_our_kernels_cannot_run_are_named(
+    change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = made("FlexOlmo", FAMILIES["flex_olmo"][1])
+    for name, value in change.items():
+        setattr(model.model.layers[0].mlp.experts, name, value)
+    with caplog.at_level(logging.INFO, "outpace"):
+        assert stacked_experts(model, choose_kernels(CPU)) is None
+    assert f"experts: the model's own (FlexOlmoExperts {reason}" in caplog.text
 
 
 def test_what_does_not_generate_is_refused() -> None:

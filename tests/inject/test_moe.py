@@ -1,20 +1,12 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and GPT-OSS: a fused attention beside experts that stay as they are."""
+"""Mixtures of experts, fused: routers, stacks of experts, shared ones, and dense layers among them."""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers as hf
 
+from outpace.inject.experts import MixtureOfExperts
 from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
 SMALL: dict[str, Any] = {
@@ -26,35 +18,70 @@ MIXTRAL: dict[str, Any] = {"num_local_experts": 4}
 QWEN: dict[str, Any] = {"num_experts": 5, "moe_intermediate_size": 24}
 QWEN2: dict[str, Any] = {**QWEN, "shared_expert_intermediate_size": 32}
 OSS: dict[str, Any] = {"num_local_experts": 4, "head_dim": 12, "sliding_window": 5}
+EXPERTS: dict[str, Any] = {"num_experts": 5}
+GROUPS: dict[str, Any] = {
+    "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True, "head_dim": 8,
+}  # fmt: skip
+MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 5.0,
+}  # fmt: skip
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TOLERANCE = 1e-5
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
-CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "mixtral": (MixtralConfig, MixtralForCausalLM, MIXTRAL),
-    "mixtral window, odd head": (MixtralConfig, MixtralForCausalLM, {**MIXTRAL, "sliding_window": 5, "head_dim": 20}),
-    "qwen2": (Qwen2MoeConfig, Qwen2MoeForCausalLM, QWEN2),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral window, odd head": ("Mixtral", {**MIXTRAL, "sliding_window": 5, "head_dim": 20}),
+    "qwen2": ("Qwen2Moe", QWEN2),
     "qwen2 mixed, windows": (
-        Qwen2MoeConfig, Qwen2MoeForCausalLM,
+        "Qwen2Moe",
         {**QWEN2, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
     ),
-    "qwen2 no biases": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {**QWEN2, "qkv_bias": False, "norm_topk_prob": True}),
-    "qwen3": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**QWEN, "head_dim": 16}),
+    "qwen2 no biases": ("Qwen2Moe", {**QWEN2, "qkv_bias": False, "norm_topk_prob": True}),
+    "qwen3": ("Qwen3Moe", {**QWEN, "head_dim": 16}),
     "qwen3 sparse step, window": (
-        Qwen3MoeConfig, Qwen3MoeForCausalLM,
+        "Qwen3Moe",
         {
             **QWEN, "head_dim": 20, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5,
             "attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 1,
         },
     ),
-    "gpt-oss": (GptOssConfig, GptOssForCausalLM, OSS),
+    "olmoe": ("Olmoe", EXPERTS),
+    "olmoe clipped, grouped": (
+        "Olmoe", {**EXPERTS, "clip_qkv": 0.9, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 3},
+    ),
+    "phi-moe": ("Phimoe", {**MIXTRAL, "rope_parameters": PLAIN_ROPE}),
+    "phi-moe biases, wide jitter": (
+        "Phimoe",
+        {
+            **MIXTRAL, "num_local_experts": 7, "rope_parameters": PLAIN_ROPE, "attention_bias": True,
+            "lm_head_bias": True, "router_jitter_noise": 0.4, "sliding_window": 6,
+        },
+    ),
+    "dots1": ("Dots1", GROUPS),
+    "dots1 unscaled, windows": (
+        "Dots1",
+        {
+            **GROUPS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2,
+            "sliding_window": 5, "max_window_layers": 1,
+        },
+    ),
+    "glm4": ("Glm4Moe", GROUPS),
+    "glm4 normed": ("Glm4Moe", {**GROUPS, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2}),
+    "granite": ("GraniteMoe", {**MIXTRAL, **MULTIPLIERS}),
+    "granite shared": ("GraniteMoeShared", {**MIXTRAL, **MULTIPLIERS, "shared_intermediate_size": 32}),
+    "granite not shared": ("GraniteMoeShared", {**MIXTRAL, **MULTIPLIERS, "shared_intermediate_size": 0}),
+    "gpt-oss": ("GptOss", OSS),
     "gpt-oss no yarn, mha": (
-        GptOssConfig, GptOssForCausalLM,
+        "GptOss",
         {
             **OSS, "num_key_value_heads": 6, "head_dim": 8, "attention_bias": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
     "gpt-oss yarn, full first": (
-        GptOssConfig, GptOssForCausalLM,
+        "GptOss",
         {
             **OSS, "rope_parameters": YARN, "num_key_value_heads": 1,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -64,23 +91,41 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.fixture(params=list(CASES), ids=str)
-def model(request: pytest.FixtureRequest) -> torch.nn.Module:
-    config, kind, options = CASES[request.param]
-    return randomised(kind(config(**{**SMALL, **options})))
+def model(request: pytest.FixtureRequest) -> Any:
+    return made(str(request.param))
 
 
-def test_forward(model: torch.nn.Module) -> None:
-    same_forward(model, padded_prompts(97))
+def made(case: str, **changes: Any) -> Any:
+    """The model of a case, with the same weights at every call."""
+    family, options = CASES[case]
+    config = getattr(hf, f"{family}Config")(**{**SMALL, **options, **changes})
+    torch.manual_seed(0)  # vectors keep what their class gives them, with noise
+    model = randomised(getattr(hf, f"{family}ForCausalLM")(config))
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)) * 0.2)
+    return model
 
 
-def test_tokens(model: torch.nn.Module) -> None:
+def test_forward(model: Any) -> None:
+    same_forward(model, padded_prompts(97), TOLERANCE)
+
+
+def test_tokens(model: Any) -> None:
     same_tokens(model, padded_prompts(97))
-    same_paged_logits(model, 97)
+    same_paged_logits(model, 97, TOLERANCE)
+
+
+def test_layers_with_experts_have_them_fused_and_the_others_are_dense(model: Any) -> None:
+    own = [any(name.endswith("experts") for name, _ in layer.named_modules()) for layer in model.model.layers]
+    for sparse, layer in zip(own, injected_copy(model)[1].layers, strict=True):
+        assert isinstance(layer.mixture, MixtureOfExperts) == sparse
+        assert (layer.up is not None) == (not sparse)
+        assert layer.mlp is None
 
 
 def test_router_logits_are_still_recorded() -> None:
-    model = randomised(MixtralForCausalLM(MixtralConfig(**{**SMALL, **MIXTRAL})))
-    inputs = padded_prompts(97)
+    model, inputs = made("mixtral"), padded_prompts(97)
     expected, found = (item(**inputs, output_router_logits=True) for item in (model, injected_copy(model)[0]))
     real = inputs["attention_mask"].bool().flatten()
     for want, got in zip(expected.router_logits, found.router_logits, strict=True):

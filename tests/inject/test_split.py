@@ -119,9 +119,10 @@ def feed_forward(held: Mapping[str, Tensor], item: PlannedLayer, x: Tensor) -> T
 
 def experts(held: Mapping[str, Tensor], item: PlannedLayer, x: Tensor, rank: int) -> Tensor:
     """The model's own MLP with these tensors; biases behind the sum of all ranks belong to the first."""
-    assert item.policy.mlp is not None
-    mlp: Any = item.layer.get_submodule(item.policy.mlp)
-    mine = {path: held[f"{item.path}.{item.policy.mlp}.{path}"] for path, _ in mlp.named_parameters()}
+    assert item.policy.moe is not None
+    block = item.policy.moe.block
+    mlp: Any = item.layer.get_submodule(block)
+    mine = {path: held[f"{item.path}.{block}.{path}"] for path, _ in mlp.named_parameters()}
     mine = {path: value * (rank == 0) if path.endswith("down_proj_bias") else value for path, value in mine.items()}
     found = torch.func.functional_call(mlp, mine, (x[None],))
     return (found[0] if isinstance(found, tuple) else found)[0]
@@ -130,7 +131,7 @@ def experts(held: Mapping[str, Tensor], item: PlannedLayer, x: Tensor, rank: int
 @pytest.mark.parametrize("name", PLANNED)
 def test_results_of_the_ranks_add_up_to_the_model_s(name: str) -> None:
     model = make(name).float()
-    if any(item.policy.mlp for item in make_plan(model, by_class()).layers):
+    if any(item.policy.moe for item in make_plan(model, by_class()).layers):
         model.set_experts_implementation("eager")
     tensors = {path: value.detach() for path, value in model.state_dict().items()}
     x = torch.randn(6, make_plan(model, by_class()).config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -140,7 +141,7 @@ def test_results_of_the_ranks_add_up_to_the_model_s(name: str) -> None:
         for item in make_plan(model, by_class()).layers:
             if item.policy.qkv_layout != "quarters" or 4 % ranks == 0:
                 same(attention(tensors, item, x), [attention(mine, item, x) for mine in held])
-            if item.policy.mlp is None:
+            if item.policy.moe is None:
                 same(feed_forward(tensors, item, x), [feed_forward(mine, item, x) for mine in held])
             else:
                 with torch.no_grad():
@@ -194,7 +195,7 @@ class Odd(nn.Module):
 
 def _mystery() -> Any:
     model = tiny("mixtral")
-    model.model.layers[1].mlp = Odd()
+    model.model.layers[1].mlp.odd = Odd()
     return model
 
 
@@ -213,7 +214,7 @@ REFUSED: Mapping[str, tuple[Any, int, type[Exception], str]] = {
         lambda: make("hugging face's plan"), 3, NotSupported, "num_attention_heads=4 of Olmo2ForCausalLM .* by 3 ranks",
     ),
     "a part of an MLP that no rule knows": (
-        _mystery, 2, NotSupported, r"how model\.layers\.1\.mlp\.mystery\.weight is split",
+        _mystery, 2, NotSupported, r"how model\.layers\.1\.mlp\.odd\.mystery\.weight is split",
     ),
     "rows that are not the heads'": (_wrong_head, 2, ModelError, r"q_proj\.weight has 40 rows"),
 }  # fmt: skip

@@ -25,6 +25,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GPT: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}
 FALCON: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPARSE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED: dict[str, Any] = {"n_routed_experts": 12, "n_shared_experts": 1, "head_dim": 8}
 MODELS: dict[str, Any] = {
     **{family: partial(tiny, family) for family in ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom", "gpt_neox")},
     "mixtral": partial(tiny, "mixtral"),
@@ -53,8 +55,21 @@ MODELS: dict[str, Any] = {
     "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SMALL)),
     "persimmon": lambda: hf.PersimmonForCausalLM(hf.PersimmonConfig(**{**SMALL, "num_key_value_heads": None})),
     "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, num_local_experts=4, head_dim=8)),
-    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
-        hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(**SMALL, **SPARSE, num_experts=12, shared_expert_intermediate_size=24, mlp_only_layers=[0])
+    ),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SMALL, **SPARSE, num_experts=4)),
+    "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SMALL, num_experts=12, num_experts_per_tok=2)),
+    "phimoe": lambda: hf.PhimoeForCausalLM(hf.PhimoeConfig(**SMALL, num_local_experts=12)),
+    "granitemoe": lambda: hf.GraniteMoeForCausalLM(hf.GraniteMoeConfig(**SMALL, num_local_experts=4)),
+    "granitemoeshared": lambda: hf.GraniteMoeSharedForCausalLM(
+        hf.GraniteMoeSharedConfig(**SMALL, num_local_experts=4, shared_intermediate_size=24)
+    ),
+    "dots1": lambda: hf.Dots1ForCausalLM(
+        hf.Dots1Config(**SMALL, **SPARSE, **GROUPED, first_k_dense_replace=1)
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeForCausalLM(
+        hf.Glm4MoeConfig(**SMALL, **SPARSE, **GROUPED)
     ),
 }  # fmt: skip
 
@@ -86,6 +101,34 @@ def fused_by_hand(item: PlannedLayer, settings: Settings) -> dict[str, Tensor]:
             sizes = [module.weight.shape[1 if policy.transposed else 0] for module in modules]
             parts = [torch.zeros(size) if bias is None else bias for bias, size in zip(biases, sizes, strict=True)]
             found[f"{role}.bias"] = torch.cat(parts)[rows]
+    return found | experts_by_hand(item)
+
+
+def experts_by_hand(item: PlannedLayer) -> dict[str, Tensor]:
+    """The router, the experts and the shared MLP of a layer in our layout."""
+    roles, part = item.policy.moe, item.layer.get_submodule
+    if roles is None:
+        return {}
+    router, experts = part(roles.router), part(roles.experts)
+    found: dict[str, Tensor] = {"mixture.router.weight": router.get_parameter("weight")}
+    if roles.correction is not None:
+        found["mixture.router.correction"] = item.layer.get_buffer(roles.correction)
+    for ours, own, pairs in (("gate_up", roles.up, roles.paired), ("down", roles.down, False)):
+        assert isinstance(own, str)
+        stack: Tensor
+        for suffix in ("", "_bias") if f"{own}_bias" in dict(experts.named_parameters()) else ("",):
+            stack = experts.get_parameter(own + suffix)
+            stack = stack.transpose(1, 2) if roles.transposed and not suffix else stack
+            found[f"mixture.experts.{ours}{suffix}"] = (
+                torch.cat([stack[:, ::2], stack[:, 1::2]], dim=1) if pairs else stack
+            )
+    if roles.shared is not None:
+        shared = part(roles.shared)
+        ups = (roles.shared_up,) if isinstance(roles.shared_up, str) else roles.shared_up
+        found["mixture.dense.up.weight"] = torch.cat([shared.get_parameter(f"{name}.weight") for name in ups])
+        found["mixture.dense.down.weight"] = shared.get_parameter(f"{roles.shared_down}.weight")
+    if roles.shared_gate is not None:
+        found["mixture.shared_gate.weight"] = item.layer.get_parameter(f"{roles.shared_gate}.weight")
     return found
 
 
@@ -118,8 +161,8 @@ def saved(family: str, folder: Path) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[family]().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.1)
+        for tensor in (*model.parameters(), *(each for name, each in model.named_buffers() if "correction" in name)):
+            tensor.add_(torch.randn(tensor.shape) * 0.1)
     model.save_pretrained(folder)
     return model
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from outpace.inject.policies.llama import LLAMA
-from outpace.inject.policy import ModelRoles
+from outpace.inject.policy import ModelRoles, MoERoles
+from outpace.kernels.routing import Routing
 
 GRANITE = replace(
     LLAMA,
@@ -16,6 +17,18 @@ GRANITE = replace(
     ),
 )  # fmt: skip
 
-GRANITE_MOE = replace(GRANITE, layers=("GraniteMoeDecoderLayer",), up=None, down=None, mlp="block_sparse_moe")
+_EXPERTS = MoERoles(
+    block="block_sparse_moe",
+    router="block_sparse_moe.router",
+    experts="block_sparse_moe.experts",
+    routing=lambda config: Routing(top_k=config.num_experts_per_tok, score="chosen"),
+)
+_SHARED = replace(_EXPERTS, shared="shared_mlp", shared_up="input_linear", shared_down="output_linear")
+GRANITE_MOE = replace(GRANITE, layers=("GraniteMoeDecoderLayer",), moe=_EXPERTS)
+GRANITE_MOE_SHARED = replace(
+    GRANITE,
+    layers=("GraniteMoeSharedDecoderLayer",),
+    variant=lambda config: {"moe": _SHARED if config.shared_intermediate_size else _EXPERTS},
+)
 
-POLICIES = (GRANITE, GRANITE_MOE)
+POLICIES = (GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED)

@@ -1,0 +1,155 @@
+"""The modules of a mixture of experts: router, experts in one stack, what every token runs through."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from outpace.inject.modules import Linear, Made
+from outpace.inject.recipe import Recipe
+from outpace.kernels.dispatch import Kernels
+from outpace.kernels.routing import Routing
+
+
+class Router(Made):
+    """Which experts each token goes to, and with which weights."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    correction: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: Recipe,
+        bias: Recipe | None,
+        correction: Recipe | None,
+        routing: Routing,
+        kernels: Kernels,
+        *,
+        in_float32: bool = False,
+    ) -> None:
+        super().__init__({"weight": weight, "bias": bias, "correction": correction})
+        self.num_experts = weight.shape[0]
+        self.routing = routing
+        self.in_float32 = in_float32
+        """Whether the logits are computed in float32 whatever the model's dtype."""
+        self.counts: Tensor | None = None
+        """Where the tokens of each expert are counted, int32 [E]; None: nobody asks."""
+        self._kernels = kernels
+
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, H] -> logits [T, E], weights [T, K] float32, experts [T, K]; rows with a negative slot go to none."""
+        if self.in_float32:
+            bias = None if self.bias is None else self.bias.float()
+            logits: Tensor = self._kernels.linear(x.float(), self.weight.float(), bias)
+        else:
+            logits = self._kernels.linear(x, self.weight, self.bias)
+        weights, chosen = self._kernels.route(logits, self.routing, self.correction, slots=slots, counts=self.counts)
+        return logits, weights, chosen
+
+    def extra_repr(self) -> str:
+        """What is printed of it; the class that it passes for may print what it does not have."""
+        return f"{self.num_experts} experts, {self.routing}"
+
+
+class Experts(Made):
+    """All experts of a layer: gate_up [E, 2 I, H] (all gates, then all ups) or up [E, I, H], and down [E, H, I].
+
+    Quantized ones and those of a rank take its place: they bring a `forward` of their own.
+    """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        gate_up: Recipe,
+        down: Recipe,
+        gate_up_bias: Recipe | None,
+        down_bias: Recipe | None,
+        kernels: Kernels,
+        **activation: Any,
+    ) -> None:
+        super().__init__({"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
+        self.num_experts = gate_up.shape[0]
+        self.activation = activation
+        """act, gated, limit, alpha: as `kernels.experts` takes them."""
+        self._kernels = kernels
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum of what the chosen experts make of each token: [T, H]."""
+        raise NotImplementedError
+
+
+class PlainExperts(Experts):
+    """Experts whose weights are in the dtype of what they are multiplied with."""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See `Experts`."""
+        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        result: Tensor = self._kernels.experts(x, self.gate_up, self.down, weights, chosen, **self.activation, **biases)
+        return result
+
+
+class Dense(nn.Module):
+    """An MLP that every token runs through."""
+
+    def __init__(self, up: Linear, down: Linear, act: str, *, gated: bool = True) -> None:
+        super().__init__()
+        self.up = up
+        self.down = down
+        self.act = act
+        self.gated = gated
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], plus `add`, which may be overwritten."""
+        result: Tensor = self.down(self.up(x, act=self.act, gated=self.gated), add=add, reuse=add is not None)
+        return result
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, experts, and what every token runs through beside them.
+
+    shared_gate: how much of the dense part is added (Qwen2-MoE). coefficient: the shares of experts and dense part in
+    the sum (the residual experts of DeepSpeed).
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        kernels: Kernels,
+        dense: Dense | None = None,
+        shared_gate: Linear | None = None,
+        coefficient: Linear | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.dense = dense
+        self.shared_gate = shared_gate
+        self.coefficient = coefficient
+        self._kernels = kernels
+
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H]; rows with a negative slot are padding, and may get anything."""
+        _, weights, chosen = self.router(x, slots)
+        routed: Tensor = self.experts(x, weights, chosen)
+        if self.dense is None:
+            return routed
+        if self.coefficient is not None:
+            own, other = self.coefficient(x).chunk(2, dim=1)
+            share: Tensor = self._kernels.bias_act(own - other, None, "sigmoid")  # the softmax of both
+            return routed * share + self.dense(x) * (1 - share)
+        if self.shared_gate is not None:
+            return routed + self.shared_gate(x, act="sigmoid") * self.dense(x)
+        result: Tensor = self.dense(x, routed)
+        return result
+
+
+def router_class(kind: type[nn.Module]) -> type[Router]:
+    """Our router, or one that Hugging Face takes for its own: it finds the places to record logits by class."""
+    if not kind.__module__.startswith("transformers."):
+        return Router
+    return type(f"Fused{kind.__name__}", (Router, kind), {})

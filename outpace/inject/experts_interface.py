@@ -1,0 +1,104 @@
+"""Our experts behind Hugging Face's own mixtures: the function they call, and the switch that makes them call it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations import moe
+
+from outpace.inject.attention import PAGED
+from outpace.kernels.activation import ACTIVATIONS
+from outpace.kernels.dispatch import Kernels
+from outpace.log import chosen
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [T, H], experts [T, K], weights [T, K]) -> [T, H]."""
+
+_RUNNING: ContextVar[Mapping[int, Run]] = ContextVar("outpace_experts")
+"""Who runs the experts in a call that is under way, by the module's id."""
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """All stacks of experts of a model, and how our kernels run them."""
+
+    runs: Mapping[int, Run]
+    configs: Sequence[Any]
+    """Those that the stacks read."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """They run so for the time of a call."""
+        before = [(config, config._experts_implementation) for config in self.configs]
+        token = _RUNNING.set(self.runs)
+        try:
+            for config, _ in before:
+                config._experts_implementation = PAGED
+            yield
+        finally:
+            _RUNNING.reset(token)
+            for config, own in before:
+                config._experts_implementation = own
+
+
+def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None:
+    """The experts of a model; None: it has none in stacks, or our kernels cannot run all of them."""
+    found: list[Any] = [
+        module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "config")
+    ]
+    if not found:
+        return None
+    for module in found:
+        if reason := _unknown(module):
+            chosen("experts", "the model's own", f"{type(module).__name__} {reason}")
+            return None
+    chosen("experts", "ours, behind the model's own routers", f"{len(found)} stacks of {type(found[0]).__name__}")
+    moe.ExpertsInterface.register(PAGED, _experts)
+    configs = {id(module.config): module.config for module in found}
+    return StackedExperts({id(module): _runner(module, kernels) for module in found}, list(configs.values()))
+
+
+def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What Hugging Face's mixtures call."""
+    return _RUNNING.get()[id(module)](hidden_states, top_k_index, top_k_weights)
+
+
+def _unknown(module: Any) -> str | None:
+    """Why our kernels cannot run this stack."""
+    if module.is_transposed:
+        return "keeps its weights [in, out]"
+    if module.has_gate and not module.is_concatenated:
+        return "keeps gate and up as neighbours"
+    if getattr(module, "has_post_expert_norm", False):
+        return "norms what each expert gives"
+    if module.has_gate and type(module)._apply_gate.__module__ != moe.__name__:
+        return "has a gate of its own"
+    if getattr(module, "_is_expert_parallel", False):
+        return "shares its experts with other ranks"
+    return None if _act(module) else "has an activation that no kernel knows"
+
+
+def _act(module: Any) -> str | None:
+    """The name of its activation, among those that kernels know."""
+    own = getattr(module, "act_fn", None)
+    same = (name for name in ACTIVATIONS if name in ACT2FN and type(ACT2FN[name]) is type(own))
+    return next((name for name in same if repr(ACT2FN[name]) == repr(own)), None)
+
+
+def _runner(module: Any, kernels: Kernels) -> Run:
+    up, gated = ("gate_up_proj", True) if module.has_gate else ("up_proj", False)
+    op = partial(kernels.experts, act=_act(module), gated=gated)
+
+    def run(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        options = {}
+        if module.has_bias:
+            options = {"gate_up_bias": getattr(module, f"{up}_bias"), "down_bias": module.down_proj_bias}
+        result: Tensor = op(x, getattr(module, up), module.down_proj, weights.float(), experts.int(), **options)
+        return result
+
+    return run
