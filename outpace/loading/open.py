@@ -14,7 +14,7 @@ from outpace.loading.shards import Part, Shape, Splits, Wanted, join_parts, join
 from outpace.loading.torch_file import RankFile, read_rank, read_torch
 from outpace.loading.training import find_ranks
 from outpace.loading.weights import Source, Weights
-from outpace.log import chosen
+from outpace.log import chosen, logger
 
 _TORCH = (".pt", ".pth", ".bin")
 _PARTS = "regions"  # of the metadata of what `outpace shard` writes
@@ -181,16 +181,15 @@ def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:
 def _union(
     files: Sequence[tuple[Path, Mapping[str, Source]]], places: Mapping[str, Path] | None = None
 ) -> dict[str, Source]:
-    """The tensors of several files, none of which is in two. places: where an index says they are."""
-    by_path = dict(files)
-    for name, path in (places or {}).items():
-        if name not in by_path[path]:
-            raise ModelError(f"model: {path} lacks {name[:200]!r}, which the index says it has; download it again")
-    found: dict[str, Source] = {}
-    owner: dict[str, Path] = {}
+    """The tensors of several files. places: where an index says they are, which settles what is in two files."""
+    by_path, places = dict(files), places or {}
+    found = {name: by_path[path][name] for name, path in places.items() if name in by_path[path]}
+    owner, settled = {name: places[name] for name in found}, set(found)
     for path, sources in files:
         for name, source in sources.items():
-            if name in found:
+            if found.setdefault(name, source) is not source and name not in settled:
                 raise ModelError(f"model: {name[:200]!r} is in two files, {owner[name]} and {path}; remove one of them")
-            found[name], owner[name] = source, path
+            owner.setdefault(name, path)
+    if stale := sorted(places.keys() - found.keys()):  # the model may not need them; if it does, they are missing
+        logger.warning("weights that the index lists and no file has: %s (%d)", ", ".join(stale[:5]), len(stale))
     return found

@@ -70,15 +70,26 @@ def make_index(folder: Path, **places: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": right | places}))
 
 
-def test_an_index_is_held_to_what_it_says(tmp_path: Path) -> None:
+def test_an_index_says_which_files_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_index(tmp_path)
     check_equal(open_weights(tmp_path), TENSORS)
-    make_index(tmp_path, a="c.safetensors")
-    assert "c.safetensors lacks 'a', which the index says it has" in refused(tmp_path)
+    make_index(tmp_path, a="c.safetensors", unused="c.safetensors")  # an index that was not kept up
+    check_equal(open_weights(tmp_path), TENSORS)
+    assert "the index lists and no file has: unused (1)" in caplog.text
     make_index(tmp_path, f="f.safetensors")
     assert "f.safetensors is missing, though the index lists it" in refused(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_where_the_index_says(tmp_path: Path) -> None:
     make_index(tmp_path)
+    save_file({**TENSORS, "a": torch.zeros_like(TENSORS["a"])}, tmp_path / "c.safetensors")
+    check_equal(open_weights(tmp_path), TENSORS)
+    make_index(tmp_path, a="c.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
     save_file(TENSORS, tmp_path / "c.safetensors")
+    listed = json.loads(index.read_text())["weight_map"]
+    del listed["a"]
+    index.write_text(json.dumps({"weight_map": listed}))
     assert "'a' is in two files" in refused(tmp_path)
 
 
