@@ -38,8 +38,10 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is stored."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Of what is taken."""
+        parts = zip(self.take, self.shape, strict=False)
+        spans = (len(range(size)[part]) if isinstance(part, slice) else 1 for part, size in parts)
+        return self.dtype.itemsize * math.prod((*spans, *self.shape[len(self.take) :]))
 
 
 @dataclass(frozen=True, slots=True)

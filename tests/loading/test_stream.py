@@ -20,8 +20,9 @@ from outpace.inject.recipe import Pairs, Part, Recipe, RowOrder, Slice
 from outpace.loading import stream as streaming
 from outpace.loading.fit import jobs
 from outpace.loading.place import write
+from outpace.loading.regions import cut, join
 from outpace.loading.stream import stream
-from outpace.loading.weights import Extent, Piece, Source
+from outpace.loading.weights import Extent, Piece, Source, stored_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -292,6 +293,15 @@ def test_every_byte_is_told(tmp_path: Path) -> None:
     told: list[int] = []
     stream([*jobs(recipe, torch.empty(recipe.shape), sources)], CPU, told.append)
     assert sum(told) == 4 * int(np.prod(recipe.shape))
+
+
+def test_what_is_taken_of_a_stored_tensor_is_what_counts(tmp_path: Path) -> None:
+    tensor = torch.randn(9, 4)
+    whole = Source((9, 4), tensor.dtype, (Piece(stored(tmp_path, tensor), (9, 4), tensor.dtype),))
+    source = join([cut(whole, 0, start, start + 3) for start in (6, 0, 3)], 0)  # as ranks of Megatron store qkv
+    told: list[int] = []
+    stream([*jobs(Recipe.whole("x", (9, 4)), torch.empty(9, 4), {"x": source})], CPU, told.append)
+    assert sum(told) == stored_bytes({"x": source, "tied": source}) == 9 * 4 * 4
 
 
 def test_a_tensor_that_is_not_what_its_file_said(tmp_path: Path) -> None:
