@@ -90,6 +90,20 @@ def activate(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def activate_gated(
+    gate: tl.tensor, up: tl.tensor, kind: tl.constexpr, limit: tl.constexpr, alpha: tl.constexpr
+) -> tl.tensor:
+    """act(gate) * up, or with a limit GPT-OSS's (clamp(up) + 1) * gate * sigmoid(alpha * gate), in fp32."""
+    if limit is not None:
+        gate = tl.where(gate > limit, limit, gate)  # keeps NaN
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        y = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
+    else:
+        y = activate(gate, kind) * up
+    return y
+
+
+@triton.jit
 def _gated_act_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,

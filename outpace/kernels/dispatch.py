@@ -11,14 +11,14 @@ from outpace.errors import ConfigError
 from outpace.kernels.activation import bias_act_ref, bias_act_triton, gated_act_ref, gated_act_triton
 from outpace.kernels.attention import paged_attention, paged_attention_ref
 from outpace.kernels.embedding import embed_ref, embed_triton
-from outpace.kernels.experts import experts_invariant, experts_torch
+from outpace.kernels.experts import experts_invariant, experts_torch, experts_triton
 from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
-from outpace.kernels.routing import route_ref
+from outpace.kernels.routing import route_ref, route_triton
 from outpace.kernels.triton_stub import HAS_TRITON
 from outpace.log import chosen
 
@@ -40,13 +40,22 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
     "embed": {"torch": embed_ref, "triton": embed_triton},
     "linear": {"torch": matmul_torch, "invariant": matmul_invariant},
     "gemv": {"torch": None, "triton": gemv_triton},
-    "route": {"torch": route_ref},
-    "experts": {"torch": experts_torch, "invariant": experts_invariant},
+    "route": {"torch": route_ref, "triton": route_triton},
+    "experts": {"torch": experts_torch, "triton": experts_triton, "invariant": experts_invariant},
 }
 VARIANT = frozenset(
-    {("linear", "torch"), ("gemv", "triton"), ("gated_act", "torch"), ("bias_act", "torch"), ("experts", "torch")}
+    {
+        ("linear", "torch"),
+        ("gemv", "triton"),
+        ("gated_act", "torch"),
+        ("bias_act", "torch"),
+        ("experts", "torch"),
+        ("experts", "triton"),
+    }
 )
 """(op, name) of what computes a row in a way that depends on the number of rows or on its place among them."""
+UNMEASURED = frozenset({"route", "experts"})
+"""Ops whose Triton kernels were never timed on a GPU: torch is the default for them, unless deterministic."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,8 @@ def choose_kernels(
 
 def _default(op: str, default: str, deterministic: bool) -> str:
     """The implementation of an op that nothing was asked for."""
-    name = default if default in IMPLEMENTATIONS[op] else "torch"
+    known = default in IMPLEMENTATIONS[op] and (deterministic or op not in UNMEASURED)
+    name = default if known else "torch"
     return "invariant" if deterministic and (op, name) in VARIANT and op != "gemv" else name
 
 

@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels.activation import bias_act_ref, gated_act_ref
+from outpace.kernels.experts_few import experts_few
+from outpace.kernels.experts_many import experts_many, fixed_tiles
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.matmul import matmul_invariant_ref
+from outpace.kernels.triton_stub import HAS_TRITON
 
 
 class Options(TypedDict, total=False):
@@ -195,8 +198,50 @@ def experts_one_by_one(
     return total.to(x.dtype)
 
 
+# (pairs at most, experts at least) for which the kernels of few tokens are used. Not measured yet: they read an expert
+# once for each pair, from the L2 cache where pairs share it, and the others once for each tile.
+FEW = ((16, 1), (64, 32))
+
+
+def prefers_few(pairs: int, experts: int) -> bool:
+    """Whether the kernels of few tokens are used."""
+    return any(pairs <= most and experts >= least for most, least in FEW)
+
+
+def experts_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> Tensor:
+    """experts_ref by our kernels: those of few tokens or those of many."""
+    _check_layout(x, gate_up, down, weights, chosen, **options)
+    if min(x.numel(), chosen.numel(), down.numel()) == 0:
+        return torch.zeros_like(x)
+    few = prefers_few(chosen.numel(), len(gate_up))
+    return (experts_few if few else experts_many)(x, gate_up, down, weights, chosen, **options)
+
+
 def experts_invariant(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> Tensor:
-    """experts_ref, each token bit for bit as if it were alone."""
-    return experts_ref(x, gate_up, down, weights, chosen, invariant=True, **options)
+    """experts_ref, each token bit for bit as if it were alone: on a GPU the kernels of many tokens with fixed tiles."""
+    if not (HAS_TRITON and x.is_cuda):
+        return experts_ref(x, gate_up, down, weights, chosen, invariant=True, **options)
+    return experts_invariant_triton(x, gate_up, down, weights, chosen, **options)
+
+
+def experts_invariant_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> Tensor:
+    """experts_invariant by Triton."""
+    _check_layout(x, gate_up, down, weights, chosen, **options)
+    if min(x.numel(), chosen.numel(), down.numel()) == 0:
+        return torch.zeros_like(x)
+    return experts_many(x, gate_up, down, weights, chosen, tiles=fixed_tiles(x.dtype), **options)
+
+
+def _check_layout(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+) -> None:
+    """What the kernels rely on beyond what all do."""
+    _, *biases = check_experts(x, gate_up, down, weights, chosen, **options)
+    assert all(t.shape[-1] == 1 or t.stride(-1) == 1 for t in (x, gate_up, down)), "rows must be contiguous"
+    assert all(t is None or t.is_contiguous() for t in (weights, chosen, *biases)), "must be contiguous"

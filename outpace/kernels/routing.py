@@ -1,12 +1,18 @@
 """Which experts each token goes to, and with what weight: scores, group limits, the best k, their weights."""
+# mypy: disallow-untyped-decorators=False
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from outpace.kernels.gemv import has_pdl
 from outpace.kernels.invariant import bias_act_invariant
+from outpace.kernels.triton_stub import tl, triton
+
+LOWEST = tl.constexpr(-(2**31))  # a key below that of every float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +46,13 @@ def route_ref(
 ) -> tuple[Tensor, Tensor]:
     """Weights [T, K] float32 and experts [T, K] int32 of logits [T, E], best first; ties go to the smaller index.
 
+    Experts are compared by their logits where their scores have the same order, since no two logits share a score then.
     bias [E] counts for the choice and not for the weight. A NaN is chosen last. Rows with a negative slot (slots: [T])
     are padding: they choose expert -1 with weight 0. The tokens of each expert are added to counts (int32 [E]).
     """
     check_routing(logits, routing, bias, slots, counts)
     scores = _scores(logits.float(), routing)
-    choice = scores if bias is None else scores + bias.float()
+    choice = logits.float() if _by_logits(routing, bias) else scores if bias is None else scores + bias.float()
     choice = choice.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     if routing.kept_groups < routing.groups:
         choice = _limit_groups(choice, routing)
@@ -76,6 +83,11 @@ def check_routing(
     assert bias is None or bias.shape == (experts,)
     assert slots is None or slots.shape == (tokens,)
     assert counts is None or (counts.shape, counts.dtype) == ((experts,), torch.int32)
+
+
+def _by_logits(routing: Routing, bias: Tensor | None) -> bool:
+    """Whether the order of the scores is all that the choice depends on."""
+    return bias is None and (routing.kept_groups >= routing.groups or routing.group_score == "max")
 
 
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
@@ -110,3 +122,192 @@ def _mixer_weights(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
         weights.append(left.masked_fill(far, float("-inf")).softmax(dim=1).gather(1, at))
         left = left.scatter(1, at, float("-inf"))
     return torch.cat(weights, dim=1)
+
+
+@triton.jit
+def _ordered(x: tl.tensor) -> tl.tensor:
+    """int32 in the order of the floats; NaN is as low as -inf, and the two zeros are one."""
+    x = tl.where(x != x, float("-inf"), tl.where(x == 0, 0.0, x))
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _score(x: tl.tensor, top: tl.tensor, total: tl.tensor, score: tl.constexpr) -> tl.tensor:
+    """The scores of logits; top and total are the largest of the row and the sum of exp(x - top)."""
+    if score == "softmax":
+        x = tl.exp(x - top) / total
+    elif score == "sigmoid":
+        x = tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def _choice(
+    x: tl.tensor,
+    bias_ptr: tl.tensor,
+    lane: tl.tensor,
+    inside: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    score: tl.constexpr,
+    by_logits: tl.constexpr,
+) -> tl.tensor:
+    """What the experts at these lanes are compared by, as ordered int32; LOWEST where there is no expert."""
+    if not by_logits:
+        x = _score(x, top, total, score)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, _ordered(x), LOWEST)
+
+
+@triton.jit
+def _allowed_groups(keys: tl.tensor, kept: tl.constexpr, two: tl.constexpr, block_g: tl.constexpr) -> tl.tensor:
+    """Which groups are among the best `kept`: int32 [G] of 0 and 1. keys: [G, S] of each group's experts."""
+    best = tl.max(keys, axis=1)  # [G]
+    if two:
+        member = tl.arange(0, keys.shape[1])[None, :]
+        at = tl.argmax(keys, axis=1)
+        second = tl.max(tl.where(member == at[:, None], LOWEST, keys), axis=1)
+        worth = _ordered(_float(best) + tl.where(second == LOWEST, 0.0, _float(second)))
+        best = tl.where(best == LOWEST, LOWEST, worth)
+    g = tl.arange(0, block_g)
+    # A group's rank is the number of better ones: those of more worth, or of the same and before it.
+    better = (best[None, :] > best[:, None]) | ((best[None, :] == best[:, None]) & (g[None, :] < g[:, None]))
+    return (tl.sum(better.to(tl.int32), axis=1) < kept).to(tl.int32)
+
+
+@triton.jit
+def _float(key: tl.tensor) -> tl.tensor:
+    """The float that _ordered made a key of."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr: tl.tensor,  # [T, E]
+    bias_ptr: tl.tensor,  # [E] or None
+    slots_ptr: tl.tensor,  # [T] or None
+    counts_ptr: tl.tensor,  # int32 [E] or None
+    weights_ptr: tl.tensor,  # fp32 [T, K]
+    experts_ptr: tl.tensor,  # int32 [T, K]
+    stride: tl.tensor,
+    epsilon: tl.tensor,
+    scale: tl.tensor,
+    jitter: tl.tensor,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    score: tl.constexpr,
+    by_logits: tl.constexpr,
+    renormalise: tl.constexpr,
+    groups: tl.constexpr,
+    kept_groups: tl.constexpr,
+    two: tl.constexpr,
+    pdl: tl.constexpr,
+    block: tl.constexpr,
+    block_k: tl.constexpr,
+    block_g: tl.constexpr,
+    block_s: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    lane = tl.arange(0, block)
+    inside = lane < experts
+    x = tl.load(logits_ptr + lane, mask=inside, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, axis=0)
+    total = tl.sum(tl.exp(x - top), axis=0)
+    key = _choice(x, bias_ptr, lane, inside, top, total, score, by_logits)
+    if kept_groups < groups:
+        size: tl.constexpr = experts // groups
+        g = tl.arange(0, block_g)[:, None]
+        member = tl.arange(0, block_s)[None, :]
+        there = (g < groups) & (member < size)
+        at = g * size + member
+        grouped = tl.load(logits_ptr + at, mask=there, other=float("-inf")).to(tl.float32)
+        keys = _choice(grouped, bias_ptr, at, there, top, total, score, by_logits)
+        allowed = _allowed_groups(keys, kept_groups, two, block_g)
+        mine = (lane[:, None] // size == tl.arange(0, block_g)[None, :]) & (allowed[None, :] != 0)
+        lowest = _ordered(tl.full([block], float("-inf"), tl.float32))
+        key = tl.where(inside & (tl.sum(mine.to(tl.int32), axis=1) == 0), lowest, key)
+
+    k = tl.arange(0, block_k)
+    chosen = tl.zeros([block_k], tl.int32)
+    weights = tl.zeros([block_k], tl.float32)
+    for i in tl.static_range(top_k):
+        at = tl.argmax(key, axis=0)  # the first of equal ones
+        if score == "mixer":
+            best = tl.sum(tl.where(lane == at, x, 0.0), axis=0)
+            far = ((best - x) / tl.maximum(tl.abs(x), best) > 2 * jitter) | (key == LOWEST)
+            near = tl.sum(tl.where(far, 0.0, tl.exp(x - best)), axis=0)
+            weights = tl.where(k == i, 1.0 / near, weights)
+        key = tl.where(lane == at, LOWEST, key)
+        chosen = tl.where(k == i, at, chosen)
+    real = k < top_k
+    if score != "mixer":
+        picked = tl.load(logits_ptr + chosen, mask=real, other=float("-inf")).to(tl.float32)
+        if score == "chosen":
+            picked = tl.exp(picked - tl.max(picked, axis=0))
+            weights = picked / tl.sum(picked, axis=0)
+        else:
+            weights = tl.where(real, _score(picked, top, total, score), 0.0)
+    if renormalise:
+        weights = weights / (tl.sum(weights, axis=0) + epsilon)
+    weights *= scale
+    if slots_ptr is not None:
+        padding = tl.load(slots_ptr + row) < 0
+        weights = tl.where(padding, 0.0, weights)
+        chosen = tl.where(padding, -1, chosen)
+    tl.store(weights_ptr + row * top_k + k, weights, mask=real)
+    tl.store(experts_ptr + row * top_k + k, chosen, mask=real)
+    if counts_ptr is not None:
+        tl.atomic_add(counts_ptr + chosen, 1, mask=real & (chosen >= 0), sem="relaxed")
+
+
+def route_config(experts: int) -> dict[str, int]:
+    """Warps of a row: one as long as it holds the row in registers. Not measured yet."""
+    return {"num_warps": 1 if experts <= 256 else 2}
+
+
+def route_triton(
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+    pdl: bool | None = None,
+    config: Mapping[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """route_ref in one kernel, a row for each program. pdl: as in gemv_triton; None: where the device can."""
+    check_routing(logits, routing, bias, slots, counts)
+    tokens, experts = logits.shape
+    weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
+    if tokens == 0:
+        return weights, chosen
+    assert logits.stride(1) == 1 or experts == 1, "rows must be contiguous"
+    assert all(t is None or t.is_contiguous() for t in (bias, slots, counts))
+    pdl = pdl is not False and has_pdl(logits.device)
+    _route_kernel[(tokens,)](
+        *(logits, bias, slots, counts, weights, chosen, logits.stride(0)),
+        *(routing.epsilon, routing.scale, routing.jitter),
+        experts=experts,
+        top_k=routing.top_k,
+        score=routing.score,
+        by_logits=_by_logits(routing, bias),
+        renormalise=routing.renormalise,
+        groups=routing.groups,
+        kept_groups=routing.kept_groups,
+        two=routing.group_score == "two",
+        pdl=pdl,
+        block=max(2, triton.next_power_of_2(experts)),
+        block_k=max(2, triton.next_power_of_2(routing.top_k)),
+        block_g=max(2, triton.next_power_of_2(routing.groups)),
+        block_s=max(2, triton.next_power_of_2(experts // routing.groups)),
+        **{**route_config(experts), **(config or {})},
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return weights, chosen

@@ -6,6 +6,7 @@ import secrets
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,3 +56,28 @@ def _fresh_numbers() -> None:
     seed = int(os.environ.get("OUTPACE_TEST_SEED") or secrets.randbits(32))
     logging.getLogger(__name__).warning("OUTPACE_TEST_SEED=%d repeats these inputs", seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def left_to_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies tiles as matrix units do: each output by itself, from left to right.
+
+    Its own product adds in an order that depends on the size of the tile, and knows no bfloat16.
+    """
+    if not torch.cuda.is_available():
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+            left, right = _in_fp32(a), _in_fp32(b)
+            total = d.data.copy()
+            for k in range(left.shape[1]):
+                total += left[:, k, None] * right[None, k, :]
+            return TensorHandle(total, d.dtype.scalar)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def _in_fp32(handle: Any) -> Any:
+    if handle.data.dtype == np.uint16:  # bfloat16
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)

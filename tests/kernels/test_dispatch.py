@@ -9,9 +9,11 @@ from outpace.errors import ConfigError
 from outpace.kernels import dispatch
 from outpace.kernels.activation import gated_act_ref, gated_act_triton
 from outpace.kernels.dispatch import choose_kernels
+from outpace.kernels.experts import experts_invariant, experts_torch, experts_triton
 from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
+from outpace.kernels.routing import route_ref, route_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -46,6 +48,17 @@ def test_the_linear_alone() -> None:
     kernels = choose_kernels(CUDA, {"linear": "invariant"})
     assert (kernels.linear, kernels.gemv) == (matmul_invariant, None)
     assert kernels.gated_act is gated_act_triton
+
+
+def test_experts() -> None:
+    for device in (CPU, CUDA):
+        kernels = choose_kernels(device)
+        assert (kernels.route, kernels.experts) == (route_ref, experts_torch)
+        kernels = choose_kernels(device, deterministic=True)
+        assert kernels.experts is experts_invariant
+        assert kernels.route is (route_ref if device == CPU else route_triton)
+    kernels = choose_kernels(CUDA, {"experts": "triton", "route": "triton"})
+    assert (kernels.route, kernels.experts) == (route_triton, experts_triton)
 
 
 @pytest.mark.parametrize(

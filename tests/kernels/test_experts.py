@@ -2,16 +2,37 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from outpace.kernels.experts import experts_grouped, experts_invariant, experts_one_by_one, experts_ref, experts_torch
-from tests.kernels.buffers import random_rows
+from outpace.errors import NotSupported
+from outpace.kernels.experts import (
+    experts_grouped,
+    experts_invariant,
+    experts_invariant_triton,
+    experts_one_by_one,
+    experts_ref,
+    experts_torch,
+    experts_triton,
+    prefers_few,
+)
+from outpace.kernels.experts_few import down_config, experts_few, up_config
+from outpace.kernels.experts_many import Tiles, experts_many, fixed_tiles, max_tiles, sort_pairs, tiles_for
+from tests.kernels.buffers import poisoned, random_rows
 from tests.kernels.test_activation import in_fp64
 from tests.kernels.tolerances import DTYPES, ROUNDING, assert_equal
+
+# numpy's words on what a GPU does in silence, in lanes that are not kept
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow).* encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("left_to_right"),
+]
 
 CPU = torch.device("cpu")
 TORCH = [experts_ref, experts_torch, experts_grouped, experts_one_by_one, experts_invariant]
@@ -21,7 +42,7 @@ SHAPES = [
     (1, 2, 3, 40, 24),
     (2, 3, 3, 17, 33),
     (7, 2, 8, 72, 40),
-    (33, 8, 128, 24, 16),
+    (33, 1, 128, 24, 16),
     (200, 2, 8, 40, 24),
 ]
 
@@ -171,3 +192,201 @@ def test_invariant(options: dict[str, Any], dtype: torch.dtype) -> None:
     whole = call.run(experts_invariant)
     for rows in ([0], [69], [5, 1], list(range(30, 64)), torch.randperm(70).tolist()):
         assert_equal(call.part(rows).run(experts_invariant), whole[rows])
+
+
+def small_tiles(tokens: int) -> Tiles:
+    """So that few rows make several tiles, and short rows several columns; few programs for many tokens."""
+    return Tiles(16, 32, 16, 16) if tokens < 30 else Tiles(64, 64, 32, 32)
+
+
+TILE = {"block_n": 32, "block_k": 32}
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "few": partial(experts_few, up=TILE, down_tiles=TILE),
+    "many": lambda x, *rest, **options: experts_many(x, *rest, tiles=small_tiles(len(x)), **options),
+    "invariant": experts_invariant_triton,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_kernels(
+    kernel: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if shape[0] * shape[1] > 64 and (kernel == "few" or dtype == torch.float16):
+        pytest.skip("few never has so many pairs, and each costs time")
+    bare = call_of(shape, dtype, device)
+    full = call_of(shape, dtype, device, bias=True, limit=1.0, alpha=1.7)
+    for call in (bare, full) if shape[0] < 7 else (full,):
+        got = call.run(KERNELS[kernel])
+        check(got, exact(call))
+        check(got, call.run(experts_ref).double())
+
+
+@pytest.mark.parametrize("top_k", range(1, 9))
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_every_top_k(kernel: str, top_k: int, device: torch.device) -> None:
+    call = call_of((1, top_k, 8, 24, 16), torch.float32, device, bias=True)
+    check(call.run(KERNELS[kernel]), exact(call))
+
+
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_without_gates(kernel: str, device: torch.device) -> None:
+    for act in ("gelu", "relu2"):
+        call = call_of((3, 2, 4, 40, 24), torch.float32, device, bias=True, gated=False, act=act)
+        check(call.run(KERNELS[kernel]), exact(call))
+
+
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_ids_out_of_range_and_one_expert_for_all(kernel: str, device: torch.device) -> None:
+    call = call_of((5, 3, 8, 24, 16), torch.float32, device, bias=True)
+    ids = [[-1, 3, 8], [2**31 - 1, -(2**31), 0], [-1, -1, -1], [7, 100, 6]]
+    call.chosen[:4] = torch.tensor(ids, dtype=torch.int32, device=device)
+    call.x[2] = float("nan")  # a token of padding
+    assert (call.run(KERNELS[kernel])[2] == 0).all()
+    call.x[2] = 0
+    check(call.run(KERNELS[kernel]), exact(call))
+    call.chosen[:] = 5
+    check(call.run(KERNELS[kernel]), exact(call))
+    call.chosen[:] = -1
+    assert (call.run(KERNELS[kernel]) == 0).all()
+
+
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_garbage_disturbs_no_other_token_and_nothing_around_is_read(kernel: str, device: torch.device) -> None:
+    """Weights lie among NaNs; one token is NaN, and so is whatever memory the kernels work in."""
+    call = call_of((9, 2, 4, 24, 16), torch.bfloat16, device)
+    call.gate_up, call.down = poisoned(call.gate_up, 8), poisoned(call.down, 8)
+    call.x[3] = float("nan")
+    got, rest = call.run(KERNELS[kernel]), [0, 1, 2, 4, 5, 6, 7, 8]
+    check(got[rest], exact(call.part(rest)))
+
+
+def test_tiles_change_the_speed_alone(device: torch.device) -> None:
+    call = call_of((3, 2, 4, 70, 40), torch.float32, device, bias=True)
+    want = exact(call)
+    for block_n, block_k in ((8, 16), (16, 32), (8, 128)):
+        tile = {"block_n": block_n, "block_k": block_k}
+        check(call.run(experts_few, up=tile, down_tiles=tile, pdl=True), want)
+    for tiles in (Tiles(16, 16, 16, 16), Tiles(64, 32, 64, 32, group_m=1), Tiles(32, 64, 16, 64, group_m=3)):
+        check(call.run(experts_many, tiles=tiles, pdl=True), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_invariant_by_triton(dtype: torch.dtype, device: torch.device) -> None:
+    """Bit for bit the same alone, in batches of other sizes and at other places."""
+    call = call_of((40, 2, 4, 41, 23), dtype, device, bias=True, limit=1.0, alpha=1.7)
+    whole = call.run(experts_invariant_triton)
+    for rows in ([0], [39, 5], torch.randperm(40)[:20].tolist()):
+        assert_equal(call.part(rows).run(experts_invariant_triton), whole[rows])
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 200), st.integers(1, 8), st.sampled_from([1, 3, 8, 128]), st.sampled_from([16, 64]), st.integers()
+)
+def test_sorting_is_a_bijection(
+    device: torch.device, tokens: int, top_k: int, experts: int, block_m: int, seed: int
+) -> None:
+    torch.manual_seed(seed % 2**32)
+    chosen = torch.randint(-2, experts + 2, (tokens, top_k), dtype=torch.int32, device=device)
+    if seed % 3 == 0:
+        chosen[:] = experts - 1
+    order, tiles = sort_pairs(chosen, experts, block_m)
+    ids = chosen.flatten().tolist()
+    want = sorted((pair for pair in range(len(ids)) if 0 <= ids[pair] < experts), key=lambda pair: ids[pair])
+    assert order.tolist()[: len(want)] == want  # each pair once, by expert, then in its order
+    assert tiles.shape == (3, max_tiles(len(ids), experts, block_m))
+    seen = []
+    for expert, first, end in tiles.T.tolist():
+        if expert >= 0:
+            rows = want[first : min(first + block_m, end)]
+            assert rows
+            assert {ids[pair] for pair in rows} == {expert}
+            seen += rows
+    assert seen == want
+
+
+def test_choices_are_pure_and_sane() -> None:
+    assert prefers_few(8, 128)
+    assert prefers_few(2, 8)
+    assert not prefers_few(64, 8)
+    assert not prefers_few(8192, 128)
+    for pairs, experts in ((1, 1), (100, 128), (4096, 8), (65536, 128)):
+        for dtype in DTYPES:
+            tiles = tiles_for(pairs, experts, dtype)
+            assert all(n >= 16 and n & (n - 1) == 0 for n in (tiles.block_m, tiles.up_n, tiles.down_n, tiles.block_k))
+    assert fixed_tiles(torch.bfloat16).block_m == 64
+    for depth in (1, 700, 768, 2880, 14336):
+        assert down_config(8, depth)["block_k"] <= max(128, 2 * depth)
+        assert up_config(768, depth, gated=True)["block_k"] <= max(128, 2 * depth)
+
+
+@pytest.mark.parametrize("experts", [experts_triton, experts_invariant_triton])
+def test_what_they_refuse(experts: Callable[..., Tensor], device: torch.device) -> None:
+    call = call_of((2, 2, 4, 24, 16), torch.float32, device)
+    assert call.part(slice(0, 0)).run(experts).shape == (0, 24)
+    wrongs: list[dict[str, Any]] = [
+        {"x": call.x.half()},
+        {"x": call.x[:, :8]},
+        {"chosen": call.chosen.long()},
+        {"chosen": call.chosen[:1]},
+        {"weights": call.weights.half()},
+        {"down": call.down.transpose(1, 2)},
+        {"gate_up": call.gate_up[:, :8]},
+        {"options": {"act": "silu", "limit": 1.0}},
+        {"options": {"act": "silu", "down_bias": torch.zeros(4, 16, device=device)}},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(AssertionError):
+            replace(call, **wrong).run(experts)
+    with pytest.raises(NotSupported, match="mish"):
+        replace(call, options={"act": "mish"}).run(experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "experts", [experts_torch, experts_grouped, experts_one_by_one, experts_triton, experts_invariant]
+)
+def test_a_graph_holds_them(experts: Callable[..., Tensor], device: torch.device) -> None:
+    """Captured once, replayed for tokens and experts that were not there at the capture."""
+    for tokens in (1, 7, 300):
+        call = call_of((tokens, 4, 32, 256, 128), torch.bfloat16, device, bias=True)
+        other = call_of((tokens, 4, 32, 256, 128), torch.bfloat16, device)
+        for _ in range(2):
+            call.run(experts)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call.run(experts)
+        call.x.copy_(other.x)
+        call.weights.copy_(other.weights)
+        call.chosen.copy_(other.chosen)
+        call.chosen[0, 0] = -1
+        graph.replay()
+        check(out, exact(call))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("shape", [(1, 8, 128, 2048, 768), (40, 8, 128, 2048, 768), (600, 2, 8, 1024, 1792)])
+def test_the_default_tiles_on_a_gpu(shape: tuple[int, int, int, int, int], device: torch.device) -> None:
+    call = call_of(shape, torch.bfloat16, device)
+    want = call.run(experts_ref).double()
+    for experts in (experts_torch, experts_triton, experts_many, experts_invariant):
+        check(call.run(experts), want)
+    whole = call.run(experts_invariant)
+    for rows in ([0], list(range(shape[0] // 2, shape[0]))):
+        assert_equal(call.part(rows).run(experts_invariant), whole[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_more_than_2_31_weights(device: torch.device) -> None:
+    call = call_of((3, 2, 2, 4096, 1024), torch.bfloat16, device)
+    gate_up = torch.zeros(300, 2048, 4096, dtype=torch.bfloat16, device=device)
+    down = torch.zeros(600, 4096, 1024, dtype=torch.bfloat16, device=device)[:300]
+    gate_up[-2:], down[-2:] = call.gate_up, call.down
+    far = replace(call, gate_up=gate_up, down=down, chosen=call.chosen + 298)
+    for experts in (experts_few, experts_many):
+        assert_equal(far.run(experts), call.run(experts))

@@ -3,7 +3,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +40,7 @@ TILES = [
     MatmulTiles(64, 64, 16, num_stages=2),
 ]
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+pytestmark = pytest.mark.usefixtures("left_to_right")
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 
 
@@ -49,31 +49,6 @@ def _short_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Where something is run, 256 columns already have two chunks."""
     if "device" in request.fixturenames:
         monkeypatch.setattr(matmul, "MIN_CHUNK", 128)
-
-
-@pytest.fixture(autouse=True)
-def _left_to_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies tiles as matrix units do: each output by itself, from left to right.
-
-    Its own product adds in an order that depends on the size of the tile, and knows no bfloat16.
-    """
-    if not GPU:
-        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-        def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-            left, right = _in_fp32(a), _in_fp32(b)
-            total = d.data.copy()
-            for k in range(left.shape[1]):
-                total += left[:, k, None] * right[None, k, :]
-            return TensorHandle(total, d.dtype.scalar)
-
-        monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
-def _in_fp32(handle: Any) -> Any:
-    if handle.data.dtype == np.uint16:  # bfloat16
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return handle.data.astype(np.float32)
 
 
 def random_operands(

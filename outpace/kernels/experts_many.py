@@ -1,0 +1,307 @@
+"""Experts of many tokens: pairs of a token and an expert sorted by expert, then products of tiles of one expert each.
+
+Five kernels, and the host waits for none: how large each grid is depends on shapes alone, and a program that finds no
+work ends. `count` counts the pairs of each expert; `place` lists the pairs by expert, those of one in their order, so
+that the result is always the same, and says which rows each tile has; the two products gather their rows by that list;
+`add` takes the weighted sum of each token's experts. No row of a tile depends on another one: with fixed tiles each
+token is bit for bit as if it were alone.
+"""
+# mypy: disallow-untyped-decorators=False
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.activation import activate, activate_gated, activation_kind
+from outpace.kernels.gemv import has_pdl
+from outpace.kernels.triton_stub import tl, triton
+
+PLACE_BLOCK = 4096  # pairs that a program looks at together
+ADD_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of a tile, the weight rows of the two products (of a gated one: gates and ups together), and columns."""
+
+    block_m: int
+    up_n: int
+    down_n: int
+    block_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+    group_m: int = 8
+
+
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+    """Tiles by the pairs of an expert, if all had as many. Not measured yet."""
+    rows = pairs / max(1, min(experts, pairs))
+    if dtype == torch.float32:  # no matrix instruction
+        return Tiles(16 if rows <= 16 else 32, 64, 32, 32, num_stages=2)
+    if rows <= 16:
+        return Tiles(16, 128, 64, 128)
+    if rows <= 32:
+        return Tiles(32, 128, 64, 128)
+    if rows <= 96:
+        return Tiles(64, 128, 128)
+    return Tiles(128, 256, 256, num_warps=8, num_stages=3)
+
+
+def fixed_tiles(dtype: torch.dtype) -> Tiles:
+    """The tiles that every number of tokens gets when a token must not depend on its batch."""
+    return Tiles(16, 64, 32, 32, num_stages=2) if dtype == torch.float32 else Tiles(64, 128, 128)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    chosen_ptr: tl.tensor,  # int32 [pairs]
+    counts_ptr: tl.tensor,  # int32 [E]
+    pairs: tl.tensor,
+    pdl: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.program_id(0)
+    lane = tl.arange(0, block)
+    found = tl.zeros([block], tl.int32)
+    for start in range(0, pairs, block):
+        ids = tl.load(chosen_ptr + start + lane, mask=start + lane < pairs, other=-1)
+        found += (ids == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(found, axis=0))
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _place_kernel(
+    chosen_ptr: tl.tensor,  # int32 [pairs]
+    counts_ptr: tl.tensor,  # int32 [E]
+    order_ptr: tl.tensor,  # int32 [pairs]: pairs by expert
+    tiles_ptr: tl.tensor,  # int32 [3, tiles]: expert (-1: none), first place in `order`, end of the expert's places
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    experts: tl.constexpr,
+    pdl: tl.constexpr,
+    block_m: tl.constexpr,
+    block_e: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.program_id(0)
+    lane = tl.arange(0, block)
+    e = tl.arange(0, block_e)
+    counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
+    first = tl.sum(tl.where(e < expert, counts, 0), axis=0)
+    tile = tl.sum(tl.where(e < expert, (counts + block_m - 1) // block_m, 0), axis=0)
+    if expert == experts:  # one program more says which tiles have no rows
+        for start in range(tile, tiles, block):
+            tl.store(tiles_ptr + start + lane, -1, mask=start + lane < tiles)
+    else:
+        count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
+        own = (count + block_m - 1) // block_m
+        for start in range(0, own, block):
+            mask = start + lane < own
+            ptrs = tiles_ptr + tile + start + lane
+            tl.store(ptrs, expert, mask=mask)
+            tl.store(ptrs + tiles, first + (start + lane) * block_m, mask=mask)
+            tl.store(ptrs + 2 * tiles, first + count, mask=mask)
+        if count > 0:
+            place = first
+            for start in range(0, pairs, block):
+                ids = tl.load(chosen_ptr + start + lane, mask=start + lane < pairs, other=-1)
+                here = (ids == expert).to(tl.int32)
+                tl.store(order_ptr + place + tl.cumsum(here, axis=0) - 1, start + lane, mask=here != 0)
+                place += tl.sum(here, axis=0)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _grouped_kernel(
+    x_ptr: tl.tensor,  # [T, K]: `gather`; else [pairs, K] in the order of the list
+    weight_ptr: tl.tensor,  # [E, N, K]; gated: [E, 2N, K]
+    bias_ptr: tl.tensor,  # [E, N] or [E, 2N], or None
+    order_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    out_ptr: tl.tensor,  # [pairs, N]: in the order of the list if `gather`, else of the pairs
+    tiles: tl.tensor,
+    outputs: tl.tensor,
+    depth: tl.tensor,
+    x_stride: tl.tensor,
+    expert_stride: tl.tensor,
+    row_stride: tl.tensor,
+    gather: tl.constexpr,
+    top_k: tl.constexpr,
+    activation: tl.constexpr,
+    gated: tl.constexpr,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
+    even: tl.constexpr,
+    pdl: tl.constexpr,
+    group_m: tl.constexpr,
+    block_m: tl.constexpr,
+    tile_n: tl.constexpr,
+    block_k: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    block_n: tl.constexpr = tile_n // 2 if gated else tile_n
+    band = group_m * tl.cdiv(outputs, block_n)  # programs of one group of row tiles
+    lowest = tl.program_id(0) // band * group_m
+    height = tl.minimum(tiles - lowest, group_m)
+    turn = tl.program_id(0) % band
+    tile = lowest + turn % height
+    expert = tl.load(tiles_ptr + tile)
+    if expert >= 0:
+        far = expert.to(tl.int64)  # a stack may have more than 2**31 weights
+        m = tl.load(tiles_ptr + tiles + tile) + tl.arange(0, block_m)  # [M] places in the list
+        live = m < tl.load(tiles_ptr + 2 * tiles + tile)
+        pair = tl.load(order_ptr + m, mask=live, other=0)
+        begin = turn // height * block_n
+        lane = tl.arange(0, tile_n)
+        if gated:  # gate and up rows in turn
+            row = tl.minimum(begin + lane // 2, outputs - 1) + lane % 2 * outputs
+        else:
+            row = tl.minimum(begin + lane, outputs - 1)
+        col = tl.arange(0, block_k)[None, :]
+        source = pair // top_k if gather else m
+        x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + col
+        weight_ptrs = weight_ptr + far * expert_stride + row.to(tl.int64)[:, None] * row_stride + col
+        y = tl.zeros([block_m, tile_n], tl.float32)
+        for k in range(0, depth, block_k):
+            if even:
+                x = tl.load(x_ptrs + k, mask=live[:, None], other=0.0)
+                weight = tl.load(weight_ptrs + k)
+            else:
+                x = tl.load(x_ptrs + k, mask=live[:, None] & (k + col < depth), other=0.0)
+                weight = tl.load(weight_ptrs + k, mask=k + col < depth, other=0.0)
+            y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + far * (2 * outputs if gated else outputs) + row).to(tl.float32)[None, :]
+        if gated:
+            gate, up = tl.split(tl.reshape(y, [block_m, block_n, 2]))
+            y = activate_gated(gate, up, activation, limit, alpha)
+        elif activation is not None:
+            y = activate(y, activation)
+        n = begin + tl.arange(0, block_n)[None, :]
+        target = m if gather else pair
+        out_ptrs = out_ptr + target.to(tl.int64)[:, None] * outputs + n
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < outputs))
+
+
+@triton.jit
+def _add_kernel(
+    y_ptr: tl.tensor,  # [T * K, H]; rows of pairs without an expert were never written
+    weights_ptr: tl.tensor,  # fp32 [T, K]
+    chosen_ptr: tl.tensor,  # int32 [T, K]
+    out_ptr: tl.tensor,  # [T, H]
+    experts: tl.tensor,
+    width: tl.tensor,
+    top_k: tl.constexpr,
+    pdl: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * block + tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for k in tl.static_range(top_k):
+        pair = token * top_k + k
+        expert = tl.load(chosen_ptr + pair)
+        found = (expert >= 0) & (expert < experts)
+        y = tl.load(y_ptr + pair * width + col, mask=col < tl.where(found, width, 0), other=0.0).to(tl.float32)
+        total += tl.where(found, y * tl.load(weights_ptr + pair), 0.0)
+    tl.store(out_ptr + token * width + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
+
+
+def max_tiles(pairs: int, experts: int, block_m: int) -> int:
+    """Tiles of `block_m` rows that `pairs` pairs can need: each expert that has any wastes less than one."""
+    return (pairs + min(pairs, experts) * (block_m - 1)) // block_m
+
+
+def sort_pairs(chosen: Tensor, experts: int, block_m: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """The pairs of chosen [T, K] by expert, each expert's in their order, and the tiles of `block_m` of them.
+
+    int32 [T * K], whose end is not written if there are pairs without an expert, and int32 [3, tiles]: the expert of
+    each tile (-1: no rows), its first place in the list, and the place where its expert ends.
+    """
+    pairs = chosen.numel()
+    tiles = max_tiles(pairs, experts, block_m)
+    counts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    places = torch.empty((3, tiles), dtype=torch.int32, device=chosen.device)
+    block = max(128, min(PLACE_BLOCK, triton.next_power_of_2(pairs)))
+    both = {"pdl": pdl, "block": block, "num_warps": min(8, max(1, block // 256)), **_launch(pdl)}
+    _count_kernel[(experts,)](chosen, counts, pairs, **both)
+    block_e = max(2, triton.next_power_of_2(experts))
+    _place_kernel[(experts + 1,)](
+        *(chosen, counts, order, places, pairs, tiles), experts=experts, block_m=block_m, block_e=block_e, **both
+    )
+    return order, places
+
+
+def _launch(pdl: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if pdl else {}
+
+
+def experts_many(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    act: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float | None = None,
+    gated: bool = True,
+    tiles: Tiles | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """experts_ref in five kernels. pdl: as in gemv_triton; None: for few tokens."""
+    (tokens, hidden), (experts, _, inner), top_k = x.shape, down.shape, chosen.shape[1]
+    pairs = tokens * top_k
+    tiles = tiles or tiles_for(pairs, experts, x.dtype)
+    pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
+    order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
+    h, y, out = (
+        torch.empty(shape, dtype=x.dtype, device=x.device)
+        for shape in ((pairs, inner), (pairs, hidden), (tokens, hidden))
+    )
+
+    def product(a: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor, tile_n: int, first: bool) -> None:
+        """One of the two products; the first has rows of x, and the activation."""
+        (width, depth), count = (into.shape[1], a.shape[1]), places.shape[1]
+        halves = 2 if first and gated else 1
+        _grouped_kernel[(count * triton.cdiv(width, tile_n // halves),)](
+            *(a, weight, bias, order, places, into, count, width, depth),
+            *(0 if len(a) == 1 else a.stride(0), weight.stride(0), weight.stride(1)),
+            gather=first,
+            top_k=top_k,
+            activation=activation_kind(act) if first else None,
+            gated=first and gated,
+            limit=limit if first else None,
+            alpha=alpha if first else None,
+            even=depth % tiles.block_k == 0,
+            pdl=pdl,
+            group_m=tiles.group_m,
+            block_m=tiles.block_m,
+            tile_n=tile_n,
+            block_k=tiles.block_k,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            **_launch(pdl),
+        )
+
+    product(x, gate_up, gate_up_bias, h, tiles.up_n, True)
+    product(h, down, down_bias, y, tiles.down_n, False)
+    _add_kernel[(tokens, triton.cdiv(hidden, ADD_BLOCK))](
+        *(y, weights, chosen, out, experts, hidden), top_k=top_k, pdl=pdl, block=ADD_BLOCK, **_launch(pdl)
+    )
+    return out

@@ -1,0 +1,113 @@
+"""Compiles kernels for a GPU that is not there: what a launcher would launch is compiled for it instead.
+
+Triton's interpreter runs kernels, but checks neither types nor shapes as its compiler does. Run as a program in which
+TRITON_INTERPRET is not set: `python -m tests.kernels.compiling`. Every line it prints is one compiled kernel.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+TARGET = ("cuda", 90, 32)  # Hopper
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel needs of the device."""
+
+    name: str
+    warps: int
+    stages: int
+    shared: int
+    registers: int
+    stack: int
+    """Bytes of local memory: registers that did not fit."""
+
+
+class NoGPU:
+    """As much of Triton's driver as its compiler asks for."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(*TARGET)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compile_instead() -> Iterator[list[Compiled]]:
+    """Inside, launches compile: what they compiled is in the list. Tensors may be on the meta device."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    done: dict[int, Compiled] = {}
+    found: list[Compiled] = []
+
+    def compile_one(kernel: Any, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            made = kernel.run(*args, grid=grid, warmup=True, **options)
+            if id(made) not in done:
+                done[id(made)] = resources(made)
+                found.append(done[id(made)])
+
+        return launch
+
+    pdl = [m for name, m in sys.modules.items() if name.startswith("outpace.kernels") and "has_pdl" in vars(m)]
+    triton.runtime.driver.set_active(NoGPU())
+    with mock.patch.object(JITFunction, "__getitem__", compile_one):
+        for module in pdl:
+            vars(module)["has_pdl"] = lambda device: True
+        yield found
+
+
+def resources(kernel: Any) -> Compiled:
+    """What the compiler's own tool says of a compiled kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    meta = kernel.metadata
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    numbers = dict(word.split(":") for word in told.stdout.split() if word.count(":") == 1 and word[-1].isdigit())
+    return Compiled(meta.name, meta.num_warps, meta.num_stages, meta.shared, int(numbers["REG"]), int(numbers["STACK"]))
+
+
+def kernels() -> set[str]:
+    """The names of all kernels of the package that have been imported."""
+    from triton.runtime.jit import JITFunction
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("outpace.kernels")]
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
+    return {value.__name__ for value in values if value.__name__.endswith("_kernel")}
+
+
+def main() -> None:
+    """Compile everything that tests/kernels/launches.py launches; last, say which kernels it did not launch."""
+    from tests.kernels import launches
+
+    left = kernels()
+    for launch in launches.ALL:
+        with compile_instead() as found:
+            launch()
+        for kernel in found:
+            left.discard(kernel.name)
+            print(json.dumps(asdict(kernel)), flush=True)
+    print(json.dumps(sorted(left)))
+
+
+if __name__ == "__main__":
+    main()

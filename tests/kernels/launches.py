@@ -1,0 +1,125 @@
+"""Launches of every kernel at the shapes of real models, on the meta device: nothing is computed, all is compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.activation import bias_act_triton, gated_act_triton
+from outpace.kernels.attention_decode import paged_attention_decode
+from outpace.kernels.attention_prefill import paged_attention_prefill
+from outpace.kernels.draw import draw_triton
+from outpace.kernels.embedding import embed_triton
+from outpace.kernels.experts_few import experts_few
+from outpace.kernels.experts_many import experts_many, fixed_tiles, tiles_for
+from outpace.kernels.gather import gather_rows_triton
+from outpace.kernels.gemv import gemv_triton
+from outpace.kernels.layer_norm import layer_norm_triton
+from outpace.kernels.matmul import matmul_invariant_triton
+from outpace.kernels.ragged import ragged_inputs_triton
+from outpace.kernels.rms_norm import rms_norm_triton
+from outpace.kernels.rotary import rope_and_cache_triton
+from outpace.kernels.routing import Routing, route_triton
+from outpace.kernels.softmax import softmax_triton
+
+BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def routing() -> None:
+    """Each score, with and without groups, bias, padding and counts."""
+    for routing, experts, dtype in (
+        (Routing(top_k=8, renormalise=True), 128, BF16),
+        (Routing(top_k=4, score="chosen"), 32, FP16),
+        (Routing(top_k=2, score="mixer", jitter=0.01), 16, FP32),
+        (Routing(top_k=6, groups=8, kept_groups=3, scale=16.0), 160, FP32),
+    ):
+        route_triton(meta(33, experts, dtype=dtype), routing)
+    three = Routing(
+        top_k=8, score="sigmoid", groups=8, kept_groups=4, group_score="two", renormalise=True, epsilon=1e-20
+    )
+    bias, slots, counts = meta(256, dtype=FP32), meta(33, dtype=INT64), meta(256, dtype=INT32)
+    route_triton(meta(33, 256, dtype=FP32), three, bias, slots=slots, counts=counts)
+
+
+def moe(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype = BF16, **options: Any) -> Any:
+    """The arguments of experts."""
+    top_k, experts, hidden, inner = shape
+    rows = inner * (2 if options.get("gated", True) else 1)
+    if options.get("limit"):
+        options |= {"gate_up_bias": meta(experts, rows), "down_bias": meta(experts, hidden)}
+    weights, chosen = meta(tokens, top_k, dtype=FP32), meta(tokens, top_k, dtype=INT32)
+    stacks = meta(experts, rows, hidden, dtype=dtype), meta(experts, hidden, inner, dtype=dtype)
+    return (meta(tokens, hidden, dtype=dtype), *stacks, weights, chosen), {"act": "silu", **options}
+
+
+MIXTRAL, QWEN, GPT_OSS, ODD = (2, 8, 4096, 14336), (8, 128, 2048, 768), (4, 32, 2880, 2880), (3, 5, 300, 77)
+CLAMPED: dict[str, Any] = {"limit": 7.0, "alpha": 1.702}
+
+
+def few() -> None:
+    """The kernels of few tokens: three models, other dtypes, odd widths, no gates."""
+    calls = (moe(1, MIXTRAL), moe(1, QWEN), moe(2, GPT_OSS, **CLAMPED), moe(3, ODD, FP32, gated=False))
+    for args, options in calls:
+        experts_few(*args, **options)
+
+
+def many() -> None:
+    """The kernels of many tokens with the tiles of every number of rows."""
+    for (args, options), tiles in (
+        (moe(16, QWEN), None),
+        (moe(512, QWEN), tiles_for(32, 1, BF16)),
+        (moe(8192, MIXTRAL), None),
+        (moe(32, GPT_OSS, **CLAMPED), fixed_tiles(BF16)),
+        (moe(100, ODD, FP32, gated=False), None),
+    ):
+        experts_many(*args, **options, tiles=tiles)
+
+
+def products() -> None:
+    """Linear layers of few rows, and those that do not depend on the batch."""
+    x, norm = meta(1, 4096), meta(4096)
+    gemv_triton(x, meta(28672, 4096), norm_weight=norm, eps=1e-5, activation="silu")
+    gemv_triton(meta(2, 4096), meta(4096, 4096), bias=norm, add=meta(2, 4096))
+    for rows in (1, 200):
+        matmul_invariant_triton(meta(rows, 4096), meta(6144, 4096))
+
+
+def rows() -> None:
+    """Norms, activations and what else takes rows one by one."""
+    x, weight = meta(33, 4096), meta(4096)
+    rms_norm_triton(x, weight, 1e-5, residual=x, residual_out=x, out=x)
+    layer_norm_triton(x, weight, weight, 1e-5, residual=x)
+    gated_act_triton(x, "silu")
+    bias_act_triton(x, weight, "gelu_tanh")
+    softmax_triton(x, lengths=meta(33, dtype=INT32))
+    gather_rows_triton(x, meta(5, dtype=INT64))
+    embed_triton(meta(33, dtype=INT64), meta(1000, 4096))
+
+
+def sampling() -> None:
+    """The draw of a token, and the inputs of a step."""
+    floats, ints = meta(8, dtype=FP32), meta(8, dtype=INT64)
+    draw_triton(meta(8, 128256), floats, ints, floats, floats, ints, ints)
+    table, row = meta(8, 64, dtype=INT32), meta(3, dtype=INT32)
+    ragged_inputs_triton(meta(8, 4096, dtype=INT32), table, row, row, meta(4, dtype=INT32), 16, 64)
+
+
+def attention() -> None:
+    """Rotation, and attention over pages: decode in one part and in several, and prompts."""
+    heads: dict[str, int] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rotary_dim": 128}
+    k, v = meta(100, 64, 8, 128), meta(100, 64, 8, 128)
+    cos, at = meta(4096, 64, dtype=FP32), meta(33, dtype=INT64)
+    rope_and_cache_triton(meta(33, 48 * 128), cos, cos, at, at, k, v, **heads)  # type: ignore[arg-type]
+    table, lens, cu_q = meta(3, 8, dtype=INT32), meta(3, dtype=INT32), meta(4, dtype=INT32)
+    for splits in (1, 4):
+        paged_attention_decode(meta(3, 32, 128), k, v, table, lens, cu_q, scale=0.1, num_splits=splits)
+    paged_attention_prefill(meta(300, 32, 128), k, v, table, lens, cu_q, 100, scale=0.1)
+
+
+ALL: tuple[Callable[[], None], ...] = (routing, few, many, products, rows, sampling, attention)
