@@ -19,6 +19,7 @@ from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.bars import progress
 from outpace.loading.build import Found, Loaded, find
 from outpace.loading.dtypes import default_dtype
+from outpace.loading.fill import Before, check_buffers, drop, fill, settle
 from outpace.loading.inspect import (
     ModelInfo,
     check_model,
@@ -29,7 +30,6 @@ from outpace.loading.inspect import (
 )
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
-from outpace.loading.place import Before, check_buffers, drop, fill, settle
 from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.loading.save import save_shards
 from outpace.loading.skeleton import outside, with_buffers

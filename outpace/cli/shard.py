@@ -16,7 +16,7 @@ from outpace.errors import ConfigError, NotSupportedYet
 if TYPE_CHECKING:
     import torch
 
-    from outpace.loading.shard import Written
+    from outpace.loading.write_shards import Written
 
 
 def command(

@@ -23,12 +23,12 @@ from outpace.loading.bars import progress
 from outpace.loading.checkpoint import fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
+from outpace.loading.fill import Before, fill
 from outpace.loading.gguf import read_gguf
 from outpace.loading.inspect import encoder_decoder, use_engine
 from outpace.loading.layout import find_layout
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
-from outpace.loading.place import Before, fill
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
 from outpace.loading.skeleton import outside, skeleton

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from outpace.errors import ModelError, OutpaceError
-from outpace.loading.whole import new_folder, partial_prefix
+from outpace.loading.new_folder import new_folder, partial_prefix
 
 PROVENANCE = "outpace.json"
 _RUST_OS_ERROR = re.compile(r"([^:\s][^:]*) \(os error \d+\)")

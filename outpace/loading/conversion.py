@@ -19,9 +19,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from outpace.errors import ModelError
 from outpace.loading.problems import line
-from outpace.loading.read import read
+from outpace.loading.read_source import read
 from outpace.loading.regions import Inexpressible
-from outpace.loading.trace import Traced
+from outpace.loading.traced import Traced
 from outpace.loading.weights import Piece, Source
 
 _Parts = list[tuple[str, Source]]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from outpace.errors import ModelError
 from outpace.loading import conversion
 from outpace.loading.dtypes import short
-from outpace.loading.read import same
+from outpace.loading.read_source import same
 from outpace.loading.weights import Source, Weights
 from outpace.log import chosen, logger
 

@@ -7,10 +7,10 @@ from typing import Any
 from outpace.errors import ModelError
 from outpace.loading.checkpoint import local_path
 from outpace.loading.descriptor import Descriptor, read_descriptor
+from outpace.loading.join_ranks import RankPart, Shape, Splits, Wanted, join_parts, join_ranks, read_parts
 from outpace.loading.layout import DESCRIPTOR, Layout, find_layout, lone_safetensors, read_index
 from outpace.loading.safetensors_file import sources_of
 from outpace.loading.safetensors_header import read_header
-from outpace.loading.shards import Part, Shape, Splits, Wanted, join_parts, join_ranks, read_parts
 from outpace.loading.torch_file import RankFile, read_rank, read_torch
 from outpace.loading.training import find_ranks
 from outpace.loading.weights import Source, Weights
@@ -98,7 +98,7 @@ def _of_file(path: Path) -> Mapping[str, Source]:
     return sources
 
 
-def _of_safetensors(path: Path) -> tuple[dict[str, Source], dict[str, Part]]:
+def _of_safetensors(path: Path) -> tuple[dict[str, Source], dict[str, RankPart]]:
     header = read_header(path)
     parts = read_parts(path, header.metadata[_PARTS]) if _PARTS in header.metadata else {}
     if unknown := parts.keys() - header.entries.keys():
@@ -154,7 +154,7 @@ def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
 def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:
     """The tensors of files of ranks: those of `outpace shard` say what they hold, of others their shapes tell."""
     ranks: list[dict[str, Source]] = []
-    parts: dict[str, list[tuple[Part, Source]]] = {}
+    parts: dict[str, list[tuple[RankPart, Source]]] = {}
     for files in found.ranks:
         own: list[tuple[Path, Mapping[str, Source]]] = []
         for path in files:

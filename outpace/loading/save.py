@@ -24,8 +24,8 @@ from outpace.loading.names import match
 from outpace.loading.open import open_weights
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default
-from outpace.loading.shard import Progress, Written, check_out, write_shards
 from outpace.loading.weights import Piece, Source
+from outpace.loading.write_shards import Progress, Written, check_out, write_shards
 from outpace.log import chosen
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.vocab", "*.bpe", "additional_chat_templates/*")

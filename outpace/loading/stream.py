@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.loading.fit import Job, Run, as_rows, flat
+from outpace.loading.jobs import Job, Run, as_rows, flat
 from outpace.loading.weights import Extent
 
 CHUNK = 8 << 20  # bytes that are read at once

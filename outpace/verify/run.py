@@ -17,8 +17,8 @@ from outpace.inject.modules import FusedLayer
 from outpace.inject.policies import by_class
 from outpace.loading.build import Loaded, load
 from outpace.loading.dtypes import short
+from outpace.loading.fill import to_dtype
 from outpace.loading.inspect import ModelInfo, check_model, describe, encoder_decoder
-from outpace.loading.place import to_dtype
 from outpace.log import chosen
 from outpace.verify.compare import WITHOUT_REFERENCE, Observed, compare, rule
 from outpace.verify.prompts import Inputs, make_prompts, new_tokens

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from outpace.cli.app import app, main
 from outpace.loading.open import open_weights
-from outpace.loading.read import read
+from outpace.loading.read_source import read
 
 FILES = ["non_tp.safetensors", "tp_00.safetensors", "tp_01.safetensors"]
 

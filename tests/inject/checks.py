@@ -13,7 +13,7 @@ from outpace.inject.paged import Batch, PagedModel
 from outpace.inject.plan import make_plan
 from outpace.inject.policies import by_class
 from outpace.kernels.dispatch import choose_kernels
-from outpace.loading.place import Before, settle
+from outpace.loading.fill import Before, settle
 from outpace.runner.decode import PagedDecoder
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.loading import read as loading
+from outpace.loading import read_source
 from outpace.loading.open import open_weights
 from outpace.loading.weights import Source, Weights
 from tests.models import tiny
@@ -30,7 +30,7 @@ def read(source: Source) -> Tensor:
         assert piece.dtype == source.dtype
         written[piece.into] += 1
     assert bool((written == 1).all())
-    return loading.read(source)
+    return read_source.read(source)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -15,7 +15,7 @@ from transformers.core_model_loading import Chunk, Interleave, Transpose, Weight
 
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
-from outpace.loading.read import read
+from outpace.loading.read_source import read
 from outpace.loading.weights import Source
 from tests.loading import checkpoints
 from tests.loading.skeletons import ALL, make, memory, skeleton

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outpace.loading import regions
-from outpace.loading.read import read, same
+from outpace.loading.read_source import read, same
 from outpace.loading.regions import Inexpressible
 from outpace.loading.weights import Extent, Piece, Source
 
@@ -99,7 +99,7 @@ def test_only_the_rows_of_a_cut_are_read(stored: Stored) -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (5, 3), (0, 3)])
 def test_comparing(stored: Stored, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    monkeypatch.setattr("outpace.loading.read._AT_ONCE", 24)  # two rows of the matrix
+    monkeypatch.setattr("outpace.loading.read_source._AT_ONCE", 24)  # two rows of the matrix
     values = torch.randn(shape)
     first, second = stored.add(values), stored.add(values)
     assert same(first, first, torch.float32)

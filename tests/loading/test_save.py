@@ -14,7 +14,7 @@ from outpace.errors import InputError, ModelError, NotSupported, OutpaceError
 from outpace.inject.split import split_model
 from outpace.loading.build import find
 from outpace.loading.open import open_weights
-from outpace.loading.read import read
+from outpace.loading.read_source import read
 from outpace.loading.save import save_shards, shard_model
 from tests.loading.tiny import tiny_model, write_gguf
 from tests.models import CYCLE, byte_tokenizer, chain_model, tiny

@@ -18,8 +18,8 @@ from torch import Tensor
 from outpace.errors import ModelError
 from outpace.inject.recipe import Pairs, Part, Recipe, RowOrder, Slice
 from outpace.loading import stream as streaming
-from outpace.loading.fit import jobs
-from outpace.loading.place import write
+from outpace.loading.fill import write
+from outpace.loading.jobs import jobs
 from outpace.loading.regions import cut, join
 from outpace.loading.stream import stream
 from outpace.loading.weights import Extent, Piece, Source, stored_bytes

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from outpace.loading.dtypes import default_dtype
-from outpace.loading.place import to_dtype
+from outpace.loading.fill import to_dtype
 from tests.models import tiny
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from outpace.errors import InputError, OutpaceError
 from outpace.loading.dtypes import short
 from outpace.loading.layout import DESCRIPTOR
-from outpace.loading.read import read
+from outpace.loading.new_folder import new_folder
+from outpace.loading.read_source import read
 from outpace.loading.regions import cut
 from outpace.loading.safetensors_write import SafetensorsWriter
 from outpace.loading.weights import Extent, Piece, Source
-from outpace.loading.whole import new_folder
 from outpace.parallel.spans import Split
 
 WHOLE = "non_tp.safetensors"

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from outpace.errors import ModelError
 from outpace.inject.modules import Made
 from outpace.inject.recipe import Part, Recipe
-from outpace.loading.fit import jobs
 from outpace.loading.inspect import kept_in_fp32
-from outpace.loading.read import read
+from outpace.loading.jobs import jobs
+from outpace.loading.read_source import read
 from outpace.loading.skeleton import own_dtypes, set_dtype
 from outpace.loading.stream import Advance, stream
 from outpace.loading.weights import Source

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outpace.errors import InputError, NotSupported, OutpaceError
-from outpace.loading import shard
-from outpace.loading.read import read
+from outpace.loading import write_shards as shard
+from outpace.loading.read_source import read
 from outpace.loading.safetensors_file import read_safetensors
 from outpace.loading.safetensors_write import SafetensorsWriter
-from outpace.loading.shard import write_shards
 from outpace.loading.weights import Piece, Source
+from outpace.loading.write_shards import write_shards
 from outpace.parallel.spans import Split
 
 TENSORS: Mapping[str, Tensor] = {

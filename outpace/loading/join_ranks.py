@@ -43,7 +43,7 @@ def join_ranks(
         where, parts = f"{origin}: {name[:200]!r}", [rank[name] for rank in ranks]
         shape, split = wanted.shape(name), splits.get(name)
         if shape is not None and split is not None and _fits(split, parts, shape):
-            held = [Part(shape, split.dim, spans) for spans in split.spans]
+            held = [RankPart(shape, split.dim, spans) for spans in split.spans]
             joined[name] = join_parts(where, list(zip(held, parts, strict=True)))
         else:
             joined[name] = _join(where, name, parts, shape, version)
@@ -135,7 +135,7 @@ def _by_name(where: str, name: str, parts: list[Source]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """Which part of a whole tensor a file of `outpace shard` holds: ranges of one dimension, one after another."""
 
     shape: Shape
@@ -143,7 +143,7 @@ class Part:
     ranges: tuple[tuple[int, int], ...]
 
 
-def read_parts(path: object, text: str) -> dict[str, Part]:
+def read_parts(path: object, text: str) -> dict[str, RankPart]:
     """The parts that the metadata of a file describe."""
     try:
         return {name: _part(value) for name, value in parse(text.encode()).items()}
@@ -153,17 +153,17 @@ def read_parts(path: object, text: str) -> dict[str, Part]:
         ) from error
 
 
-def _part(found: Any) -> Part:
+def _part(found: Any) -> RankPart:
     shape, dim, ranges = found["shape"], found["dim"], [tuple(each) for each in found["ranges"]]
     numbers = [*shape, dim, *(bound for each in ranges for bound in each)]
     if len(found) != 3 or any(type(number) is not int or number < 0 for number in numbers) or dim >= len(shape):
         raise ValueError("they are not a shape, a dimension and ranges")
     if any(len(each) != 2 or not each[0] <= each[1] <= shape[dim] for each in ranges):
         raise ValueError("a range is not [start, stop] inside the shape")
-    return Part(tuple(shape), dim, tuple(ranges))
+    return RankPart(tuple(shape), dim, tuple(ranges))
 
 
-def join_parts(where: str, held: Sequence[tuple[Part, Source]]) -> Source:
+def join_parts(where: str, held: Sequence[tuple[RankPart, Source]]) -> Source:
     """The whole of parts that say what they are. What several hold is taken once; together they cover all of it."""
     part, first = held[0]
     stretches: list[tuple[int, int, int, Source]] = []
