@@ -163,6 +163,15 @@ class LLM:
         """What is used where no parameters are given: the model's generation config, see `generation_config`."""
         return self.engine.default_sampling_params
 
+    def expert_load(self) -> torch.Tensor:
+        """Tokens that each expert has had since the start, [layers that have experts, experts], int64.
+
+        [0, 0] for a model without experts. It waits for the step that runs.
+        """
+        with self._lock:
+            experts = self.engine.experts
+            return torch.zeros(0, 0, dtype=torch.int64) if experts is None else experts.read()
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer."""
         return self._need_tokenizer("get_tokenizer")

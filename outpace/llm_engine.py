@@ -15,6 +15,7 @@ from outpace.cache.block_pool import BlockPool
 from outpace.errors import InputError, ModelError, NotSupported
 from outpace.log import logger
 from outpace.prepare import PagedParts
+from outpace.runner.expert_load import ExpertLoad
 from outpace.runner.start import start_runner
 from outpace.runner.threads import for_engine
 from outpace.scheduler import Scheduler
@@ -33,6 +34,8 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self._parts = parts
         self._config = parts.config
+        self.experts = ExpertLoad.of(parts.module, parts.device)
+        """Tokens of each expert; None: the model has none."""
         self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self._runner = self._started.runner
         self._threads = for_engine(parts.device, deterministic=parts.config.deterministic)
@@ -166,6 +169,8 @@ class LLMEngine:
                 self._threads.before_step()
             step = self._scheduler.schedule()
             self._in_flight.append(self._runner.launch(step))
+            if self.experts is not None:
+                self.experts.keep_up(self.totals.prefill_tokens + self.totals.decode_tokens)
             ahead = 1 if self._overlap and step.sequences else 0
             changed: dict[str, RequestOutput] = {}
             while len(self._in_flight) > ahead:

@@ -11,6 +11,7 @@ from torch import nn
 
 from outpace.bench.limits import Speed
 from outpace.bench.workload import Item
+from outpace.inject.experts import MixtureOfExperts
 from outpace.inject.interface import InterfaceModel
 from outpace.inject.modules import FusedLayer
 from outpace.kernels.dispatch import choose_kernels
@@ -85,6 +86,11 @@ class Cost:
         touched = (count * kind.weight_bytes * kind.touched(tokens) for kind, count in self.experts)
         return self.weight_bytes + sum(touched)
 
+    def touched(self, tokens: float) -> float | None:
+        """Experts of a layer that so many tokens go to, the mean of all layers that have some; None: none has."""
+        layers = sum(count for _, count in self.experts)
+        return sum(count * kind.touched(tokens) for kind, count in self.experts) / layers if layers else None
+
     def kv_bytes(self, begin: int, end: int) -> int:
         """Read by decodes that see begin, begin + 1, .. end - 1 tokens."""
         return sum(count * kind.kv_bytes * _seen(begin, end, kind.window) for kind, count in self.attention)
@@ -136,37 +142,55 @@ def ideal_steps(outputs: Sequence[int], max_num_seqs: int) -> list[int]:
 
 def cost_of(module: nn.Module) -> Cost | None:
     """The numbers of a model that has been started; None if it does not say how many experts a token goes to."""
-    info = describe(module)
-    if info.num_experts and not info.experts_per_token:
-        return None
     model: Any = module
+    stacks = _fused_stacks(module) or _own_stacks(module)
+    if stacks is None:
+        return None
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     tied = embedding.data_ptr() == head.data_ptr()
-    stacks = _stacks(module, info.num_experts)
-    stacked = {weight.data_ptr() for stack in stacks for weight in stack}
+    stacked = {weight.data_ptr() for stack in stacks for weight in stack.weights}
     total = {weight.data_ptr(): weight for weight in module.parameters() if weight.data_ptr() not in stacked}.values()
     unread = 0 if tied else embedding.nbytes
     weights = sum(weight.numel() for weight in total) - head.numel() - (0 if tied else embedding.numel())
-    of_one_expert = sum(weight[0].numel() for stack in stacks for weight in stack)
+    active = sum(stack.top_k * weight[0].numel() for stack in stacks for weight in stack.weights)
     kinds = Counter(
-        Experts(info.num_experts, info.experts_per_token, sum(weight[0].nbytes for weight in stack)) for stack in stacks
+        Experts(stack.total, stack.top_k, sum(weight[0].nbytes for weight in stack.weights)) for stack in stacks
     )
     return Cost(
         weight_bytes=sum(weight.nbytes for weight in total) - unread,
-        token_flops=2 * (weights + info.experts_per_token * of_one_expert),
+        token_flops=2 * (weights + active),
         head_flops=2 * head.numel(),
         attention=tuple(Counter(_attention(module)).items()),
         experts=tuple(kinds.items()),
     )
 
 
-def _stacks(module: nn.Module, num_experts: int) -> list[list[nn.Parameter]]:
-    """For each module that holds experts their weights; in each of them the first dimension is the expert."""
-    found = []
+class _Stack(NamedTuple):
+    """Weights of the experts of one layer; in each of them the first dimension is the expert."""
+
+    weights: list[nn.Parameter]
+    total: int
+    top_k: int
+
+
+def _fused_stacks(module: nn.Module) -> list[_Stack]:
+    mixtures = (each for each in module.modules() if isinstance(each, MixtureOfExperts))
+    return [
+        _Stack(list(each.experts.parameters()), each.experts.num_experts, each.router.routing.top_k)
+        for each in mixtures
+    ]
+
+
+def _own_stacks(module: nn.Module) -> list[_Stack] | None:
+    """Those of a model that keeps its own experts; None if its config does not say how many are used."""
+    info, found = describe(module), []
+    if info.num_experts and not info.experts_per_token:
+        return None
     for each in module.modules():
-        own = [weight for weight in each.parameters(recurse=False) if weight.dim() > 1 and len(weight) == num_experts]
+        own = [weight for weight in each.parameters(recurse=False) if weight.dim() > 1]
+        own = [weight for weight in own if len(weight) == info.num_experts]
         if any(weight.dim() == 3 for weight in own):
-            found.append(own)
+            found.append(_Stack(own, info.num_experts, info.experts_per_token))
     return found
 
 

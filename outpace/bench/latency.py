@@ -10,6 +10,7 @@ from outpace.errors import InputError
 from outpace.types import SamplingParams
 
 WARM_UPS = 2
+COUNTED = 32  # tokens of each request after which the experts that a step touches are known
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
 
@@ -26,6 +27,8 @@ def latency(
             raise InputError(f"{name}: must be at least {2 if name == 'output-len' else 1}")
     prompts = [latency_prompt(subject.vocab_size, input_len, number) for number in range(batch_size)]
     check_lengths([Item(prompts[0], output_len)], subject.llm.engine.max_model_len)
+    if subject.llm.engine.experts is not None:  # which experts are touched is counted
+        subject.warm_up([Item(prompt, min(output_len, COUNTED)) for prompt in prompts])
     whole, first = (_times(subject, prompts, length, iters) for length in (output_len, 1))
     decode = (output_len - 1) / (statistics.median(whole) - statistics.median(first))
     return {
@@ -52,13 +55,15 @@ def _limits(
     subject: Subject, batch: int, input_len: int, output_len: int, decode: float, first: list[float]
 ) -> Figures:
     options = {"batch_size": batch, "input_len": input_len, "output_len": output_len}
-    if subject.cost is None:
+    if (cost := subject.cost) is None:
         return {**options, "limit": None, "ratio": None, "ratio_ttft": None}
-    step = subject.cost.decode_seconds(batch, input_len + output_len / 2, subject.speed)
-    prompt = subject.cost.prompt_seconds(batch, input_len, subject.speed)
+    step = cost.decode_seconds(batch, input_len + output_len / 2, subject.speed)
+    prompt = cost.prompt_seconds(batch, input_len, subject.speed)
     return {
         **options,
         "limit": {"decode_tokens_per_second": 1 / step, "ttft_ms": prompt * 1e3},
         "ratio": decode * step,
         "ratio_ttft": prompt / statistics.median(first),
+        "experts_touched": cost.touched(batch),
+        "experts_counted": bool(subject.touches),
     }

@@ -2,9 +2,9 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace._version import __version__
 from outpace.bench.cost import Cost, cost_of
+from outpace.bench.drive import Watch, run
 from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.bench.shapes import SHAPES, build
+from outpace.bench.workload import Item
 from outpace.config import LLMConfig
 from outpace.errors import InputError
 from outpace.llm import LLM
@@ -33,13 +35,40 @@ class Subject:
 
     name: str
     llm: LLM
-    cost: Cost | None
-    """None: no limit is known."""
+    expected_cost: Cost | None
+    """With every expert as likely as any other; None: no limit is known."""
     speed: Speed
     vocab_size: int
     startup_seconds: dict[str, float]
     since: Usage | None
     """What programs had used of the processors when the model was ready."""
+    touches: list[tuple[float, float]] = field(default_factory=list)
+    """Tokens of steps, and how many experts of a layer they went to, as counted so far."""
+
+    @property
+    def cost(self) -> Cost | None:
+        """What work costs at the least, with the experts that steps were counted to touch; None: not known."""
+        expected = self.expected_cost
+        return expected.with_counts(self.touches) if expected is not None and self.touches else expected
+
+    def warm_up(self, items: Sequence[Item], concurrency: int | None = None, watch: Watch | None = None) -> None:
+        """Run requests that are not measured. Of a model with experts it is counted which ones each step touches."""
+        experts, known = self.llm.engine.experts, self.expected_cost
+        if experts is None or known is None or not known.experts:
+            run(self.llm.engine, items, concurrency, watch)
+            return
+        before, top_k = experts.read(), known.experts[0][0].top_k
+
+        def count(ended: int, total: int) -> None:
+            nonlocal before
+            now = experts.read()  # waits for the step, which is why nothing is timed here
+            new, before = now - before, now
+            if tokens := int(new[0].sum()) // top_k:
+                self.touches.append((tokens, float((new > 0).sum(dim=1).float().mean())))
+            if watch is not None:
+                watch(ended, total)
+
+        run(self.llm.engine, items, concurrency, count)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""

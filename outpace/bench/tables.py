@@ -32,6 +32,8 @@ def throughput_table(found: Figures, workload: str) -> Table:
         table.add_row(f"{label}, ms: mean, median, P99", "  ".join(f"{value:,.1f}" for value in spread))
     table.add_row("limit, output tokens/s", _known(ours["limit"] and ours["limit"]["output_throughput"], ",.0f"))
     table.add_row("of the limit", _known(ours["ratio"], ".3f"))
+    if ours.get("experts_touched"):
+        table.add_row(_touched(ours), f"{ours['experts_touched']:.1f}")
     return table
 
 
@@ -71,6 +73,8 @@ def latency_table(found: Figures) -> Table:
         _known(ours["ratio_ttft"], ".3f"),
     )
     table.add_row("whole request, ms", f"{found['avg_latency'] * 1e3:.1f}", "", "")
+    if ours.get("experts_touched"):
+        table.add_row(_touched(ours), f"{ours['experts_touched']:.1f}", "", "")
     return table
 
 
@@ -126,6 +130,10 @@ def _busy(others: Mapping[str, float] | None) -> str:
     if others is None or others["cores"] < BUSY:
         return ""
     return f"busy machine: other programs used {others['cores']:.1f} of {others['of']:.0f} cores, figures are too low; "
+
+
+def _touched(ours: Mapping[str, Any]) -> str:
+    return f"experts of a layer in a full step, {'counted' if ours['experts_counted'] else 'expected'}"
 
 
 def _known(value: float | None, style: str) -> str:

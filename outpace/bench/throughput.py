@@ -25,7 +25,7 @@ def throughput(
     engine = subject.llm.engine
     check_lengths([*items, *warm_up], engine.max_model_len)
     if warm_up:
-        run(engine, warm_up, concurrency, watch)
+        subject.warm_up(warm_up, concurrency, watch)
     measured = run(engine, items, concurrency, watch)
     figures = throughput_figures(measured)
     places = min(concurrency or len(items), engine.scheduler.max_num_seqs)
@@ -36,10 +36,11 @@ def throughput(
         "limit": None,
         "ratio": None,
     }
-    if subject.cost is not None:
-        seconds = subject.cost.work_seconds(items, places, subject.speed)
+    if (cost := subject.cost) is not None:
+        seconds = cost.work_seconds(items, places, subject.speed)
         limit = {"seconds": seconds, "output_throughput": figures["total_output_tokens"] / seconds}
         figures["outpace"] |= {"limit": limit, "ratio": seconds / measured.seconds}
+        figures["outpace"] |= {"experts_touched": cost.touched(places), "experts_counted": bool(subject.touches)}
     return figures
 
 

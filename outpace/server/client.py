@@ -24,6 +24,7 @@ from outpace.server.messages import (
     Cancel,
     Frames,
     FromWorker,
+    Look,
     News,
     NotStarted,
     Numbers,
@@ -38,6 +39,7 @@ from outpace.server.messages import (
 )
 
 LAST_STEPS = 64
+LOOK_EVERY = 2.0  # seconds between questions for the load of experts
 EMBEDDED_AT_ONCE = 32  # requests for vectors
 
 
@@ -135,6 +137,8 @@ class EngineClient:
         """When the engine last said anything."""
         self.pinged_at: float | None = None
         """When it was asked whether it is there, if it has not answered since."""
+        self._expert_load: list[list[int]] = []
+        self._looked_at = float("-inf")
 
     async def open(self, sock: socket.socket, start: Start, *, since: float | None = None) -> None:
         """Have the engine load the model, and wait until it has; the socket is the client's from here on.
@@ -206,8 +210,11 @@ class EngineClient:
                 self._leave(entry)
 
     def status(self) -> EngineStatus:
-        """The newest numbers."""
+        """The newest numbers. Those of experts are asked for here, and are there the next time."""
         last = self._last
+        if self.ready.expert_layers and time.monotonic() - self._looked_at > LOOK_EVERY:
+            self._looked_at = time.monotonic()
+            self._send(Look())
         # the engine's own numbers are those of its last step: what came since waits
         sequences = sum(entry.open for entry in self._entries.values())
         running = min(last.running, sequences)
@@ -229,6 +236,8 @@ class EngineClient:
             cache_config=self.ready.cache_config,
             step_sizes=list(last.step_sizes),
             step_tokens=last.step_tokens,
+            expert_layers=self.ready.expert_layers,
+            expert_load=self._expert_load,
         )
 
     def ping(self) -> None:
@@ -274,6 +283,8 @@ class EngineClient:
         steps = self._last.steps
         if news.pong:
             self.pinged_at = None
+        if news.expert_load is not None:
+            self._expert_load = news.expert_load
         if news.numbers is not None:
             self._last = news.numbers
             self._last_steps.extend(news.numbers.new_steps)

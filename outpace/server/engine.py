@@ -159,6 +159,11 @@ class EngineStatus:
     """Steps so far by their tokens (prefill and new ones, as vLLM counts): for each of `STEP_SIZES`, and more."""
     step_tokens: int = 0
     """Tokens of all these steps."""
+    expert_layers: list[int] = field(default_factory=list)
+    """Numbers of the layers that have experts; none: the model has no experts that are counted."""
+    expert_load: list[list[int]] = field(default_factory=list)
+    """For each of these layers the tokens that each expert has had so far; at most a few seconds old while it is asked
+    for. Empty: not known yet."""
 
 
 class Engine(Protocol):

@@ -27,7 +27,7 @@ from outpace.server.stream import DONE
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
 """Paths that need no key."""
-PROBES = OPEN | {"/metrics", "/status"}
+PROBES = OPEN | {"/metrics", "/status", "/status/experts"}
 """Paths that are asked every few seconds, and would fill the access log."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 256  # characters of a path in the access log

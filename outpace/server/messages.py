@@ -79,6 +79,10 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Is anybody there? `News.pong` answers."""
 
 
+class Look(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How many tokens has each expert had? `News.expert_load` answers."""
+
+
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """How far the start is."""
 
@@ -98,6 +102,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """See `EngineStatus`."""
     answers_pings: bool = False
     """Whether silence means that it hangs, also when it has no work."""
+    expert_layers: list[int] = []
+    """See `EngineStatus`."""
 
 
 class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -171,9 +177,11 @@ class News(msgspec.Struct, array_like=True, tag=True):
     numbers: Numbers | None = None
     pong: bool = False
     """It has heard a `Ping`."""
+    expert_load: list[list[int]] | None = None
+    """Tokens of each expert since the start, by layer."""
 
 
-ToWorker = Start | Add | Learn | Unlearn | Cancel | Ping
+ToWorker = Start | Add | Learn | Unlearn | Cancel | Ping | Look
 FromWorker = Starting | Ready | NotStarted | News
 
 

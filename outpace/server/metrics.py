@@ -44,8 +44,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStatus], float]], ...] = (
 class _Engine(Collector):
     """The numbers of the engine, read when they are asked for."""
 
-    def __init__(self, model: str, status: Callable[[], EngineStatus]) -> None:
-        self._model, self._status = model, status
+    def __init__(self, model: str, status: Callable[[], EngineStatus], *, experts: bool) -> None:
+        self._model, self._status, self._experts = model, status, experts
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
@@ -74,10 +74,35 @@ class _Engine(Collector):
         yield _family(
             "iteration_tokens_total", "Tokens of a step.", self._model, STEP_SIZES, counts, status.step_tokens
         )
+        yield from self._of_experts(status)
+
+    def _of_experts(self, status: EngineStatus) -> Iterator[Metric]:
+        """How evenly tokens go to experts; each expert alone only if that is wanted, since there may be thousands."""
+        if not status.expert_layers:
+            return
+        text = "Tokens of the busiest expert of a layer, as a multiple of the mean of its experts."
+        balance = GaugeMetricFamily("outpace:expert_imbalance", text, labels=(*_LABELS, "layer"))
+        each = CounterMetricFamily(
+            "outpace:expert_tokens", "Tokens that went to an expert.", labels=(*_LABELS, "layer", "expert")
+        )
+        for layer, load in zip(status.expert_layers, status.expert_load, strict=False):
+            if ratio := imbalance(load):
+                balance.add_metric([self._model, str(layer)], ratio)
+            for expert, tokens in enumerate(load if self._experts else ()):
+                each.add_metric([self._model, str(layer), str(expert)], tokens)
+        yield balance
+        if self._experts:
+            yield each
 
     def describe(self) -> list[Metric]:
         """Nothing beforehand: the names are known, and the engine need not be asked for them."""
         return []
+
+
+def imbalance(load: Sequence[int]) -> float | None:
+    """Tokens of the busiest expert over their mean; None: there are no tokens."""
+    total = sum(load)
+    return max(load) * len(load) / total if total else None
 
 
 def _family(
@@ -109,10 +134,10 @@ class _Gaps(Collector):
 class Metrics:
     """What one server has to tell."""
 
-    def __init__(self, model: str, status: Callable[[], EngineStatus]) -> None:
-        """`status` is the engine's own function of that name."""
+    def __init__(self, model: str, status: Callable[[], EngineStatus], *, experts: bool = False) -> None:
+        """`status` is the engine's own function of that name. experts: a series for each expert of each layer."""
         self.registry = CollectorRegistry()
-        self.registry.register(_Engine(model, status))
+        self.registry.register(_Engine(model, status, experts=experts))
         self._gaps = _Gaps(model)
         self.registry.register(self._gaps)
         self.observe_gap = self._gaps.add

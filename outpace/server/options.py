@@ -182,6 +182,9 @@ class ServerConfig(ConfigModel):
     """Log lines as JSON."""
     metrics: bool = True
     """Offer /metrics."""
+    expert_metrics: bool = False
+    """Tell in /metrics how many tokens each expert of each layer has had, for models that have experts. These are
+    thousands of numbers; without it only the imbalance of each layer is told."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span for each request; needs outpace[tracing]."""
     tokenizer_info: bool = True

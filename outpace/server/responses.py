@@ -337,6 +337,19 @@ class Status(TypedDict):
     step_sizes: list[int]
     """Steps by their tokens, prefill and new ones: at most 1, 8, 16, 32, ... 16384, and more."""
     step_tokens: int
+    expert_layers: list[int]
+    """Numbers of the layers that have experts; their load is at /status/experts."""
+
+
+class ExpertStatus(TypedDict):
+    """Answer of /status/experts: how tokens were shared out among experts since the start."""
+
+    layers: list[int]
+    """Numbers of the layers that have experts."""
+    tokens: list[list[int]]
+    """For each of them the tokens of each expert; empty until they have been read."""
+    imbalance: list[float | None]
+    """For each of them the tokens of the busiest expert over their mean; None: no tokens yet."""
 
 
 class Version(TypedDict):

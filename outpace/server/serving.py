@@ -61,6 +61,6 @@ def make_serving(
     style, grammars = style_of(template, options.tool_call_parser), Grammars(tokenizer, engine.card, options)
     structures, callers = Structures(options, style, grammars), Callers(options, keys)
     validator = Validator(engine.card, options, tokens, chats, structures, callers)
-    metrics = Metrics(validator.names[0], engine.status)
+    metrics = Metrics(validator.names[0], engine.status, experts=options.expert_metrics)
     jobs = BigJobs("large bodies", _MOST_WAITING), BigJobs("large answers")
     return Serving(engine, options, tokens, renderer, validator, metrics, style, grammars, *jobs)

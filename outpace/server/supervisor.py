@@ -156,7 +156,8 @@ class Supervisor:
         elif self._silent:
             now.ready, now.why = False, SILENT
         now.restarts = past.restarts
-        now.step_sizes = [sum(each) for each in zip_longest(now.step_sizes, past.step_sizes, fillvalue=0)]
+        now.step_sizes = _added(now.step_sizes, past.step_sizes)
+        now.expert_load = [_added(*each) for each in zip_longest(now.expert_load, past.expert_load, fillvalue=())]
         for name in _TOTALS:
             setattr(now, name, getattr(now, name) + getattr(past, name))
         return now
@@ -265,6 +266,10 @@ class Supervisor:
         self._past = replace(
             status, ready=False, running=0, waiting=0, free_blocks=status.num_blocks, restarts=status.restarts + 1
         )
+
+
+def _added(now: Sequence[int], past: Sequence[int]) -> list[int]:
+    return [sum(each) for each in zip_longest(now, past, fillvalue=0)]
 
 
 class _Pulse:

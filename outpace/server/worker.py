@@ -32,6 +32,7 @@ from outpace.server.messages import (
     Cancel,
     Failure,
     Learn,
+    Look,
     News,
     NotStarted,
     Numbers,
@@ -50,6 +51,7 @@ from outpace.structure import FIELD
 from outpace.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 
 NUMBERS_EVERY = 0.1  # seconds
+LOAD_EVERY = 2.0  # seconds between counts of the experts that nobody asked for
 MAX_FAILURES = 2  # steps that fail one after the other
 LAST_WORDS = 1.0  # seconds to send what is left
 MAX_LOGPROBS = 1 << 22  # of one prompt; a frame gets no more once it has this many, so it stays below twice as many
@@ -100,6 +102,7 @@ class Worker:
         self._failures = 0  # in a row
         self._told_at = 0.0
         self._told_idle = True
+        self._told_load_at = 0.0
 
     @property
     def _busy(self) -> bool:
@@ -131,6 +134,8 @@ class Worker:
             self._cancel(message.number, message.index)
         elif isinstance(message, Ping):
             self._news.pong = True
+        elif isinstance(message, Look):
+            self._ask_load()
         elif isinstance(message, Learn | Unlearn):
             self._grammars.take(message)
         elif isinstance(message, Add):
@@ -243,12 +248,29 @@ class Worker:
             if room > 0:  # the rest goes in the next frame
                 room -= self._collect(number, news.tokens, room)
         idle = not self._busy
+        if idle and not self._told_idle and now - self._told_load_at > LOAD_EVERY:
+            self._ask_load()
+        if (load := self._load(wait=idle)) is not None:
+            news.expert_load, self._told_load_at = load, now
         if (idle and not self._told_idle) or (not idle and now - self._told_at > NUMBERS_EVERY):
             news.numbers = self._numbers()
             self._told_at, self._told_idle = now, idle
-        if news.tokens or news.failures or news.vectors or news.cancelled or news.numbers or news.pong:
+        said = news.tokens or news.failures or news.vectors or news.cancelled or news.numbers or news.pong
+        if said or news.expert_load is not None:
             self._news = News()
             self._channel.send(news)
+
+    def _load(self, *, wait: bool) -> list[list[int]] | None:
+        """Counts of the experts that were asked for and have arrived."""
+        if self._engine.experts is None or self._failures:
+            return None
+        found = self._engine.experts.arrived(wait=wait)
+        return None if found is None else found.tolist()
+
+    def _ask_load(self) -> None:
+        """Have the counts of the experts copied; they go in the first frame after they have arrived."""
+        if self._engine.experts is not None and not self._failures:  # the device may be broken
+            self._engine.experts.ask()
 
     def _collect(self, number: int, tokens: list[Tokens], room: int) -> int:
         """Tokens of a request that have not been sent, with about `room` log-probabilities; how many those are.
@@ -358,7 +380,9 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
     }
     chosen = parts.config.scheduler.max_num_batched_tokens is None and parts.device.type == "cuda"
     limit = 1e3 * STEP_SECONDS if chosen else None  # otherwise nobody chose the tokens of a step for a time
-    return Ready(card, seconds, scheduler.max_num_seqs, scheduler.pool.num_blocks, limit, about, answers_pings=True)
+    layers = [] if engine.experts is None else list(engine.experts.layers)
+    sizes = scheduler.max_num_seqs, scheduler.pool.num_blocks
+    return Ready(card, seconds, *sizes, limit, about, answers_pings=True, expert_layers=layers)
 
 
 def serve(channel: Channel) -> int:

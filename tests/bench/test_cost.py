@@ -160,6 +160,15 @@ def test_experts_of_which_the_config_does_not_say_how_many_are_used_have_no_limi
     assert cost_of(model) is None
 
 
+def test_fused_experts_need_no_config() -> None:
+    model = tiny("mixtral")
+    LLM(model, device="cpu")
+    before = cost_of(model)
+    assert before is not None
+    model.config.num_experts_per_tok = 0
+    assert cost_of(model) == before
+
+
 def test_what_this_machine_does_is_measured() -> None:
     speed = measure_speed(CPU, torch.float32)
     assert 1e8 < speed.bandwidth < 1e13

@@ -1,8 +1,10 @@
 """What the measurements say about a tiny model: every token counted once, nothing cut, and the engine left at rest."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from outpace.bench.drive import Driver, run
 from outpace.bench.latency import latency
@@ -10,7 +12,7 @@ from outpace.bench.limits import Speed
 from outpace.bench.profiling import covered, profile_decode
 from outpace.bench.splitfuse import SPLIT, WHOLE, Experiment, splitfuse
 from outpace.bench.subject import Subject, started
-from outpace.bench.tables import throughput_table
+from outpace.bench.tables import latency_table, throughput_table
 from outpace.bench.throughput import sweep, throughput
 from outpace.bench.workload import Item, Workload, uniform
 from outpace.errors import InputError
@@ -92,6 +94,29 @@ def test_figures_of_throughput(subject: Subject) -> None:
     assert 0 < ours["ratio"] < 1
     assert (ours["concurrency"], ours["max_num_batched_tokens"], ours["device"][:4]) == (4, 64, "cpu-")
     assert ours["startup_seconds"]["all"] >= ours["startup_seconds"]["inject"] > 0
+
+
+def test_experts_that_steps_touch_are_counted_while_it_warms_up() -> None:
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu", "max_model_len": 64}
+    with started("tiny-moe", speed=SPEED, **options) as subject:
+        assert subject.cost == subject.expected_cost
+        found = throughput(subject, small(6), small(6, seed=2))
+        ours, cost, expected = found["outpace"], subject.cost, subject.expected_cost
+        assert cost is not None
+        assert expected is not None
+        assert ours["limit"]["seconds"] == cost.work_seconds(small(6), 4, SPEED)
+        assert sum(tokens for tokens, _ in subject.touches) == sum(
+            len(item.prompt) + item.output_len - 1 for item in small(6, seed=2)
+        )
+        assert all(2 <= touched <= min(8, 2 * tokens) for tokens, touched in subject.touches)
+        assert ours["experts_touched"] == cost.touched(4) != expected.touched(4)
+        assert ours["experts_counted"]
+        single = latency(subject, input_len=5, output_len=8, iters=1)["outpace"]
+        assert (single["experts_touched"], single["experts_counted"]) == (2.0, True)
+        console = Console(width=100)
+        with console.capture() as shown:
+            console.print(throughput_table(found, "some"), latency_table(latency(subject, input_len=5, output_len=8)))
+        assert shown.get().count("experts of a layer in a full step, counted") == 2
 
 
 def test_requests_that_do_not_fit_are_refused_before_anything_runs(subject: Subject, steps: list[Step]) -> None:

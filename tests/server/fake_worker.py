@@ -17,6 +17,7 @@ from outpace.server.messages import (
     Cancel,
     Frames,
     FromWorker,
+    Look,
     News,
     NotStarted,
     Numbers,
@@ -52,7 +53,10 @@ def main(sock: socket.socket) -> int:
                     return 1
                 if message.options.get("silent"):
                     time.sleep(600)
-                send(Ready(ModelCard("fake", 64, 97, (), "float32", "cpu", 0), {"load": 0.5}, 8, 16))
+                card = ModelCard("fake", 64, 97, (), "float32", "cpu", 0)
+                send(Ready(card, {"load": 0.5}, 8, 16, expert_layers=[0]))
+            elif isinstance(message, Look):
+                send(News(expert_load=[[3, 4]]))
             elif isinstance(message, Add):
                 live[message.number] = message.prompt_token_ids[0]
             elif isinstance(message, Cancel) and live.pop(message.number, None) is not None:

@@ -48,6 +48,7 @@ class Script:
     """Stop after two pieces until this is set."""
     models: Sequence[str] = MODELS
     status: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
     chats: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -65,6 +66,7 @@ class PageServer:
         self.app.add_api_route("/v1/models", self._models)
         self.app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
         self.app.add_api_route("/status", self._status)
+        self.app.add_api_route("/status/experts", self._experts)
         self.app.mount("/web", StaticFiles(directory=WEB))
 
     @contextlib.contextmanager
@@ -104,6 +106,9 @@ class PageServer:
 
     def _status(self) -> dict[str, Any]:
         return self.script.status
+
+    def _experts(self) -> dict[str, Any]:
+        return self.script.experts
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

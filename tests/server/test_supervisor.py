@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from outpace.errors import EngineDead, ModelError, OutpaceError, StateError
+from outpace.server import client as client_module
 from outpace.server import supervisor as supervisor_module
 from outpace.server.engine import Delta, EngineRequest
 from outpace.server.supervisor import Healing, Supervisor
@@ -72,6 +73,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
         return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),), cwd=ROOT)
 
     monkeypatch.setattr(supervisor_module, "_process", process)
+    monkeypatch.setattr(client_module, "LOOK_EVERY", 0.0)
 
 
 def is_alive(pid: int) -> bool:
@@ -103,6 +105,7 @@ def test_f1_a_worker_that_dies_is_replaced_and_its_requests_fail_soon(number: si
             streams = [engine.generate(request(token)) for token in range(5, 9)]
             firsts = [await anext(stream) for stream in streams]
             assert [first.token_ids[0] for first in firsts] == [5, 6, 7, 8]
+            await until(lambda: engine.status().expert_load == [[3, 4]])
             tokens = engine.status().generated_tokens
             os.kill(pid, number)
             errors = await errors_of(streams)
@@ -110,6 +113,7 @@ def test_f1_a_worker_that_dies_is_replaced_and_its_requests_fail_soon(number: si
             await until(lambda: engine.pid is None)
             assert not engine.status().ready
             assert engine.card == card
+            assert engine.status().expert_load == [[3, 4]]
             with pytest.raises(EngineDead, match="restarted"):
                 await anext(engine.generate(request()))
             await until(lambda: engine.status().ready)
@@ -119,6 +123,7 @@ def test_f1_a_worker_that_dies_is_replaced_and_its_requests_fail_soon(number: si
             assert (await anext(again)).token_ids[0] == 9
             assert engine.status().generated_tokens > tokens > 0, "totals began again"
             await again.aclose()
+            await until(lambda: engine.status().expert_load == [[6, 8]])
 
     run(go())
 

@@ -1,6 +1,6 @@
 """Is it alive, is it ready, what does it do: health, version, status, metrics."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 
 from fastapi import APIRouter, Request
@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from outpace._version import __version__
 from outpace.server.engine import EngineStatus
-from outpace.server.metrics import CONTENT_TYPE
+from outpace.server.metrics import CONTENT_TYPE, imbalance
 from outpace.server.problems import ApiError
-from outpace.server.responses import Health, Status, Version
+from outpace.server.responses import ExpertStatus, Health, Status, Version
 from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import json_response
 from outpace.server.serving import Serving
@@ -67,8 +67,21 @@ def router(serving: Serving) -> APIRouter:
             "in_flight": request.app.state.running.total(),
         }
         # `asdict` makes a copy of each step; as tuples they are arrays in JSON
-        numbers = {**asdict(now), "step_limit_ms": step_limit_ms(now)}
+        numbers = {**asdict(replace(now, expert_load=[])), "step_limit_ms": step_limit_ms(now)}
+        del numbers["expert_load"]  # thousands of them, see /status/experts
         return json_response({**about, "dtype": card.dtype, "device": card.device, **numbers})
+
+    @routes.get("/status/experts", response_model=None, responses=answers(ExpertStatus, "The load."))
+    async def experts() -> Response:
+        """Tokens of each expert of each layer since the start; a few seconds old at most while somebody asks."""
+        now = serving.engine.status()
+        load = now.expert_load
+        result: ExpertStatus = {
+            "layers": now.expert_layers,
+            "tokens": load,
+            "imbalance": [imbalance(each) for each in load],
+        }
+        return json_response(result)
 
     if serving.options.metrics:
 

@@ -2,6 +2,7 @@
 
 import { ApiError, call } from "./api.js";
 import { byId, el, show } from "./dom.js";
+import { drawExperts } from "./experts.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const STEPS = 64;
@@ -26,6 +27,7 @@ export function createLive(visible) {
       const now = { status, at: performance.now() };
       draw(now, before);
       before = now;
+      await drawExperts(status, now.at);
     } catch (error) {
       before = null;
       setState("down", error instanceof ApiError ? error.title : "The numbers cannot be read");

@@ -1,0 +1,77 @@
+"""How many tokens each expert has had: counted on the device by the routers, and copied to the host when asked for."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from outpace.inject.experts import MixtureOfExperts, Router
+from outpace.inject.modules import FusedLayer
+
+OFTEN_ENOUGH = 1 << 30
+"""Tokens after which the counts are read though nobody asked: they are int32, and what they lose is a turn of 2^32."""
+
+
+class ExpertLoad:
+    """The counts of a model, in which a row is a layer that has experts. For one thread at a time."""
+
+    def __init__(self, routers: Mapping[int, Router], device: torch.device) -> None:
+        """Has these routers count from now on; what is captured in a graph later counts as well."""
+        self.layers = tuple(routers)
+        """The number of each row in the model."""
+        width = max(router.num_experts for router in routers.values())
+        self._counts = torch.zeros(len(routers), width, dtype=torch.int32, device=device)
+        for row, router in zip(self._counts, routers.values(), strict=True):
+            router.counts = row[: router.num_experts]
+        self._host = torch.zeros(self._counts.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._before = torch.zeros(self._counts.shape, dtype=torch.int64)
+        self._total = torch.zeros(self._counts.shape, dtype=torch.int64)
+        self._coming: torch.cuda.Event | None = None
+        self._asked = False
+        self._tokens_read = 0
+
+    @classmethod
+    def of(cls, module: nn.Module, device: torch.device) -> "ExpertLoad | None":
+        """The counts of a fused model; None: it has no experts of ours."""
+        routers = {
+            layer.index: layer.mixture.router
+            for layer in module.modules()
+            if isinstance(layer, FusedLayer) and isinstance(layer.mixture, MixtureOfExperts)
+        }
+        return cls(routers, device) if routers else None
+
+    def ask(self) -> None:
+        """Have the counts of all steps so far copied; the host does not wait. See `arrived`."""
+        if not self._asked:
+            self._asked = True
+            self._host.copy_(self._counts, non_blocking=True)
+            if self._counts.is_cuda:
+                self._coming = torch.cuda.current_stream(self._counts.device).record_event()
+
+    def arrived(self, *, wait: bool = False) -> Tensor | None:
+        """Tokens of each expert [layers, experts] when `ask` was called, once; None: not here yet, or not asked for."""
+        if not self._asked:
+            return None
+        if self._coming is not None:
+            if wait:
+                self._coming.synchronize()
+            elif not self._coming.query():
+                return None
+        now = self._host.long()
+        self._total += (now - self._before) & 0xFFFFFFFF  # the counts start again below zero
+        self._before, self._asked = now, False
+        return self._total.clone()
+
+    def read(self) -> Tensor:
+        """Tokens of each expert [layers, experts], int64; waits for the steps that have been launched."""
+        self.arrived(wait=True)
+        self.ask()
+        found = self.arrived(wait=True)
+        assert found is not None, "it was asked for"
+        return found
+
+    def keep_up(self, tokens: int) -> None:
+        """Read the counts before they could lose a turn. tokens: those of all steps so far."""
+        if tokens - self._tokens_read > OFTEN_ENOUGH:
+            self._tokens_read = tokens
+            self.read()
