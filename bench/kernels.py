@@ -1,11 +1,11 @@
-"""Every kernel at the shapes of the 1B, 8B and 70B models, as a fraction of what the device was measured to do.
+"""Every kernel at the shapes of dense models and mixtures of experts, as a fraction of what the device can do.
 
 Kernels that move bytes stand beside the read bandwidth (or that of a copy, if they write as much as they read), those
 that multiply beside the rate of a large bf16 product. Each is timed in a CUDA graph of several launches over different
 data, so that neither launch gaps nor the L2 cache are measured.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import report
+from bench import experts, report
 from outpace.bench import limits
 from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.attention import paged_attention
@@ -45,6 +45,7 @@ SHAPES = (
     Shape("8b", 4096, 14336, 32, 8, 128),
     Shape("70b", 8192, 28672, 64, 8, 128),
 )
+NAMES = (*(shape.name for shape in SHAPES), *(model.name for model in experts.MODELS))
 
 
 @dataclass(frozen=True)
@@ -154,27 +155,37 @@ def graph_ms(runs: Sequence[Callable[[], object]]) -> float:
     return limits.gpu_ms(graph.replay, repeats=20) / (turns * len(runs))
 
 
-def measure(folder: Path) -> None:
-    """Measure every kernel and write the table."""
+def timed(model: str, case: Case | experts.Row, rates: Mapping[str, float]) -> dict[str, Any]:
+    """A row of the table."""
+    ms = graph_ms(case.runs)
+    rate = case.amount / (ms * 1e-3)
+    return {
+        "model": model, "kernel": case.kernel, "what": case.what, "us": ms * 1e3,
+        "T/s": rate / 1e12, "limit": case.limit, "of limit": rate / rates[case.limit],
+    }  # fmt: skip
+
+
+def measure(folder: Path, models: Sequence[str] = NAMES) -> None:
+    """Measure every kernel at the shapes of these models and write the table."""
     rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
     rows = []
-    for shape in SHAPES:
+    for shape in [shape for shape in SHAPES if shape.name in models]:
         for cases in (streaming, attention, products):
-            for case in cases(shape):
-                ms = graph_ms(case.runs)
-                rate = case.amount / (ms * 1e-3)
-                rows.append({
-                    "model": shape.name, "kernel": case.kernel, "what": case.what, "us": ms * 1e3,
-                    "T/s": rate / 1e12, "limit": case.limit, "of limit": rate / rates[case.limit],
-                })  # fmt: skip
+            rows += [timed(shape.name, case, rates) for case in cases(shape)]
             torch.cuda.empty_cache()
+    for model in [model for model in experts.MODELS if model.name in models]:
+        rows += [timed(model.name, row, rates) for row in experts.cases(model, rates)]
+        torch.cuda.empty_cache()
     notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
     report.write("kernels", limits.device_name(torch.device("cuda")), rows, notes, folder)
 
 
 def main() -> None:
     """Measure from the command line."""
-    measure(report.parser(__doc__).parse_args().out)
+    parser = report.parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="MODEL", help=", ".join(NAMES))
+    args = parser.parse_args()
+    measure(args.out, args.models)
 
 
 if __name__ == "__main__":

@@ -308,10 +308,10 @@ def test_sorting_is_a_bijection(
 
 
 def test_choices_are_pure_and_sane() -> None:
-    assert prefers_few(8, 128)
-    assert prefers_few(2, 8)
-    assert not prefers_few(64, 8)
-    assert not prefers_few(8192, 128)
+    assert prefers_few(1, 2, 8)
+    assert prefers_few(8, 8, 128)
+    assert not prefers_few(4, 2, 8)
+    assert not prefers_few(1024, 8, 128)
     for pairs, experts in ((1, 1), (100, 128), (4096, 8), (65536, 128)):
         for dtype in DTYPES:
             tiles = tiles_for(pairs, experts, dtype)
