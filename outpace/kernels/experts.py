@@ -5,9 +5,11 @@ Every implementation has the same arguments: x [T, H], gate_up [E, 2I, H] (all g
 activation are rounded to the dtype of x, the sum over the experts is taken in float32 and rounded once.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from operator import itemgetter
 from typing import Required, TypedDict, Unpack
 
 import torch
@@ -174,28 +176,30 @@ def experts_one_by_one(
     experts, top_k = len(gate_up), chosen.shape[1]
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
-    def add(expert: Tensor, rows: slice, hit: Tensor, weight: Tensor) -> None:
-        """Adds the answer of one expert (int [1]) to the rows that are hit."""
-        up, out, up_bias, out_bias = (
-            None if t is None else t.index_select(0, expert)[0] for t in (gate_up, down, gate_up_bias, down_bias)
-        )
-        assert up is not None
-        assert out is not None
-        y = F.linear(activation(F.linear(x[rows], up, up_bias)), out, out_bias)
-        total[rows] += torch.where(hit, y.float() * weight, 0.0)
+    def answer(rows: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the expert that is picked of each stack says of the rows, in fp32."""
+        biases = [None if b is None else pick(b) for b in (gate_up_bias, down_bias)]
+        return F.linear(activation(F.linear(rows, pick(gate_up), biases[0])), pick(down), biases[1]).float()
 
     if chosen.numel() < experts:
-        for pair in range(chosen.numel()):
-            token, k = divmod(pair, top_k)
+        for token, k in itertools.product(range(len(x)), range(top_k)):
             expert = chosen[token, k : k + 1]
             hit = (expert >= 0) & (expert < experts)
-            add(expert.clamp(0, experts - 1), slice(token, token + 1), hit, weights[token, k])
-        return total.to(x.dtype)
-    for expert in torch.arange(experts, device=x.device).split(1):
-        here = chosen == expert  # [T, K]
-        weight = (weights * here).sum(dim=1, keepdim=True)
-        add(expert, slice(None), here.any(dim=1, keepdim=True), weight)
+            at = expert.clamp(0, experts - 1)
+            y = answer(x[token : token + 1], partial(_one_of, at=at))
+            total[token] += torch.where(hit, y[0] * weights[token, k], 0.0)
+    else:
+        for number in range(experts):
+            here = chosen == number  # [T, K]
+            y = answer(x, itemgetter(number))
+            y *= (weights * here).sum(dim=1, keepdim=True)
+            total += y.masked_fill_(~here.any(dim=1, keepdim=True), 0.0)
     return total.to(x.dtype)
+
+
+def _one_of(stack: Tensor, at: Tensor) -> Tensor:
+    """stack[at] for an index on the device, which is not waited for."""
+    return stack.index_select(0, at)[0]
 
 
 def prefers_few(tokens: int, top_k: int, experts: int) -> bool:

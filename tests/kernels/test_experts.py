@@ -91,26 +91,24 @@ def call_of(
 
 
 def exact(call: Call) -> Tensor:
-    """The formula, pair by pair, in fp64."""
-    options, total = call.options, torch.zeros(call.x.shape, dtype=torch.float64, device=call.x.device)
-    for token, row in enumerate(call.chosen.tolist()):
-        for k, expert in enumerate(row):
-            if not 0 <= expert < len(call.gate_up):
-                continue
-            h = call.gate_up[expert].double() @ call.x[token].double()
-            if options.get("gate_up_bias") is not None:
-                h = h + options["gate_up_bias"][expert].double()
-            y = call.down[expert].double() @ _activated(h, options)
-            if options.get("down_bias") is not None:
-                y = y + options["down_bias"][expert].double()
-            total[token] += y * call.weights[token, k].double()
-    return total
+    """The formula, for every pair of a token and an expert, in fp64."""
+    options, experts = call.options, len(call.gate_up)
+    real = (call.chosen >= 0) & (call.chosen < experts)
+    ids = call.chosen.long().clamp(0, experts - 1)  # [T, K]
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = (weight[ids].double() @ x[..., None]).squeeze(-1)
+        return y if bias is None else y + bias[ids].double()
+
+    h = product(call.x.double()[:, None], call.gate_up, options.get("gate_up_bias"))
+    y = product(_activated(h, options), call.down, options.get("down_bias"))
+    return torch.where(real[:, :, None], y * call.weights[:, :, None].double(), 0.0).sum(dim=1)
 
 
 def _activated(h: Tensor, options: dict[str, Any]) -> Tensor:
     if not options.get("gated", True):
         return in_fp64(h, options["act"])
-    gate, up = h.chunk(2)
+    gate, up = h.chunk(2, dim=-1)
     if options.get("limit") is not None:
         gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
         return (up + 1) * gate * torch.sigmoid(options["alpha"] * gate)
@@ -203,7 +201,6 @@ TILE = {"block_n": 32, "block_k": 32}
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "few": partial(experts_few, up=TILE, down_tiles=TILE),
     "many": lambda x, *rest, **options: experts_many(x, *rest, tiles=small_tiles(len(x)), **options),
-    "invariant": experts_invariant_triton,
 }
 
 
@@ -213,7 +210,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 def test_the_kernels(
     kernel: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    if shape[0] * shape[1] > 64 and (kernel == "few" or dtype == torch.float16):
+    if shape[0] > 30 and (kernel == "few" or dtype == torch.float16):
         pytest.skip("few never has so many pairs, and each costs time")
     bare = call_of(shape, dtype, device)
     full = call_of(shape, dtype, device, bias=True, limit=1.0, alpha=1.7)
@@ -277,11 +274,12 @@ def test_invariant_by_triton(dtype: torch.dtype, device: torch.device) -> None:
     """Bit for bit the same alone, in batches of other sizes and at other places."""
     call = call_of((40, 2, 4, 41, 23), dtype, device, bias=True, limit=1.0, alpha=1.7)
     whole = call.run(experts_invariant_triton)
+    check(whole, exact(call))
     for rows in ([0], [39, 5], torch.randperm(40)[:20].tolist()):
         assert_equal(call.part(rows).run(experts_invariant_triton), whole[rows])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 200), st.integers(1, 8), st.sampled_from([1, 3, 8, 128]), st.sampled_from([16, 64]), st.integers()
 )
