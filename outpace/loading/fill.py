@@ -1,5 +1,6 @@
 """Weights to where they run: which parameter is made of which tensors, in which dtype, and live modules' own."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -145,7 +146,7 @@ def fill(
 ) -> None:
     """Fill a skeleton, injected or not, from a checkpoint: every byte goes straight to where it stays."""
     found = targets(model, before)
-    weights = [target.empty(device) for target in found]
+    weights = _allocated(found, device)
     made = zip(found, weights, strict=True)
     work = [job for target, weight in made for job in jobs(target.recipe, weight, sources)]
     for target, weight in zip(found, weights, strict=True):
@@ -160,6 +161,18 @@ def fill(
             if name in sources:
                 module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(before.dtypes[name])
     settle_buffers(model, before, device)
+
+
+def _allocated(found: list[Target], device: torch.device) -> list[Tensor]:
+    """Memory for all weights, or an error in words."""
+    try:
+        return [target.empty(device) for target in found]
+    except RuntimeError as error:  # torch's errors of memory, of every device
+        size = sum(math.prod(target.recipe.shape) * target.dtype.itemsize for target in found) / 1e9
+        raise ModelError(
+            f"model: its weights take {size:.1f} GB on {device}, which has not so much left; free some, or use a smaller "
+            "dtype, a smaller model or another device"
+        ) from error
 
 
 def write(part: Part, weight: Tensor, tensor: Tensor) -> None:

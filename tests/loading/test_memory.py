@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from outpace.config import LLMConfig
+from outpace.errors import ModelError
+from outpace.loading.fill import Target
+from outpace.prepare import load_paged
+
 WATCH = """
 import re, sys
 import torch
@@ -71,3 +76,13 @@ def test_a_checkpoint_of_more_than_a_gigabyte_is_in_memory_once(dtype: str, tmp_
     weights, largest, peak, ring = map(int, found.stdout.split())
     assert weights == stored * (2 if dtype == "fp32" else 1)
     assert weights * 0.95 < peak <= weights + ring + largest
+
+
+def test_too_little_memory_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    empty_llama(tmp_path / "tiny", 64, 1, 64)
+    monkeypatch.setattr(Target, "empty", fail)
+    with pytest.raises(ModelError, match=r"its weights take 0\.0 GB on cpu, which has not so much left"):
+        load_paged(tmp_path / "tiny", LLMConfig(dtype="fp32", device="cpu"), tokenizer=False)
