@@ -19,8 +19,9 @@ class ExpertLoad:
         """Has these routers count from now on; what is captured in a graph later counts as well."""
         self.layers = tuple(routers)
         """The number of each row in the model."""
-        width = max(router.num_experts for router in routers.values())
-        self._counts = torch.zeros(len(routers), width, dtype=torch.int32, device=device)
+        self._width = max(router.num_experts for router in routers.values())
+        aligned = -(-self._width // 4) * 4  # 16 bytes, so that one compiled kernel serves every row
+        self._counts = torch.zeros(len(routers), aligned, dtype=torch.int32, device=device)
         for row, router in zip(self._counts, routers.values(), strict=True):
             router.counts = row[: router.num_experts]
         self._host = torch.zeros(self._counts.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -60,7 +61,7 @@ class ExpertLoad:
         now = self._host.long()
         self._total += (now - self._before) & 0xFFFFFFFF  # the counts start again below zero
         self._before, self._asked = now, False
-        return self._total.clone()
+        return self._total[:, : self._width].clone()
 
     def read(self) -> Tensor:
         """Tokens of each expert [layers, experts], int64; waits for the steps that have been launched."""

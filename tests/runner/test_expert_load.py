@@ -48,6 +48,13 @@ def test_counts_are_those_of_the_router(llm: LLM) -> None:
     assert torch.equal(llm.expert_load()[1], torch.bincount(found[found >= 0], minlength=8))
 
 
+def test_any_number_of_experts() -> None:
+    made = LLM(tiny("mixtral", num_local_experts=6), **CPU)
+    ask(made, 4, new=2)
+    assert made.expert_load().shape == (2, 6)
+    assert made.expert_load().sum(dim=1).tolist() == [TOP_K * 5] * 2
+
+
 def test_layers_without_experts_have_no_row() -> None:
     dense = LLM(tiny("llama"), device="cpu", max_model_len=32)
     assert dense.engine.experts is None
