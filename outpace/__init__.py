@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from outpace.errors import StateError as StateError
     from outpace.inject.policies import register_policy as register_policy
     from outpace.inject.policy import ModelRoles as ModelRoles
+    from outpace.inject.policy import MoERoles as MoERoles
     from outpace.inject.policy import Policy as Policy
+    from outpace.kernels.routing import Routing as Routing
     from outpace.llm import LLM as LLM
     from outpace.loading.skeleton import OnDevice as OnDevice
     from outpace.mii import Pipeline as Pipeline
@@ -54,7 +56,8 @@ _WHERE = {
         *("NotSupported", "NotSupportedYet", "OutpaceError", "Overloaded", "StateError"),
     ),
     "outpace.inject.policies": ("register_policy",),
-    "outpace.inject.policy": ("ModelRoles", "Policy"),
+    "outpace.inject.policy": ("ModelRoles", "MoERoles", "Policy"),
+    "outpace.kernels.routing": ("Routing",),
     "outpace.llm": ("LLM",),
     "outpace.loading.skeleton": ("OnDevice",),
     "outpace.mii": ("Pipeline", "Response"),

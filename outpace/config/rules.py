@@ -8,6 +8,7 @@ from outpace.config.base import ConfigModel
 if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
     from outpace.config.llm import LLMConfig
+    from outpace.config.sections import MoEConfig
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
@@ -19,8 +20,6 @@ LATER: Mapping[str, str] = {
     "moe.ep_size": "expert parallelism",
     "moe.ep_group": "expert parallelism",
     "moe.ep_mp_group": "expert parallelism",
-    "moe.moe_experts": "expert parallelism",
-    "moe.type": "expert parallelism",
     "zero": "offload",
     "offload": "offload",
 }
@@ -42,6 +41,10 @@ def _changed(config: ConfigModel, *names: str) -> bool:
 
 def _names_checkpoint(config: "InferenceConfig") -> bool:
     return config.checkpoint is not None or config.checkpoint_config.checkpoint_dir is not None
+
+
+def _says_experts(moe: "MoEConfig") -> bool:
+    return _changed(moe, "moe_experts", "type")
 
 
 Rule = tuple[Callable[["InferenceConfig"], bool], str]
@@ -90,6 +93,11 @@ COMPOSITIONS: tuple[Rule, ...] = (
     (
         lambda c: not c.moe.enabled and c.moe.ep_size > 1,
         "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1",
+    ),
+    (
+        lambda c: _says_experts(c.moe) and not (c.moe.enabled and (c.replace_with_kernel_inject or c.injection_policy)),
+        "moe.moe_experts and moe.type say what injection finds: give replace_with_kernel_inject=True and leave "
+        "moe.enabled on, or leave them out",
     ),
     (
         # 1 and 1: a model that does not generate; None is LLM's default

@@ -37,9 +37,9 @@ class MoEConfig(ConfigModel):
     ep_size: int = Field(default=1, ge=1)
     """Number of ranks that share the experts."""
     moe_experts: tuple[int, ...] = (1,)
-    """Number of experts in each expert layer (DeepSpeed's own MoE layers)."""
+    """Experts in each expert layer, or one number for all: it must be what injection finds. (1,): not said."""
     type: Literal["standard", "residual"] = "standard"
-    """Residual: an expert beside a dense MLP."""
+    """Residual: experts beside a dense MLP, each with its share of the sum. It must be what injection finds."""
     ep_mp_group: Any = None
     """Process group that slices one expert."""
     ep_group: Any = None

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from outpace.errors import NotSupported
 from outpace.inject.modules import Linear, Made
 from outpace.inject.recipe import Recipe
 from outpace.kernels.dispatch import Kernels
@@ -134,8 +136,14 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """[T, H] -> [T, H]; rows with a negative slot are padding, and may get anything."""
-        _, weights, chosen = self.router(x, slots)
-        routed: Tensor = self.experts(x, weights, chosen)
+        return self.in_full(x, slots)[0]
+
+    def in_full(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with the logits of the router [T, E] and the chosen experts [T, K]."""
+        logits, weights, chosen = self.router(x, slots)
+        return self._with_dense(x, self.experts(x, weights, chosen)), logits, chosen
+
+    def _with_dense(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.dense is None:
             return routed
         if self.coefficient is not None:
@@ -153,3 +161,29 @@ def router_class(kind: type[nn.Module]) -> type[Router]:
     if not kind.__module__.startswith("transformers."):
         return Router
     return type(f"Fused{kind.__name__}", (Router, kind), {})
+
+
+class OwnMixture(nn.Module):
+    """A fused mixture behind the call of a module that is not Hugging Face's, and for which it passes."""
+
+    def __init__(self, mixture: MixtureOfExperts, returns: str, logits_dim: int) -> None:
+        nn.Module.__init__(self)  # and not that of the class which it passes for
+        self.mixture = mixture
+        self.returns = returns
+        """hidden; logits: the router's beside it; deepspeed: a loss of zero and the tokens of each expert beside it."""
+        self.logits_dim = logits_dim
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """[..., H] -> [..., H], and what the module that was here returned beside it."""
+        hidden_states, *others = (*args, *kwargs.values())
+        if any(other is not None for other in others):  # used_token of DeepSpeed
+            raise NotSupported("experts: a fused mixture takes hidden states alone, and routes every token of them")
+        hidden, logits, chosen = self.mixture.in_full(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        hidden = hidden.view(hidden_states.shape)
+        if self.returns == "logits":
+            return hidden, logits.view(*hidden_states.shape[:-1], -1) if self.logits_dim == 3 else logits
+        if self.returns == "deepspeed":
+            counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
+            counts.index_add_(0, chosen.flatten().long(), torch.ones_like(chosen.flatten(), dtype=torch.int64))
+            return hidden, logits.new_zeros(()), counts
+        return hidden

@@ -1,16 +1,17 @@
 """Injection as the config asks for it: with our policies, with the caller's, or not at all."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
 
 from outpace.config import InferenceConfig
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, NotSupported
 from outpace.inject.apply import Injected, inject
 from outpace.inject.interface import Interface
+from outpace.inject.mixtures import Found, check_asked, find_mixtures, replace_mixtures
 from outpace.inject.paged import BatchModel, PagedModel, check_paged
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, make_plan
@@ -74,6 +75,34 @@ class Fused:
         return "it keeps projections of its own" if any(part.optional(path) is not None for path in own) else None
 
 
+class WithMixtures:
+    """A model whose mixtures of experts are fused, and whatever else injection makes of it."""
+
+    def __init__(self, model: nn.Module, found: Sequence[Found], kernels: Kernels, inner: Injection | None) -> None:
+        self._model = model
+        self._found = found
+        self._kernels = kernels
+        self._inner = inner
+
+    def apply(self) -> None:
+        """Put the mixtures in, then the rest."""
+        replace_mixtures(self._model, self._found, self._kernels)
+        if self._inner is not None:
+            self._inner.apply()
+
+    def paged(self) -> Paged | None:
+        """As without them."""
+        return None if self._inner is None else self._inner.paged()
+
+    def has_pages(self, max_positions: int) -> bool:
+        """As without them."""
+        return self._inner is not None and self._inner.has_pages(max_positions)
+
+    def varies(self) -> str | None:
+        """As without them."""
+        return None if self._inner is None else self._inner.varies()
+
+
 def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injection | None:
     """Fused layers where a policy knows them, else the model's own over pages; None: nothing was asked for."""
     mine = config.injection_policy or {}
@@ -85,9 +114,25 @@ def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) 
     if not config.replace_with_kernel_inject and not policies:
         return None
     plan = make_plan(model, policies or by_class(), experts=config.moe.enabled)
+    found = find_mixtures(model, plan) if config.moe.enabled else []
+    check_asked(config.moe, model, plan, found)
     if not config.triangular_masking and all(item.policy.causal for item in plan.layers):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
-    return Fused(model, plan, kernels) if plan.layers else Interface(model, kernels, experts=config.moe.enabled)
+    if plan.layers:
+        inner: Injection | None = Fused(model, plan, kernels)
+    else:
+        inner = _level_0(model, kernels, config, needed=not found)
+    return WithMixtures(model, found, kernels, inner) if found else inner
+
+
+def _level_0(model: nn.Module, kernels: Kernels, config: InferenceConfig, *, needed: bool) -> Interface | None:
+    """None: the model cannot run so, and need not."""
+    try:
+        return Interface(model, kernels, experts=config.moe.enabled)
+    except NotSupported:
+        if needed:
+            raise
+        return None
 
 
 def _own(policies: Mapping[Any, Any]) -> dict[type[nn.Module], Policy]:

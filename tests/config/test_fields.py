@@ -54,6 +54,18 @@ def moe_enabled_acts() -> None:
     assert engine("mixtral", moe={"enabled": False}).info.num_experts == 0
 
 
+def moe_experts_act() -> None:
+    engine("mixtral", kernel_inject=True, moe={"moe_experts": [4]})
+    with pytest.raises(ConfigError, match=r"moe\.moe_experts: \[8\] was given, and MixtralForCausalLM has \[4, 4\]"):
+        engine("mixtral", kernel_inject=True, moe={"moe_experts": [8]})
+
+
+def moe_type_acts() -> None:
+    engine("mixtral", kernel_inject=True, moe={"type": "standard"})
+    with pytest.raises(ConfigError, match=r"moe\.type: 'residual' was given, and MixtralForCausalLM has standard"):
+        engine("mixtral", kernel_inject=True, moe={"type": "residual"})
+
+
 def keep_module_on_host_acts() -> None:
     seen: list[str] = []
     handler = logging.Handler()
@@ -220,6 +232,8 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "max_cuda_graphs": lambda: raises("max_cuda_graphs concern CUDA graphs", max_cuda_graphs=4),
     "graph_output": lambda: raises("graph_output and .* concern CUDA graphs", graph_output="static"),
     "moe.enabled": moe_enabled_acts,
+    "moe.moe_experts": moe_experts_act,
+    "moe.type": moe_type_acts,
     "keep_module_on_host": keep_module_on_host_acts,
     "replace_method": lambda: raises("replace_method: 'pipeline' has no meaning any more", replace_method="pipeline"),
     "injection_policy_tuple": lambda: raises("injection_policy_tuple: .*scratch", injection_policy_tuple=("a",)),
@@ -341,6 +355,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("tensor_parallel.enabled", "tensor_parallel.tp_size"),
         "leave tp_size at 1",
     ),
+    ({"moe": {"type": "residual"}}, ("moe.moe_experts", "moe.type"), "give replace_with_kernel_inject=True"),
     ({"moe": {"enabled": False, "ep_size": 2}}, ("moe.enabled", "moe.ep_size"), "leave ep_size at 1"),
     ({"min_out_tokens": 9, "max_out_tokens": 9}, ("min_out_tokens", "max_out_tokens"), "raise max_out_tokens"),
     (

@@ -1,0 +1,188 @@
+"""Mixtures of experts outside of what policies know: DeepSpeed's MoE layers, and people's own lists of experts."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from outpace.config.sections import MoEConfig
+from outpace.errors import ConfigError, NotSupported
+from outpace.inject.experts import MixtureOfExperts, OwnMixture
+from outpace.inject.make import Maker
+from outpace.inject.parts import Parts
+from outpace.inject.plan import Plan, foreign_hooks
+from outpace.inject.policy import MoERoles
+from outpace.inject.prove import Form, Proven, expert_form, linears, routing_of
+from outpace.kernels.dispatch import Kernels
+from outpace.kernels.routing import Routing
+from outpace.log import chosen
+
+_GATE, _EXPERTS = "deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts"
+
+Kind = Literal["standard", "residual"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A mixture in somebody's model."""
+
+    path: str
+    module: nn.Module
+    roles: MoERoles
+    act: str
+    num_experts: int
+    kind: Kind = "standard"
+    returns: Literal["hidden", "logits", "deepspeed"] = "hidden"
+    logits_dim: int = 0
+
+
+def find_mixtures(model: nn.Module, plan: Plan) -> list[Found]:
+    """All of a model that no policy replaces."""
+    shared = _shared(model)
+    found: list[Found] = []
+    for path, module in model.named_modules():
+        if _inside(path, (each.path for each in found)) or not _free(path, plan):
+            continue
+        mixture = _of_deepspeed(path, module) or _own(path, module)
+        if mixture is None:
+            continue
+        if any(id(parameter) in shared for parameter in module.parameters()):
+            _left(path, "its weights are used elsewhere too")
+        elif any(foreign_hooks(each) for each in module.modules()):
+            _left(path, "it has a hook, which a fused one would never call")
+        else:
+            found.append(mixture)
+    return found
+
+
+def replace_mixtures(model: nn.Module, found: Sequence[Found], kernels: Kernels) -> None:
+    """Put fused ones in their places, empty, with recipes."""
+    make = Maker(model, kernels)
+    for each in found:
+        mixture = make.mixture(Parts(each.module), each.roles, None, each.act)
+        model.set_submodule(each.path, _standing_in(each, mixture))
+    kinds = ", ".join(dict.fromkeys(type(each.module).__name__ for each in found))
+    chosen("experts", f"{len(found)} fused mixtures of {kinds}", "no token is dropped: capacities are for training")
+
+
+def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[Found]) -> None:
+    """What a config says of experts must be what there is."""
+    name, kinds = type(model).__name__, {each.kind for each in found} or {"standard"}
+    counts = list(_counts(model, plan, found))
+    if asked.moe_experts != (1,):
+        wanted = asked.moe_experts * len(counts) if len(asked.moe_experts) == 1 else asked.moe_experts
+        if not counts or tuple(counts) != wanted:
+            there = f"has {counts} experts in its expert layers" if counts else "has no expert layers"
+            raise ConfigError(f"moe.moe_experts: {list(asked.moe_experts)} was given, and {name} {there}; leave it out")
+    if (asked.type == "residual" and not counts) or ("type" in asked.model_fields_set and {asked.type} != kinds):
+        there = f"has {' and '.join(sorted(kinds))} experts" if counts else "has no expert layers"
+        raise ConfigError(f"moe.type: {asked.type!r} was given, and {name} {there}; leave it out")
+
+
+def _counts(model: nn.Module, plan: Plan, found: Sequence[Found]) -> Iterator[int]:
+    """Experts of each layer that has some, in the order of the layers."""
+    planned = {item.path: Parts(item.layer)(moe.router) for item in plan.layers if (moe := item.policy.moe) is not None}
+    own = {each.path: each.num_experts for each in found}
+    for path, module in model.named_modules():
+        weight = getattr(planned.get(path), "weight", None)
+        stack = getattr(module, "num_experts", None) if hasattr(module, "is_concatenated") and not plan.layers else None
+        count = own.get(path) or (None if weight is None else len(weight)) or stack
+        if isinstance(count, int):
+            yield count
+
+
+def _of_deepspeed(path: str, module: nn.Module) -> Found | None:
+    """`deepspeed.moe.layer.MoE`, known by the names of its parts: a gate `wg`, experts, perhaps a dense MLP beside."""
+    part = Parts(module)
+    gate, experts = part.optional(_GATE), part.optional(_EXPERTS)
+    if not isinstance(gate, nn.Linear) or not isinstance(experts, nn.ModuleList):
+        return None
+    if gate.out_features != len(experts):
+        raise NotSupported(
+            f"injection: {path} has {len(experts)} of {gate.out_features} experts; the others are on other ranks, and "
+            "expert parallelism is not in this release yet; load all experts, or leave kernel injection off"
+        )
+    form = expert_form(experts[0], gate.in_features)
+    if form is None:
+        return _left(path, "its experts are no MLP that is known")
+    owner: Any = part(_GATE.rpartition(".")[0])
+    top_k = int(getattr(owner, "k", 1))
+    residual = part.optional("coefficient") is not None
+    roles = _roles(_GATE, _EXPERTS, form, Routing(top_k=top_k, renormalise=top_k > 1), in_float32=True)
+    if residual:
+        roles = replace(roles, shared="mlp", shared_up=form.up, shared_down=form.down, coefficient="coefficient")
+    return Found(path, module, roles, form.act, len(experts), "residual" if residual else "standard", "deepspeed")
+
+
+def _own(path: str, module: nn.Module) -> Found | None:
+    """A list of MLPs of one class beside a linear with an output for each of them, and nothing else."""
+    for name, experts in module.named_children():
+        kinds = {type(each) for each in experts.children()}
+        if not isinstance(experts, nn.ModuleList) or len(experts) < 2 or len(kinds) > 1 or linears(experts[0]) is None:
+            continue
+        others = [(at, each) for at, each in module.named_modules() if not f"{at}.".startswith(f"{name}.")]
+        gates = [(at, each) for at, each in others if type(each) is nn.Linear and each.out_features == len(experts)]
+        if len(gates) != 1:
+            continue
+        (gate_path, gate), held = gates[0], sum(1 for _ in experts.parameters())
+        if len(list(module.parameters())) != held + len(list(gate.parameters())):
+            return _left(path, "it has weights that belong neither to its router nor to its experts")
+        form = expert_form(experts[0], gate.in_features)
+        if form is None:
+            return _left(path, "its experts are no MLP that is known")
+        proven = routing_of(module, gate, list(experts))
+        if isinstance(proven, str):
+            return _left(path, proven)
+        return _proven(path, module, _roles(gate_path, name, form, proven.routing), form, proven, len(experts))
+    return None
+
+
+def _proven(path: str, module: nn.Module, roles: MoERoles, form: Form, proven: Proven, count: int) -> Found:
+    chosen(f"experts of {path}", f"fused: {proven.routing}, {form}", "its own results are the same")
+    returns: Literal["hidden", "logits"] = "logits" if proven.logits_dim else "hidden"
+    return Found(path, module, roles, form.act, count, returns=returns, logits_dim=proven.logits_dim)
+
+
+def _roles(gate: str, experts: str, form: Form, routing: Routing, *, in_float32: bool = False) -> MoERoles:
+    return MoERoles(
+        block="", router=gate, experts=experts, up=form.up, down=form.down, gated=form.gated,
+        routing=lambda config: routing, in_float32=in_float32,
+    )  # fmt: skip
+
+
+def _standing_in(found: Found, mixture: MixtureOfExperts) -> nn.Module:
+    kind = type(found.module)
+    made: type[OwnMixture] = type(f"Fused{kind.__name__}", (OwnMixture, kind), {"forward": OwnMixture.forward})
+    stands = made(mixture, found.returns, found.logits_dim)
+    for name, value in vars(found.module).items():
+        if not name.startswith("_"):
+            stands.__dict__.setdefault(name, value)
+    return stands.eval()
+
+
+def _left(path: str, reason: str) -> Found | None:
+    """Nothing; the log says why."""
+    chosen(f"experts of {path or 'the model'}", "left as they are", reason)
+    return None
+
+
+def _free(path: str, plan: Plan) -> bool:
+    """Whether no fused layer replaces what is at this path."""
+    for item in plan.layers:
+        if _inside(path, (item.path,)):
+            return item.policy.mlp is not None and _inside(path, (f"{item.path}.{item.policy.mlp}",))
+    return True
+
+
+def _inside(path: str, places: Iterable[str]) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in places)
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Parameters that stand in two places."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (twice if id(parameter) in seen else seen).add(id(parameter))
+    return twice

@@ -1,0 +1,385 @@
+"""Mixtures that no policy knows: DeepSpeed's MoE layers and people's own, and what the config says of them."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import outpace
+from outpace import ConfigError, NotSupported
+from outpace.inject.experts import OwnMixture
+from outpace.inject.prove import expert_form
+from tests.inject.checks import padded_prompts, randomised
+from tests.inject.test_level0 import SMALL, VOCAB, engine
+from tests.inject.test_level0 import made as hugging_face
+from tests.inject.test_moe import made as mixture
+from tests.models import tiny
+
+WIDTH, INNER, EXPERTS = 24, 40, 5
+Act = Callable[[Tensor], Tensor]
+
+
+class Gated(nn.Module):
+    """As Mixtral's experts were."""
+
+    def __init__(self, width: int = WIDTH, act: Act = F.silu) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, INNER, bias=False)
+        self.w2 = nn.Linear(INNER, width, bias=False)
+        self.w3 = nn.Linear(width, INNER, bias=False)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.w2(self.act(self.w1(x)) * self.w3(x))
+        return result
+
+
+class Plain(nn.Module):
+    """As Megatron's MLP."""
+
+    def __init__(self, width: int = WIDTH, act: Act = F.gelu) -> None:
+        super().__init__()
+        self.dense_h_to_4h, self.dense_4h_to_h = nn.Linear(width, INNER), nn.Linear(INNER, width)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.dense_4h_to_h(self.act(self.dense_h_to_4h(x)))
+        return result
+
+
+class Packed(nn.Module):
+    """Gate and up in one linear."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"in": nn.Linear(width, 2 * INNER, bias=False), "out": nn.Linear(INNER, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.net["in"](x).chunk(2, dim=-1)
+        result: Tensor = self.net["out"](F.relu(gate) * up)
+        return result
+
+
+def routed(x: Tensor, logits: Tensor, experts: nn.ModuleList, top_k: int, score: str, renormalise: bool) -> Tensor:
+    """[T, H]: the sum of the best experts, one token after the other."""
+    scores = logits.float().softmax(-1) if score == "softmax" else logits.float().sigmoid()
+    rows = []
+    for token, values in zip(x, scores, strict=True):
+        weights, chosen = values.topk(top_k)
+        weights = weights / weights.sum() if renormalise else weights
+        pairs = zip(weights, chosen.tolist(), strict=True)
+        rows.append(torch.stack([weight * experts[number](token[None])[0] for weight, number in pairs]).sum(0))
+    return torch.stack(rows).to(x.dtype)
+
+
+class Mine(nn.Module):
+    """Somebody's own mixture."""
+
+    def __init__(
+        self, kind: Any = Gated, top_k: int = 2, score: str = "softmax", renormalise: bool = True, logits: int = 0,
+        width: int = WIDTH, bias: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.experts = nn.ModuleList(kind(width) for _ in range(EXPERTS))
+        self.router = nn.Linear(width, EXPERTS, bias=bias)
+        self.how = top_k, score, renormalise
+        self.logits = logits
+
+    def forward(self, hidden: Tensor) -> Any:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = self.router(rows)
+        result = routed(rows, logits, self.experts, *self.how).view(hidden.shape)
+        if self.logits:
+            return result, logits.view(*hidden.shape[:-1], -1) if self.logits == 3 else logits
+        return result
+
+
+class TopKGate(nn.Module):
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.wg, self.k = nn.Linear(WIDTH, EXPERTS, bias=False), k
+
+
+class Experts(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.deepspeed_experts = nn.ModuleList(kind() for _ in range(EXPERTS))
+
+
+class MOELayer(nn.Module):
+    def __init__(self, k: int, kind: Any) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(k), Experts(kind)
+
+
+class MoE(nn.Module):
+    """`deepspeed.moe.layer.MoE` with the names that it has there; nothing is dropped."""
+
+    def __init__(self, k: int = 1, use_residual: bool = False, kind: Any = Plain) -> None:
+        super().__init__()
+        self.use_residual, self.deepspeed_moe = use_residual, MOELayer(k, kind)
+        if use_residual:
+            self.mlp, self.coefficient = kind(), nn.Linear(WIDTH, 2)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Any:
+        gate, rows = self.deepspeed_moe.gate, hidden_states.reshape(-1, WIDTH)
+        logits = gate.wg.float()(rows.float())
+        experts = self.deepspeed_moe.experts.deepspeed_experts
+        result = routed(rows, logits, experts, gate.k, "softmax", gate.k > 1).view(hidden_states.shape)
+        if self.use_residual:
+            shares = self.coefficient(hidden_states).softmax(-1)
+            result = result * shares[..., :1] + self.mlp(hidden_states) * shares[..., 1:]
+        return result, torch.tensor(0.5), logits.topk(gate.k).indices.flatten().bincount(minlength=EXPERTS)
+
+
+class Net(nn.Module):
+    """A model of two mixtures."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, 7)
+
+    def forward(self, x: Tensor) -> Any:
+        beside: list[Any] = []
+        for block in self.blocks:
+            result = block(x)
+            result, *rest = result if isinstance(result, tuple) else (result,)
+            x, beside = x + result, [*beside, rest]
+        return self.head(x), beside
+
+
+def net(make: Callable[[], nn.Module]) -> Net:
+    torch.manual_seed(0)
+    return Net(make(), make()).eval()
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def same(model: nn.Module, **options: Any) -> Any:
+    """The engine of a copy, whose results are the model's."""
+    made = engine(copy.deepcopy(model), **options)
+    assert all(isinstance(block, OwnMixture) for block in made.module.get_submodule("blocks").children())
+    with torch.no_grad():
+        (want, other), (found, beside) = model(inputs()), made(inputs())
+    assert (want - found).abs().max() <= 1e-5 * want.abs().max()
+    return other, beside
+
+
+@pytest.mark.parametrize("kind", [Plain, Gated, Packed])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_layers_of_deepspeed(k: int, residual: bool, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = net(lambda: MoE(k, residual, kind))
+    asked = {"moe_experts": [EXPERTS], "type": "residual" if residual else "standard"}
+    with caplog.at_level(logging.INFO, "outpace"):
+        own, fused = same(model, moe=asked)
+    assert "experts: 2 fused mixtures of MoE (no token is dropped: capacities are for training)" in caplog.text
+    for (_, counts), (loss, tokens) in zip(own, fused, strict=True):
+        assert loss == 0
+        assert torch.equal(tokens, counts)
+
+
+MINE: dict[str, dict[str, Any]] = {
+    "two of five": {},
+    "one": {"top_k": 1, "renormalise": False},
+    "three, not renormalised": {"top_k": 3, "renormalise": False},
+    "all": {"top_k": EXPERTS},
+    "sigmoid": {"score": "sigmoid", "top_k": 3, "renormalise": False},
+    "sigmoid, renormalised": {"score": "sigmoid", "kind": Packed},
+    "logits of each token": {"logits": 2, "kind": Plain},
+    "logits of each batch": {"logits": 3, "bias": True},
+    "plain": {"kind": Plain},
+    "tanh": {"kind": lambda width: Plain(width, lambda x: F.gelu(x, approximate="tanh"))},
+    "squares": {"kind": lambda width: Gated(width, lambda x: F.relu(x).square())},
+}
+
+
+@pytest.mark.parametrize("case", MINE)
+def test_mixtures_of_one_s_own(case: str) -> None:
+    own, fused = same(net(lambda: Mine(**MINE[case])))
+    for want, found in zip(own, fused, strict=True):
+        assert len(want) == len(found)
+        for mine, ours in zip(want, found, strict=True):
+            torch.testing.assert_close(ours, mine, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype: torch.dtype) -> None:
+    model = net(Mine).to(dtype)
+    fused = engine(copy.deepcopy(model), dtype=dtype)
+    assert sum(isinstance(block, OwnMixture) for block in fused.module.modules()) == 2
+    with torch.no_grad():
+        want, found = model(inputs().to(dtype))[0], fused(inputs().to(dtype))[0]
+    assert (want - found).abs().max() <= 5e-2 * want.abs().max()
+
+
+class Noisy(Mine):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden) + torch.randn(hidden.shape)
+
+
+class Masked(Mine):
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(hidden)
+
+
+class Normed(Mine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+class Chatty(Mine):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden), "and more"
+
+
+def hooked() -> Net:
+    model = net(Mine)
+    for block in model.blocks:
+        block.get_submodule("experts.0").register_forward_hook(lambda *_: None)
+    return model
+
+
+def tied() -> Net:
+    model = net(Mine)
+    model.blocks[1].get_submodule("experts.0.w1").weight = model.blocks[0].get_parameter("experts.0.w1.weight")
+    return model
+
+
+LEFT: dict[str, tuple[Callable[[], Net], str]] = {
+    "noise": (lambda: net(Noisy), "its result is no weighted sum"),
+    "more arguments": (lambda: net(Masked), "its forward takes more than hidden states"),
+    "other weights": (lambda: net(Normed), "weights that belong neither to its router nor to its experts"),
+    "other results": (lambda: net(Chatty), "it returns neither hidden states nor"),
+    "an activation": (
+        lambda: net(lambda: Mine(kind=lambda width: Plain(width, torch.sin))),
+        "its experts are no MLP that is known",
+    ),
+    "a hook": (hooked, "it has a hook"),
+    "ties": (tied, "its weights are used elsewhere too"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_not_proven_is_left_as_it_is(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = LEFT[case]
+    model = make()
+    before = torch.get_rng_state()
+    with (
+        caplog.at_level(logging.INFO, "outpace"),
+        pytest.raises(NotSupported, match="no policy for the layers of Net"),
+    ):
+        engine(model)
+    assert "experts of blocks.0: left as they are (" in caplog.text
+    assert reason in caplog.text
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(isinstance(block, OwnMixture) for block in model.modules())
+
+
+def test_experts_that_are_not_looked_for() -> None:
+    with pytest.raises(NotSupported, match="no policy for the layers of Net"):
+        engine(net(Mine), moe=False)
+
+
+def test_experts_of_other_ranks_are_refused() -> None:
+    model = net(MoE)
+    experts: Any = model.blocks[0].get_submodule("deepspeed_moe.experts.deepspeed_experts")
+    del experts[2:]
+    with pytest.raises(NotSupported, match=r"blocks\.0 has 2 of 5 experts; the others are on other ranks"):
+        engine(model)
+
+
+def test_used_token_is_refused() -> None:
+    made = engine(net(MoE))
+    block: Any = made.module.get_submodule("blocks.0")
+    with pytest.raises(NotSupported, match="routes every token"):
+        block(inputs(), used_token=torch.ones(27))
+
+
+def test_weights_come_from_a_checkpoint(tmp_path: Path) -> None:
+    model = net(lambda: Mine(bias=True))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with outpace.OnDevice("meta"):
+        empty = net(lambda: Mine(bias=True))
+    made = engine(empty, checkpoint=str(tmp_path / "model.safetensors"))
+    assert sum(isinstance(block, OwnMixture) for block in made.module.modules()) == 2
+    with torch.no_grad():
+        want, found = model(inputs())[0], made(inputs())[0]
+    assert (want - found).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_mixture_in_a_model_over_pages(caplog: pytest.LogCaptureFixture) -> None:
+    model = hugging_face("Olmo2", SMALL)
+    for layer in model.model.layers:
+        layer.mlp = Mine(width=SMALL["hidden_size"])
+    randomised(model)
+    prompts = padded_prompts(VOCAB)
+    want = model.generate(**prompts, max_new_tokens=12, do_sample=False)
+    with caplog.at_level(logging.INFO, "outpace"):
+        found = engine(model, moe={"moe_experts": [EXPERTS, EXPERTS]}).generate(
+            **prompts, max_new_tokens=12, do_sample=False
+        )
+    assert torch.equal(found, want)
+    assert "experts: 2 fused mixtures of Mine" in caplog.text
+    assert "level 0: its own layers, attention over pages" in caplog.text
+
+
+ASKED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "another number": (
+        lambda: net(MoE), {"moe_experts": [8]},
+        r"moe\.moe_experts: \[8\] was given, and Net has \[5, 5\] experts in its expert layers",
+    ),
+    "another number of layers": (lambda: net(MoE), {"moe_experts": [5, 5, 5]}, r"\[5, 5, 5\] was given, .* \[5, 5\]"),
+    "none": (
+        lambda: tiny("llama"), {"moe_experts": [4]},
+        r"moe\.moe_experts: \[4\] was given, and LlamaForCausalLM has no expert layers",
+    ),
+    "fused layers": (
+        lambda: mixture("mixtral"), {"moe_experts": [5]}, r"\[5\] was given, and MixtralForCausalLM has \[4, 4, 4\]",
+    ),
+    "residual that is not": (
+        lambda: net(MoE), {"type": "residual"}, r"moe\.type: 'residual' was given, and Net has standard experts",
+    ),
+    "standard that is not": (
+        lambda: net(lambda: MoE(use_residual=True)), {"type": "standard"},
+        r"moe\.type: 'standard' was given, and Net has residual experts",
+    ),
+    "a type of nothing": (
+        lambda: tiny("llama"), {"type": "residual"}, r"'residual' was given, and LlamaForCausalLM has no expert layers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_what_the_config_says_must_be_what_there_is(case: str) -> None:
+    make, moe, message = ASKED[case]
+    model = make()
+    with pytest.raises(ConfigError, match=message):
+        engine(model, moe=moe)
+    assert not any(isinstance(module, OwnMixture) for module in model.modules())
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2 mixed, windows", "dots1"])
+def test_numbers_of_fused_layers(case: str) -> None:
+    counts = {"mixtral": [4], "qwen2 mixed, windows": [5, 5], "dots1": [6, 6]}[case]
+    engine(mixture(case), moe={"moe_experts": counts, "type": "standard"})
+
+
+def test_the_default_type_may_be_written_out() -> None:
+    engine(tiny("llama"), moe={"type": "standard"})
+
+
+def test_forms_of_experts() -> None:
+    assert expert_form(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 4) is not None
+    assert expert_form(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5)), 4) is None
+    assert expert_form(nn.Linear(4, 4), 4) is None
