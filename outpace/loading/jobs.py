@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -99,8 +99,7 @@ def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Itera
 
 def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
     """A piece beside its place; None: this weight takes nothing of it."""
-    if not part.shape:
-        return Job(_one_dim(piece), ((0, 1),), weight.view(1))
+    piece = piece if piece.shape else _one_dim(piece)
     into, single = _box(piece.into, part.shape)
     take, dropped = _box(piece.take, piece.shape)
     cut = _cut(part, into)
@@ -159,9 +158,9 @@ def _box(region: Region, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]],
 
 
 def _one_dim(piece: Piece) -> Piece:
+    """A stored number as the only element of a vector."""
     place = piece.place
-    made = (lambda: place().reshape(1)) if callable(place) else place
-    return Piece(made, (1,), piece.dtype)
+    return replace(piece, place=(lambda: place().reshape(1)) if callable(place) else place, shape=(1,), take=(0,))
 
 
 def as_rows(job: Job, run: Run, data: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from outpace.inject.recipe import Pairs, Part, Recipe, RowOrder, Slice
 from outpace.loading import stream as streaming
 from outpace.loading.fill import write
 from outpace.loading.jobs import jobs
-from outpace.loading.regions import cut, join
+from outpace.loading.regions import cut, join, stack
 from outpace.loading.stream import stream
 from outpace.loading.weights import Extent, Piece, Source, stored_bytes
 
@@ -234,6 +234,15 @@ def test_numbers_empty_tensors_and_integers(tensor: Tensor, tmp_path: Path) -> N
     weight = torch.empty(shape, dtype=tensor.dtype)
     stream([*jobs(Recipe.whole("x", shape), weight, {"x": source})], CPU)
     assert torch.equal(weight, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_stored_one_by_one_go_into_one_tensor(dtype: torch.dtype, tmp_path: Path) -> None:
+    numbers = torch.randn(3)
+    pieces = [Piece(stored(tmp_path, each[None], str(at)), (), each.dtype) for at, each in enumerate(numbers)]
+    pieces[1] = Piece(lambda: numbers[1], (), torch.float32)
+    source = stack([Source((), torch.float32, (piece,)) for piece in pieces], 0)
+    assert torch.equal(filled(Recipe.whole("x", (3,)), {"x": source}, dtype), numbers.to(dtype))
 
 
 def large(folder: Path) -> tuple[Recipe, dict[str, Source]]:
