@@ -44,9 +44,9 @@ def many_candidates(rows: float) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     yield "many", experts_many
     heights = [m for m in (16, 32, 64, 128) if m <= max(16, 2 * rows) and 4 * m >= min(rows, 128)]
     for m, n, k, warps, stages in itertools.product(heights, (64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):
-        if (m + n) * k * 2 * stages <= 220 << 10 and 32 <= m * n // (32 * warps) <= 128:
-            for group in (1, 8) if rows > 256 else (8,):
-                tiles = Tiles(m, n, n, k, warps, stages, group)
+        if (m + n) * k * 2 * stages <= 220 << 10 and 8 <= m * n // (32 * warps) <= 128:
+            for down, group in itertools.product((n // 2, n), (1, 8) if rows > 256 else (8,)):
+                tiles = Tiles(m, n, down, k, warps, stages, group)
                 yield str(tiles), partial(experts_many, tiles=tiles)
 
 

@@ -186,7 +186,7 @@ def down_config(top_k: int, depth: int) -> dict[str, int]:
     block_k = min(1024, triton.next_power_of_2(depth), max(128, 2048 // block_p))
     while block_k > 128 and depth % block_k and depth % (block_k // 2) == 0:
         block_k //= 2
-    return {"block_n": max(1, 4096 // (block_p * 1024)), "block_k": block_k, "num_warps": 4}
+    return {"block_n": max(1, 4096 // (block_p * block_k)), "block_k": block_k, "num_warps": 4}
 
 
 def experts_few(

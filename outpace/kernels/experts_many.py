@@ -17,7 +17,7 @@ from outpace.kernels.activation import activate, activate_gated, activation_kind
 from outpace.kernels.gemv import has_pdl
 from outpace.kernels.triton_stub import tl, triton
 
-PLACE_BLOCK = 4096  # pairs that a program looks at together
+PLACE_BLOCKS = (256, 1024, 4096)  # pairs that a program looks at together; few sizes, since each is compiled
 ADD_BLOCK = 1024
 
 
@@ -234,7 +234,7 @@ def sort_pairs(chosen: Tensor, experts: int, block_m: int, *, pdl: bool = False)
     counts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     places = torch.empty((3, tiles), dtype=torch.int32, device=chosen.device)
-    block = max(128, min(PLACE_BLOCK, triton.next_power_of_2(pairs)))
+    block = next((size for size in PLACE_BLOCKS if pairs <= size), PLACE_BLOCKS[-1])
     both = {"pdl": pdl, "block": block, "num_warps": min(8, max(1, block // 256)), **_launch(pdl)}
     _count_kernel[(experts,)](chosen, counts, pairs, **both)
     block_e = max(2, triton.next_power_of_2(experts))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace.errors import NotSupported
+from outpace.kernels import experts_many as module
 from outpace.kernels.experts import (
     experts_grouped,
     experts_invariant,
@@ -290,6 +291,17 @@ def test_sorting_is_a_bijection(
     chosen = torch.randint(-2, experts + 2, (tokens, top_k), dtype=torch.int32, device=device)
     if seed % 3 == 0:
         chosen[:] = experts - 1
+    check_order(chosen, experts, block_m)
+
+
+def test_sorting_in_several_passes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PLACE_BLOCKS", (16,))
+    check_order(torch.randint(-2, 5, (30, 3), dtype=torch.int32, device=device), 3, 16)
+    check_order(torch.zeros(100, 3, dtype=torch.int32, device=device), 2, 16)
+
+
+def check_order(chosen: Tensor, experts: int, block_m: int) -> None:
+    """Each pair that has an expert stands once in the order, by expert, and once in a tile of that expert."""
     order, tiles = sort_pairs(chosen, experts, block_m)
     ids = chosen.flatten().tolist()
     want = sorted((pair for pair in range(len(ids)) if 0 <= ids[pair] < experts), key=lambda pair: ids[pair])

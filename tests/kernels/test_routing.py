@@ -233,3 +233,26 @@ def test_what_it_refuses(route: Route, device: torch.device) -> None:
         with pytest.raises(AssertionError):
             route(logits, routing)
     assert route(logits[:0], Routing(top_k=2))[1].shape == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@BOTH
+def test_a_graph_holds_it(route: Route, device: torch.device) -> None:
+    """Captured once, replayed for other logits and other padding."""
+    for routing in (r for r in ROUTINGS if r.group_score == "max"):
+        logits, slots = torch.randn(9, 32, device=device), torch.arange(9, device=device)
+        counts = torch.zeros(32, dtype=torch.int32, device=device)
+        for _ in range(2):
+            route(logits, routing, slots=slots, counts=counts)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            weights, experts = route(logits, routing, slots=slots, counts=counts)
+        logits.normal_()
+        slots[4:] = -1
+        counts.zero_()
+        graph.replay()
+        want_weights, want_experts = route_ref(logits, routing, slots=slots)
+        assert_equal(experts, want_experts)
+        assert_close(weights, want_weights, roundings=4)
+        assert counts.sum() == 4 * routing.top_k
