@@ -30,7 +30,7 @@ class Found:
     path: str
     module: nn.Module
     roles: MoERoles
-    act: str
+    form: Form
     num_experts: int
     kind: Kind = "standard"
     returns: Literal["hidden", "logits", "deepspeed"] = "hidden"
@@ -44,10 +44,13 @@ def find_mixtures(model: nn.Module, plan: Plan) -> list[Found]:
     for path, module in model.named_modules():
         if _inside(path, (each.path for each in found)) or not _free(path, plan):
             continue
-        mixture = _of_deepspeed(path, module) or _own(path, module)
+        likely = found[-1].form if found else None
+        mixture = _of_deepspeed(path, module, likely) or _own(path, module, likely)
         if mixture is None:
             continue
-        if any(id(parameter) in shared for parameter in module.parameters()):
+        if not path:
+            _left(path, "they are the model itself, which cannot be replaced")
+        elif any(id(parameter) in shared for parameter in module.parameters()):
             _left(path, "its weights are used elsewhere too")
         elif any(foreign_hooks(each) for each in module.modules()):
             _left(path, "it has a hook, which a fused one would never call")
@@ -60,7 +63,7 @@ def replace_mixtures(model: nn.Module, found: Sequence[Found], kernels: Kernels)
     """Put fused ones in their places, empty, with recipes."""
     make = Maker(model, kernels)
     for each in found:
-        mixture = make.mixture(Parts(each.module), each.roles, None, each.act)
+        mixture = make.mixture(Parts(each.module), each.roles, None, each.form.act)
         model.set_submodule(each.path, _standing_in(each, mixture))
     kinds = ", ".join(dict.fromkeys(type(each.module).__name__ for each in found))
     chosen("experts", f"{len(found)} fused mixtures of {kinds}", "no token is dropped: capacities are for training")
@@ -92,7 +95,7 @@ def _counts(model: nn.Module, plan: Plan, found: Sequence[Found]) -> Iterator[in
             yield count
 
 
-def _of_deepspeed(path: str, module: nn.Module) -> Found | None:
+def _of_deepspeed(path: str, module: nn.Module, likely: Form | None) -> Found | None:
     """`deepspeed.moe.layer.MoE`, known by the names of its parts: a gate `wg`, experts, perhaps a dense MLP beside."""
     part = Parts(module)
     gate, experts = part.optional(_GATE), part.optional(_EXPERTS)
@@ -103,7 +106,7 @@ def _of_deepspeed(path: str, module: nn.Module) -> Found | None:
             f"injection: {path} has {len(experts)} of {gate.out_features} experts; the others are on other ranks, and "
             "expert parallelism is not in this release yet; load all experts, or leave kernel injection off"
         )
-    form = expert_form(experts[0], gate.in_features)
+    form = expert_form(experts[0], gate.in_features, likely)
     if form is None:
         return _left(path, "its experts are no MLP that is known")
     owner: Any = part(_GATE.rpartition(".")[0])
@@ -112,10 +115,10 @@ def _of_deepspeed(path: str, module: nn.Module) -> Found | None:
     roles = _roles(_GATE, _EXPERTS, form, Routing(top_k=top_k, renormalise=top_k > 1), in_float32=True)
     if residual:
         roles = replace(roles, shared="mlp", shared_up=form.up, shared_down=form.down, coefficient="coefficient")
-    return Found(path, module, roles, form.act, len(experts), "residual" if residual else "standard", "deepspeed")
+    return Found(path, module, roles, form, len(experts), "residual" if residual else "standard", "deepspeed")
 
 
-def _own(path: str, module: nn.Module) -> Found | None:
+def _own(path: str, module: nn.Module, likely: Form | None) -> Found | None:
     """A list of MLPs of one class beside a linear with an output for each of them, and nothing else."""
     for name, experts in module.named_children():
         kinds = {type(each) for each in experts.children()}
@@ -128,7 +131,7 @@ def _own(path: str, module: nn.Module) -> Found | None:
         (gate_path, gate), held = gates[0], sum(1 for _ in experts.parameters())
         if len(list(module.parameters())) != held + len(list(gate.parameters())):
             return _left(path, "it has weights that belong neither to its router nor to its experts")
-        form = expert_form(experts[0], gate.in_features)
+        form = expert_form(experts[0], gate.in_features, likely)
         if form is None:
             return _left(path, "its experts are no MLP that is known")
         proven = routing_of(module, gate, list(experts))
@@ -141,7 +144,7 @@ def _own(path: str, module: nn.Module) -> Found | None:
 def _proven(path: str, module: nn.Module, roles: MoERoles, form: Form, proven: Proven, count: int) -> Found:
     chosen(f"experts of {path}", f"fused: {proven.routing}, {form}", "its own results are the same")
     returns: Literal["hidden", "logits"] = "logits" if proven.logits_dim else "hidden"
-    return Found(path, module, roles, form.act, count, returns=returns, logits_dim=proven.logits_dim)
+    return Found(path, module, roles, form, count, returns=returns, logits_dim=proven.logits_dim)
 
 
 def _roles(gate: str, experts: str, form: Form, routing: Routing, *, in_float32: bool = False) -> MoERoles:

@@ -39,8 +39,8 @@ def linears(expert: nn.Module) -> dict[str, nn.Linear] | None:
 
 
 @torch.no_grad()
-def expert_form(expert: nn.Module, width: int) -> Form | None:
-    """Which MLP an expert of this width is; None: none that is known."""
+def expert_form(expert: nn.Module, width: int, likely: Form | None = None) -> Form | None:
+    """Which MLP an expert of this width is; None: none that is known. likely: what is tried first."""
     names = linears(expert)
     if names is None:
         return None
@@ -48,16 +48,20 @@ def expert_form(expert: nn.Module, width: int) -> Form | None:
     x = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0)).to(next(tried.parameters()).device)
     errors: dict[Form, float] = {}
     for up, down, gated in _shapes(names, width):
+        if likely is not None and (up, down, gated) != (likely.up, likely.down, likely.gated):
+            continue
         first = tried.get_submodule(up if isinstance(up, str) else up[0])
         scaled = x * (3 / float(first(x).std().clamp(min=1e-6)))  # where activations differ
         want = _called(tried, scaled)
         if want is None:
             return None
-        for act in dict.fromkeys(ACTIVATIONS.values()):
+        for act in dict.fromkeys(ACTIVATIONS.values()) if likely is None else (likely.act,):
             form = Form(up, down, gated, act)
             errors[form] = _error(_mlp(tried, form, scaled), want)
     best = min(errors, key=lambda form: errors[form], default=None)
-    return best if best is not None and errors[best] <= LIMIT else None
+    if best is not None and errors[best] <= LIMIT:
+        return best
+    return None if likely is None else expert_form(expert, width)
 
 
 def _shapes(names: dict[str, nn.Linear], width: int) -> Iterator[tuple[str | tuple[str, str], str, bool]]:

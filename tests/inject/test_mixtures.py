@@ -286,6 +286,17 @@ def test_what_is_not_proven_is_left_as_it_is(case: str, caplog: pytest.LogCaptur
     assert not any(isinstance(block, OwnMixture) for block in model.modules())
 
 
+def test_a_mixture_that_is_the_model_itself_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "outpace"), pytest.raises(NotSupported, match="no policy for the layers of MoE"):
+        engine(MoE())
+    assert "experts of the model: left as they are (they are the model itself" in caplog.text
+
+
+def test_mixtures_of_different_experts() -> None:
+    torch.manual_seed(0)
+    same(Net(Mine(), Mine(kind=Plain), MoE(kind=Packed), Mine(kind=lambda width: Gated(width, F.gelu))).eval())
+
+
 def test_experts_that_are_not_looked_for() -> None:
     with pytest.raises(NotSupported, match="no policy for the layers of Net"):
         engine(net(Mine), moe=False)

@@ -1,11 +1,14 @@
 """Mixtures of experts, fused: routers, stacks of experts, shared ones, and dense layers among them."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 
+import outpace
+from outpace import LLM, ModelError, NotSupported, SamplingParams
 from outpace.inject.experts import MixtureOfExperts
 from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
@@ -122,6 +125,45 @@ def test_layers_with_experts_have_them_fused_and_the_others_are_dense(model: Any
         assert isinstance(layer.mixture, MixtureOfExperts) == sparse
         assert (layer.up is not None) == (not sparse)
         assert layer.mlp is None
+
+
+@pytest.mark.parametrize("case", {family: case for case, (family, _) in CASES.items()}.values())
+def test_tokens_of_init_inference_and_llm(case: str) -> None:
+    model, inputs = made(case), padded_prompts(97)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    want = model.generate(**inputs, **options)
+    fused = outpace.init_inference(made(case), kernel_inject=True, device="cpu", dtype="fp32")
+    assert torch.equal(fused.generate(**inputs, **options), want)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+    llm = LLM(made(case), device="cpu", num_blocks=4, block_size=16, max_num_batched_tokens=5, max_num_seqs=3)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for _ in range(2):  # the second time prefixes are in the cache
+        outputs = llm.generate([*prompts, *prompts], greedy, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == 2 * want[:, 12:].tolist()
+
+
+def test_experts_that_are_left_alone_are_the_model_s_own() -> None:
+    model, inputs = made("qwen2 mixed, windows"), padded_prompts(97)
+    want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    fused = outpace.init_inference(copy.deepcopy(model), kernel_inject=True, device="cpu", moe={"enabled": False})
+    assert not any(isinstance(module, MixtureOfExperts) for module in fused.module.modules())
+    assert torch.equal(fused.generate(**inputs, max_new_tokens=8, do_sample=False), want)
+    with pytest.raises(NotSupported, match=r"moe\.enabled=False: GraniteMoeSharedDecoderLayer keeps no experts"):
+        outpace.init_inference(made("granite shared"), kernel_inject=True, device="cpu", moe=False)
+
+
+def test_a_live_model_lets_go_of_each_stack_as_it_is_fused() -> None:
+    model = made("gpt-oss")
+    own = [layer.mlp.experts.gate_up_proj for layer in model.model.layers]
+    outpace.init_inference(model, kernel_inject=True, device="cpu", dtype="fp32")
+    assert [parameter.numel() for parameter in own] == [0, 0, 0]
+
+
+def test_a_router_for_other_experts_is_refused() -> None:
+    model = made("mixtral")
+    model.model.layers[1].mlp.gate.weight = torch.nn.Parameter(torch.randn(7, 48))
+    with pytest.raises(ModelError, match=r"mlp\.gate chooses among 7 experts, and mlp\.experts has 4"):
+        outpace.init_inference(model, kernel_inject=True, device="cpu")
 
 
 def test_router_logits_are_still_recorded() -> None:
