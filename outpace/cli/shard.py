@@ -1,6 +1,7 @@
 """`outpace shard`: write a model as one file for each rank of tensor parallelism."""
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,7 @@ def command(
 
     from outpace.loading.save import shard_model  # imported late: this takes seconds, and bad options fail first
 
-    with _bar(Console(stderr=True)) as progress:
+    with _ended_by_signals(), _bar(Console(stderr=True)) as progress:
         written = shard_model(name, tp, out, dtype=wanted, force=force, progress=progress)
     typer.echo(json.dumps(_summary(written)) if as_json else _text(written))
 
@@ -77,7 +78,28 @@ def _summary(written: "Written") -> dict[str, object]:
 
 
 def _text(written: "Written") -> str:
-    sizes = (f"  {name}  {size / 1e9:.3f} GB" for name, size in written.files.items())
-    speed = written.nbytes / 1e9 / written.seconds
-    total = f"{written.nbytes / 1e9:.3f} GB in {written.seconds:.1f} s ({speed:.2f} GB/s)"
+    from outpace.loading.sizes import size_text
+
+    sizes = (f"  {name}  {size_text(size)}" for name, size in written.files.items())
+    speed = size_text(written.nbytes / written.seconds)
+    total = f"{size_text(written.nbytes)} in {written.seconds:.1f} s ({speed}/s)"
     return "\n".join([f"{written.folder}: {total}", *sizes])
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the block like Ctrl-C, so that it removes what it has begun: exit code 128 + N."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+
+    def leave(number: int, frame: object) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not stop the removal
+        raise SystemExit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

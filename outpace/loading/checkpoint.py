@@ -92,7 +92,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         inside = sorted(path.name for path in folder.glob("*.gguf"))
         remedy = f"name the file itself: {folder / inside[0]}" if inside else "name the folder that holds the model"
         raise ModelError(f"model: {folder} has no config.json; {remedy}")
-    files = _weight_files(folder) if path == folder else (path,)
+    files = weight_files(path)
     if not files:
         raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
     safe = all(file.suffix.lower() == ".safetensors" for file in files)
@@ -105,8 +105,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder, files, safe, has_tokenizer)
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
+def weight_files(folder: Path) -> tuple[Path, ...]:
     """The files that `open_weights` would read."""
+    if not folder.is_dir():
+        return (folder,)
     if layout := find_layout(folder):
         return layout.files
     if (folder / DESCRIPTOR).is_file():

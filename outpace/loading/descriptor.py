@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import ModelError
-from outpace.loading.layout import find_layout, inside
+from outpace.loading.layout import SAVE_ID, find_layout, inside
 from outpace.loading.strict_json import read_object
 from outpace.loading.training import find_ranks
 
 _REQUIRED = ("type", "checkpoints", "version")
-_OPTIONAL = ("parallelization", "tp_size", "mp_size", "base_dir", "dtype")
+_OPTIONAL = ("parallelization", "tp_size", "mp_size", "base_dir", "dtype", SAVE_ID)
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _INSIDE = "name files inside it, or pass base_dir with the folder that they are in"
 _VERSIONS = (0, 1.0, 2.0, 3.0)
@@ -43,6 +43,8 @@ class Descriptor:
     version: float | None
     dtype: str | None
     """The dtype of its tensors by torch's name, where it says one."""
+    save_id: str | None = None
+    """What every file of `outpace shard` that belongs to it has in its metadata."""
 
 
 def read_descriptor(source: Path | Mapping[str, Any], base_dir: str = "") -> Descriptor:
@@ -64,7 +66,13 @@ def read_descriptor(source: Path | Mapping[str, Any], base_dir: str = "") -> Des
         raise ModelError(
             f"{origin}: checkpoints: Megatron saves one .pt file for each of {len(ranks)} ranks; list those"
         )
-    return Descriptor(origin, kind == "Megatron", whole, ranks, version, dtype)
+    return Descriptor(origin, kind == "Megatron", whole, ranks, version, dtype, _save_id(origin, fields.get(SAVE_ID)))
+
+
+def _save_id(origin: str, found: Any) -> str | None:
+    if found is not None and not isinstance(found, str):
+        raise ModelError(f"{origin}: {SAVE_ID}: {found!r:.50} is no id; shard the model again")
+    return found
 
 
 def _check_keys(origin: str, fields: Mapping[str, Any]) -> None:

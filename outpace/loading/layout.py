@@ -10,6 +10,8 @@ from outpace.loading.strict_json import read_object
 
 DESCRIPTOR = "ds_inference_config.json"
 """The descriptor that lies beside the files of ranks, as DeepSpeed calls it."""
+SAVE_ID = "save_id"
+"""A random id, the same in the descriptor and in the metadata of every file that were written together."""
 
 Kind = Literal["safetensors", "torch"]
 _NAMES: Mapping[str, Kind] = {"model.safetensors": "safetensors", "pytorch_model.bin": "torch"}

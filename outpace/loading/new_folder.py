@@ -1,11 +1,16 @@
-"""A folder that appears whole or not at all."""
+"""A folder that appears whole or not at all, and never in place of something that somebody else put there."""
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_OLD = "-old"  # ends the name of a folder that was moved aside
+_IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 def partial_prefix(target: Path) -> str:
@@ -14,28 +19,100 @@ def partial_prefix(target: Path) -> str:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target` that takes its place, and that of what is there, once the block has ended well.
+def new_folder(target: Path, replaces: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
+    """An empty folder beside `target` that becomes `target` once the block has ended well.
 
-    If it does not, nothing is left of the new folder, and what was there stays.
+    It takes the place of an empty folder, or of one that `replaces` accepts. Anything else at `target`, whenever it
+    appeared, is a FileExistsError and stays. After an error nothing is left of the new folder. Folders that a killed
+    process left behind are removed first.
     """
-    partial = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
-    old = partial.with_name(f"{partial.name}-old")
+    _remove_leftovers(target)
+    partial, lock = _make(target)
     try:
         yield partial
         _flush(partial)
         partial.chmod(0o755)  # mkdtemp makes folders that only their owner can read
-        if target.is_dir():
-            target.rename(old)
-        partial.rename(target)
+        _put(partial, target, replaces)
         _flush_folder(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _put(partial: Path, target: Path, replaces: Callable[[Path], bool]) -> None:
+    """Rename the new folder. The system itself refuses to rename it onto a file or a folder that is not empty."""
+    if _renamed(partial, target):
+        return
+    if target.is_symlink() or not target.is_dir() or not replaces(target):
+        raise FileExistsError(errno.EEXIST, "something else is there", str(target))
+    old = partial.with_name(f"{partial.name}{_OLD}")
+    target.rename(old)
+    lock = _lock(old)
+    try:
+        # checked again: another process may have put another folder there since the check above
+        if not replaces(old) or not _renamed(partial, target):
+            raise FileExistsError(errno.EEXIST, "it was changed at the same time", str(target))
     except BaseException:
-        if old.is_dir() and not target.exists():
-            old.rename(target)
+        _renamed(old, target)  # if this fails too, the old folder stays where it is
         raise
     finally:
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _renamed(folder: Path, target: Path) -> bool:
+    """Rename, unless something other than an empty folder is there."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno not in _IN_THE_WAY:
+            raise
+        return False
+    return True
+
+
+def _make(target: Path) -> tuple[Path, int]:
+    """A new hidden folder, locked as long as this process lives: a lock tells that somebody writes there."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # another process takes it for a leftover, and removes it
+        except OSError:
+            return folder, number  # a file system without locks: leftovers cannot be told there, and stay
+        else:
+            if folder.is_dir():
+                return folder, number
+        os.close(number)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left; a folder that was moved aside and not replaced is put back."""
+    for leftover in target.parent.glob(f"{partial_prefix(target)}*"):
+        if (lock := _lock(leftover)) is None:
+            continue
+        try:
+            if not (leftover.name.endswith(_OLD) and not os.path.lexists(target) and _renamed(leftover, target)):
+                shutil.rmtree(leftover, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder; None: a living process holds it, or it cannot be locked."""
+    try:
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
 
 
 def _flush(folder: Path) -> None:

@@ -8,7 +8,7 @@ from outpace.errors import ModelError
 from outpace.loading.checkpoint import local_path
 from outpace.loading.descriptor import Descriptor, read_descriptor
 from outpace.loading.join_ranks import RankPart, Shape, Splits, Wanted, join_parts, join_ranks, read_parts
-from outpace.loading.layout import DESCRIPTOR, Layout, find_layout, lone_safetensors, read_index
+from outpace.loading.layout import DESCRIPTOR, SAVE_ID, Layout, find_layout, lone_safetensors, read_index
 from outpace.loading.safetensors_file import sources_of
 from outpace.loading.safetensors_header import read_header
 from outpace.loading.torch_file import RankFile, read_rank, read_torch
@@ -136,6 +136,7 @@ def _version(origin: str, ranks: Sequence[RankFile], asked: float | None) -> flo
 
 def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
     degree = max(1, len(found.ranks))
+    _check_together(found)
     if found.megatron:
         files = [rank[0] for rank in found.ranks]
         sources = _of_ranks(found.origin, files, found.version, wanted)
@@ -149,6 +150,25 @@ def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
     if found.dtype and floats and found.dtype not in floats:
         raise ModelError(f"{found.origin}: dtype: the files hold {', '.join(sorted(floats))}, not {found.dtype}")
     return degree, Weights(found.origin, sources)
+
+
+def _check_together(found: Descriptor) -> None:
+    """Files of `outpace shard` belong together if one run wrote them. Older releases wrote no id: not checked."""
+    files = [*found.whole, *(path for files in found.ranks for path in files)]
+    ids: dict[Path, str | None] = {}
+    for path in files:
+        if path.suffix.lower() == ".safetensors":
+            metadata = read_header(path).metadata
+            if found.save_id or SAVE_ID in metadata or _PARTS in metadata:
+                ids[path] = metadata.get(SAVE_ID)
+    wanted = found.save_id or next(iter(ids.values()), None)
+    for path, own in ids.items():
+        if own != wanted:
+            other = "the descriptor" if found.save_id else next(iter(ids)).name
+            raise ModelError(
+                f"{found.origin}: {path.name} was not written together with {other} ({SAVE_ID} differs): they may be "
+                "of different models; copy all files of one run, or shard the model again"
+            )
 
 
 def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.loading.regions import cut
+from outpace.loading.unchanged import unreadable
 from outpace.loading.weights import Extent, Piece, Source
 
 _AT_ONCE = 64 * 2**20
@@ -62,10 +63,13 @@ def _bytes(place: Extent, skip: int, elements: int, dtype: torch.dtype) -> Tenso
     """Elements of a file, after so many others."""
     buffer = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
     target, done = memoryview(buffer.numpy()), 0  # type: ignore[arg-type]
-    with place.path.open("rb", buffering=0) as file:
-        file.seek(place.offset + skip * dtype.itemsize)
-        while done < len(target):
-            if not (count := file.readinto(target[done:])):
-                raise ModelError(f"model: {place.path} ends too early; download it again")
-            done += count
+    try:
+        with place.path.open("rb", buffering=0) as file:
+            file.seek(place.offset + skip * dtype.itemsize)
+            while done < len(target):
+                if not (count := file.readinto(target[done:])):
+                    raise ModelError(f"model: {place.path} ends too early; download it again")
+                done += count
+    except OSError as error:
+        raise unreadable(place.path, error) from error
     return buffer.view(dtype)

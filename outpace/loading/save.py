@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from outpace.errors import InputError, ModelError
 from outpace.inject.split import known_splits, split_model
-from outpace.loading.checkpoint import fetch, local_path
+from outpace.loading.checkpoint import fetch, local_path, weight_files
 from outpace.loading.default_model import default_model_path
 from outpace.loading.dtypes import short
 from outpace.loading.gguf import read_gguf
@@ -24,6 +24,8 @@ from outpace.loading.names import match
 from outpace.loading.open import open_weights
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default
+from outpace.loading.sizes import size_text
+from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Piece, Source
 from outpace.loading.write_shards import Progress, Written, check_out, write_shards
 from outpace.log import chosen
@@ -49,8 +51,11 @@ def save_shards(
     found = _own(module, _live(module) if sources is None else sources)
     keep = kept_in_fp32(module, dtype) if dtype is not None else set()
     beside = _configs_of(module, dtype)
-    written = write_shards(found, splits, Path(path), ranks=tp_size, dtype=dtype, keep=keep, beside=beside, force=True)
-    chosen("save_mp_checkpoint_path", written.folder, f"{written.nbytes / 1e9:.2f} GB for {tp_size} ranks")
+    field = "save_mp_checkpoint_path"
+    written = write_shards(
+        found, splits, Path(path), ranks=tp_size, dtype=dtype, keep=keep, beside=beside, force=True, field=field
+    )
+    chosen(field, written.folder, f"{size_text(written.nbytes)} for {tp_size} rank{'s' * (tp_size != 1)}")
     return written
 
 
@@ -69,6 +74,7 @@ def shard_model(
     if path.is_relative_to(out.expanduser().resolve()):
         raise InputError(f"out: {out} holds the model itself; give another folder")
     config, beside = _of_gguf(path) if path.suffix.lower() == ".gguf" else _of_folder(path)
+    unchanged = Unchanged.of(weight_files(path))
     skeleton = _skeleton(config)
     splits = split_model(skeleton, ranks)
     shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
@@ -81,7 +87,16 @@ def shard_model(
             _set(folder / _CONFIG, dtype=short(dtype))
 
     return write_shards(
-        sources, splits, out, ranks=ranks, dtype=dtype, keep=keep, beside=write_beside, force=force, progress=progress
+        sources,
+        splits,
+        out,
+        ranks=ranks,
+        dtype=dtype,
+        keep=keep,
+        beside=write_beside,
+        force=force,
+        unchanged=unchanged,
+        progress=progress,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import shutil
 import time
 from collections import Counter
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from outpace.errors import InputError, OutpaceError
 from outpace.loading.dtypes import short
-from outpace.loading.layout import DESCRIPTOR
-from outpace.loading.new_folder import new_folder
+from outpace.loading.layout import DESCRIPTOR, SAVE_ID
+from outpace.loading.new_folder import new_folder, partial_prefix
 from outpace.loading.read_source import read
 from outpace.loading.regions import cut
 from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.loading.sizes import size_text
+from outpace.loading.unchanged import Unchanged, unreadable
 from outpace.loading.weights import Extent, Piece, Source
 from outpace.parallel.spans import Split
 
@@ -70,66 +73,89 @@ def write_shards(
     keep: Collection[str] = (),
     beside: Callable[[Path], None] = lambda folder: None,
     force: bool = False,
+    field: str = "out",
+    unchanged: Unchanged | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Written:
     """Write every tensor, cut as the splits say, into a new folder `out`: it appears whole or not at all.
 
     dtype: what floating tensors become, except those in `keep`, which become float32. beside: writes the other files
-    of the folder. force: replace a folder of shards.
+    of the folder. force: replace a folder of shards. field: the option that named `out`, for errors. unchanged: files
+    that are read, as they were at the beginning.
     """
     begin = time.perf_counter()
-    out = check_out(out, force=force)
-    _check_apart(sources, out)
+    out = check_out(out, force=force, field=field)
+    unchanged = Unchanged.of(_files_of(sources)) | (unchanged or Unchanged({}))
+    _check_apart(sources, out, field)
     parts = {
         name: _parts(source, splits[name], _dtype_of(name, source, dtype, keep)) for name, source in sources.items()
     }
     files = [WHOLE, *(f"tp_{rank:02}.safetensors" for rank in range(ranks))]
     total = sum(_nbytes(part) for held in parts.values() for part in held)
-    _check_space(out, total)
+    _check_space(out, total, field)
+    save_id = secrets.token_hex(16)
     try:
-        with new_folder(out) as folder:
-            _write_weights(folder, files, sources, parts, lambda done: progress(done, total))
-            (folder / DESCRIPTOR).write_text(json.dumps(_descriptor(files, ranks, parts), indent=1) + "\n")
+        with new_folder(out, _holds_shards if force else lambda folder: False) as folder:
+            _write_weights(folder, files, sources, parts, save_id, lambda done: progress(done, total))
+            content = _descriptor(files, ranks, parts) | {SAVE_ID: save_id}
+            (folder / DESCRIPTOR).write_text(json.dumps(content, indent=1) + "\n")
             beside(folder)
             sizes = {file: (folder / file).stat().st_size for file in files}
+            unchanged.check()
+    except FileExistsError as error:
+        check_out(out, force=force, field=field)
+        raise InputError(f"{field}: {out} was changed while shards for it were written; try again") from error
     except OSError as error:
+        if error.filename is not None and not _is_written(Path(os.fsdecode(error.filename)), out):
+            raise unreadable(os.fsdecode(error.filename), error) from error
         raise OutpaceError(
-            f"out: cannot write {out} ({error.strerror or error}); check the disk and its rights"
+            f"{field}: cannot write {out} ({error.strerror or error}); check the disk and its rights"
         ) from error
     return Written(out, sizes, time.perf_counter() - begin)
 
 
-def check_out(out: Path, *, force: bool) -> Path:
+def check_out(out: Path, *, force: bool, field: str = "out") -> Path:
     """Where the folder will be; refused where something is in the way that must not be replaced."""
     out = out.expanduser().resolve()
     if not out.parent.is_dir():
-        raise InputError(f"out: there is no folder {out.parent}; make it first")
+        raise InputError(f"{field}: there is no folder {out.parent}; make it first")
     if not os.access(out.parent, os.W_OK):
-        raise InputError(f"out: {out.parent} cannot be written to; choose another folder")
+        raise InputError(f"{field}: {out.parent} cannot be written to; choose another folder")
     if out.exists() and not out.is_dir():
-        raise InputError(f"out: {out} is a file; give the name of a folder")
+        raise InputError(f"{field}: {out} is a file; give the name of a folder")
     if out.is_dir() and any(out.iterdir()):
-        if not (out / DESCRIPTOR).is_file():
-            raise InputError(f"out: {out} is not empty and holds no shards ({DESCRIPTOR}), so it is never replaced")
+        if not _holds_shards(out):
+            raise InputError(f"{field}: {out} is not empty and holds no shards ({DESCRIPTOR}), so it is never replaced")
         if not force:
-            raise InputError(f"out: {out} holds shards already; give --force to replace them, or another folder")
+            raise InputError(f"{field}: {out} holds shards already; give --force to replace them, or another folder")
     return out
 
 
-def _check_apart(sources: Mapping[str, Source], out: Path) -> None:
-    """Files that are read, now or later, must not be replaced."""
+def _is_written(path: Path, out: Path) -> bool:
+    """Whether a path is part of what is written: the folder, its hidden name, or the folder that it is in."""
+    return path in (out, out.parent) or any(part.name.startswith(partial_prefix(out)) for part in (path, *path.parents))
+
+
+def _holds_shards(folder: Path) -> bool:
+    return (folder / DESCRIPTOR).is_file()
+
+
+def _files_of(sources: Mapping[str, Source]) -> set[Path]:
     places = (piece.place for source in sources.values() for piece in source.pieces)
-    if any(
-        path.resolve().is_relative_to(out) for path in {place.path for place in places if isinstance(place, Extent)}
-    ):
-        raise InputError(f"out: {out} holds the model itself; give another folder")
+    return {place.path for place in places if isinstance(place, Extent)}
 
 
-def _check_space(out: Path, needed: int) -> None:
+def _check_apart(sources: Mapping[str, Source], out: Path, field: str) -> None:
+    """Files that are read, now or later, must not be replaced."""
+    if any(path.resolve().is_relative_to(out) for path in _files_of(sources)):
+        raise InputError(f"{field}: {out} holds the model itself; give another folder")
+
+
+def _check_space(out: Path, needed: int, field: str) -> None:
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise OutpaceError(
-            f"out: {needed / 1e9:.1f} GB will be written, and {out.parent} has room for {free / 1e9:.1f} GB; "
+            f"{field}: {size_text(needed)} will be written, and {out.parent} has room for {size_text(free)}; "
             "free some, or choose another disk"
         )
 
@@ -166,10 +192,11 @@ def _write_weights(
     files: list[str],
     sources: Mapping[str, Source],
     parts: Mapping[str, list[_Part]],
+    save_id: str,
     progress: Callable[[int], None],
 ) -> None:
     with ExitStack() as stack:
-        writers = {file: stack.enter_context(_writer(folder, file, sources, parts)) for file in files}
+        writers = {file: stack.enter_context(_writer(folder, file, sources, parts, save_id)) for file in files}
         done = 0
         for name in sorted(sources, key=lambda name: _place(sources[name])):
             for nbytes in _write_tensor(writers, name, sources[name], parts[name]):
@@ -186,7 +213,7 @@ def _write_tensor(
 
 
 def _writer(
-    folder: Path, file: str, sources: Mapping[str, Source], parts: Mapping[str, list[_Part]]
+    folder: Path, file: str, sources: Mapping[str, Source], parts: Mapping[str, list[_Part]], save_id: str
 ) -> SafetensorsWriter:
     held = {name: part for name, each in parts.items() for part in each if part.file == file}
     regions = {
@@ -194,7 +221,9 @@ def _writer(
         for name, part in held.items()
         if part.spans is not None
     }
-    metadata = {} if file == WHOLE else {"regions": json.dumps(regions, separators=(",", ":"))}
+    metadata = {SAVE_ID: save_id}
+    if file != WHOLE:
+        metadata["regions"] = json.dumps(regions, separators=(",", ":"))
     return SafetensorsWriter(folder / file, {name: (part.dtype, part.shape) for name, part in held.items()}, metadata)
 
 

@@ -1,7 +1,9 @@
 """`outpace shard`: what it writes and what it says."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner, Result
 from outpace.cli.app import app, main
 from outpace.loading.open import open_weights
 from outpace.loading.read_source import read
+from outpace.loading.safetensors_write import SafetensorsWriter
 
 FILES = ["non_tp.safetensors", "tp_00.safetensors", "tp_01.safetensors"]
 
@@ -24,7 +27,7 @@ def test_a_summary_for_people(chain_folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stderr == "", "no bar where there is no terminal"
     first, *files = result.stdout.splitlines()
-    assert re.fullmatch(rf"{tmp_path / 'out'}: 0\.\d+ GB in \d+\.\d s \(\d+\.\d+ GB/s\)", first)
+    assert re.fullmatch(rf"{tmp_path / 'out'}: \d+\.\d\d [KM]B in \d+\.\d s \(\d+\.\d\d [KMG]B/s\)", first)
     assert [line.split()[0] for line in files] == FILES
 
 
@@ -51,6 +54,16 @@ def test_shards_are_replaced_only_by_force(
     assert (out / "tp_01.safetensors").exists()
     assert run(chain_folder, "--tp", "1", "--out", out, "--force").exit_code == 0
     assert not (out / "tp_01.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(
+    number: signal.Signals, chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SafetensorsWriter, "write", lambda *args: os.kill(os.getpid(), number))
+    assert run(chain_folder, "--tp", "2", "--out", tmp_path / "out").exit_code == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

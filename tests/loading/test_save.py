@@ -212,7 +212,7 @@ def test_a_checkpoint_is_not_replaced_while_it_is_read(tmp_path: Path) -> None:
     save_shards(tiny("llama"), tmp_path / "out", 2, None)
     (tmp_path / "link").symlink_to(tmp_path / "out")
     for name in ("out", "link"):
-        with pytest.raises(InputError, match="out holds the model itself"):
+        with pytest.raises(InputError, match=r"save_mp_checkpoint_path: .*out holds the model itself"):
             outpace.init_inference(
                 tiny("llama"), device="cpu", checkpoint=str(tmp_path / "out"),
                 save_mp_checkpoint_path=str(tmp_path / name),
@@ -228,6 +228,26 @@ def test_a_model_stays_as_it_is_when_its_shards_cannot_be_written(tmp_path: Path
             model, device="cpu", kernel_inject=True, save_mp_checkpoint_path=str(tmp_path / "no" / "x")
         )
     assert type(model.model.layers[0]) is layer
+
+
+def test_shards_of_two_models_do_not_load_as_one(tmp_path: Path) -> None:
+    """Not even if every shape is the same; shards of older releases have no id, and load."""
+    for seed in (0, 1):
+        save_shards(tiny("llama", weights_seed=seed), tmp_path / str(seed), 2, None)
+    name, descriptor = "tp_01.safetensors", tmp_path / "0" / "ds_inference_config.json"
+    own = (tmp_path / "0" / name).read_bytes()
+    (tmp_path / "0" / name).write_bytes((tmp_path / "1" / name).read_bytes())
+    with pytest.raises(ModelError, match=r"tp_01\.safetensors was not written together with the descriptor"):
+        open_weights(tmp_path / "0")
+    fields = json.loads(descriptor.read_text())
+    del fields["save_id"]
+    descriptor.write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=r"tp_01\.safetensors was not written together with non_tp.safetensors"):
+        open_weights(tmp_path / "0")
+    for path in (tmp_path / "0").glob("*.safetensors"):
+        content = own if path.name == name else path.read_bytes()
+        path.write_bytes(content.replace(b'"save_id"', b'"other_i"'))
+    same(tensors_of(tmp_path / "0"), wanted_of(tiny("llama")))
 
 
 def test_shards_answer_as_the_model_does(chain: Path, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Shards are written whole or not at all, a block at a time, and hold what the splits say, bit by bit."""
 
+import fcntl
 import json
+import os
+import re
 import shutil
 import weakref
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outpace.errors import InputError, NotSupported, OutpaceError
+from outpace.errors import InputError, ModelError, NotSupported, OutpaceError
 from outpace.loading import write_shards as shard
 from outpace.loading.read_source import read
 from outpace.loading.safetensors_file import read_safetensors
@@ -40,6 +43,8 @@ SPLITS: Mapping[str, Split | None] = {
     "bias": Split(0, (((0, 6),), ((4, 10),))),  # a key head that both ranks hold
     **dict.fromkeys(("whole", "scalar", "count", "flags", "none")),
 }
+
+ONE: Mapping[str, Tensor] = {"whole": torch.zeros(1)}
 
 
 def made(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
@@ -100,7 +105,13 @@ def test_each_file_holds_its_part(sources: dict[str, Source], tmp_path: Path) ->
 
 def test_what_the_folder_says_of_itself(tmp_path: Path) -> None:
     write_shards(made(TENSORS), SPLITS, tmp_path / "out", ranks=2)
-    assert json.loads((tmp_path / "out" / "ds_inference_config.json").read_text()) == {
+    descriptor = json.loads((tmp_path / "out" / "ds_inference_config.json").read_text())
+    save_id = descriptor.pop("save_id")
+    assert re.fullmatch("[0-9a-f]{32}", save_id)
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["save_id"] == save_id
+    assert descriptor == {
         "type": "ds_model",
         "base_dir": "",
         "checkpoints": {"non_tp": ["non_tp.safetensors"], "tp": ["tp_00.safetensors", "tp_01.safetensors"]},
@@ -234,10 +245,102 @@ def test_what_is_in_the_way_is_never_lost(case: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_while_shards_are_written_is_never_lost(force: bool, tmp_path: Path) -> None:
+    """Neither somebody's folder, nor without force the shards of another process."""
+    for number, (appears, words) in enumerate(
+        ((_a_file, "is a file"), (_a_folder, "holds no shards"), (_shards, "holds shards already; give --force"))
+    ):
+        out = tmp_path / str(number)
+        if appears is _shards and force:
+            continue
+        with pytest.raises(InputError, match=words):
+            write_shards(made(ONE), SPLITS, out, ranks=1, force=force, beside=lambda _, a=appears, o=out: a(o))  # type: ignore[misc]
+        assert (out.is_file() and out.read_text() == "mine") or (out / "mine").exists() or len(parts_of(out)) == 3
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_the_old_shards_stay_when_the_new_ones_cannot_take_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _shards(tmp_path / "out")
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if target.name == "out" and not path.name.endswith("-old"):
+            raise OSError(39, "Directory not empty")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(InputError, match="was changed while shards for it were written"):
+        write_shards(made(ONE), SPLITS, tmp_path / "out", ranks=1, force=True)
+    assert len(parts_of(tmp_path / "out")) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    for name in ("dead", "alive"):
+        (tmp_path / f".out.partial-{name}").mkdir()
+        (tmp_path / f".out.partial-{name}" / "tp_00.safetensors").touch()
+    alive = os.open(tmp_path / ".out.partial-alive", os.O_RDONLY)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    _shards(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial-alive", "out"]
+    os.close(alive)
+    shutil.move(tmp_path / "out", tmp_path / ".out.partial-killed-old")  # killed while it replaced shards
+    with pytest.raises(RuntimeError):
+        write_shards(made(ONE), SPLITS, tmp_path / "out", ranks=1, force=True, beside=_fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(parts_of(tmp_path / "out")) == 3
+
+
+def _fail(folder: Path) -> None:
+    raise RuntimeError("no")
+
+
+def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
+    """A second process that writes to the same place while the first one does; only the first to finish succeeds."""
+    with pytest.raises(InputError, match="holds shards already"):
+        write_shards(made(ONE), SPLITS, tmp_path / "out", ranks=1, beside=lambda folder: _shards(folder.parent / "out"))
+    assert len(parts_of(tmp_path / "out")) == 3
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize(("change", "words"), [(_remove, "is gone"), (_append, "changed while it was read")])
+def test_a_source_that_changes_is_named(change: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    sources = stored(TENSORS, path)
+    for beside in (True, False):
+        with pytest.raises(ModelError, match=f"model: {path} {words}"):
+            write_shards(
+                sources, SPLITS, tmp_path / "out", ranks=2,
+                beside=lambda folder: change(path) if beside else None,  # noqa: B023
+                progress=lambda done, total: None if beside else change(path),  # noqa: B023
+            )  # fmt: skip
+        save_file(dict(TENSORS), path)
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_beside_the_weights_that_disappears_is_named(tmp_path: Path) -> None:
+    def beside(folder: Path) -> None:
+        shutil.copyfile(tmp_path / "config.json", folder / "config.json")
+
+    with pytest.raises(ModelError, match=r"model: .*/config\.json is gone"):
+        write_shards(made(TENSORS), SPLITS, tmp_path / "out", ranks=2, beside=beside)
+
+
 def test_a_full_disk_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(OutpaceError, match=r"out: 0\.0 GB will be written, and .* has room for 0\.0 GB"):
+    with pytest.raises(OutpaceError, match=r"out: 6\d\d bytes will be written, and .* has room for 100 bytes"):
         write_shards(made(TENSORS), SPLITS, tmp_path / "out", ranks=2)
     assert list(tmp_path.iterdir()) == []
 
