@@ -193,7 +193,7 @@ CASES: dict[str, list[Case]] = {
     "gpt2": [Case(7, "roomy", False, False), Case(512, "recompute", True, True), Case(1, "swap", True, True)],
     "opt": [Case(512, "roomy", False, False), Case(64, "recompute", False, True), Case(512, "swap", True, True)],
     "bloom": [Case(64, "roomy", False, True), Case(512, "recompute", True, False), Case(64, "swap", True, False)],
-    "mixtral": [Case(512, "roomy", True, True), Case(7, "recompute", True, False), Case(64, "swap", False, True)],
+    "mixtral": [Case(512, "roomy", True, True), Case(64, "recompute", True, False), Case(64, "swap", False, True)],
     "gpt-oss": [Case(64, "recompute", True, True)],
     "dots1": [Case(64, "swap", True, False)],
     LEVEL_0: [Case(512, "roomy", True, False), Case(64, "recompute", True, True), Case(64, "swap", False, True)],

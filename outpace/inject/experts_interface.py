@@ -46,11 +46,13 @@ class StackedExperts:
                 config._experts_implementation = own
 
 
+_SAID = ("config", "num_experts", "is_concatenated", "is_transposed", "has_gate", "has_bias")
+"""What Hugging Face's stacks say of themselves."""
+
+
 def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None:
     """The experts of a model; None: it has none in stacks, or our kernels cannot run all of them."""
-    found: list[Any] = [
-        module for module in model.modules() if hasattr(module, "is_concatenated") and hasattr(module, "config")
-    ]
+    found: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in _SAID)]
     if not found:
         return None
     for module in found:
@@ -76,7 +78,8 @@ def _unknown(module: Any) -> str | None:
         return "keeps gate and up as neighbours"
     if getattr(module, "has_post_expert_norm", False):
         return "norms what each expert gives"
-    if module.has_gate and type(module)._apply_gate.__module__ != moe.__name__:
+    gate = getattr(type(module), "_apply_gate", None)
+    if module.has_gate and gate is not None and gate.__module__ != moe.__name__:
         return "has a gate of its own"
     if getattr(module, "_is_expert_parallel", False):
         return "shares its experts with other ranks"

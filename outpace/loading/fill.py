@@ -170,8 +170,8 @@ def _allocated(found: list[Target], device: torch.device) -> list[Tensor]:
     except RuntimeError as error:  # torch's errors of memory, of every device
         size = sum(math.prod(target.recipe.shape) * target.dtype.itemsize for target in found) / 1e9
         raise ModelError(
-            f"model: its weights take {size:.1f} GB on {device}, which has not so much left; free some, or use a smaller "
-            "dtype, a smaller model or another device"
+            f"model: its weights take {size:.1f} GB on {device}, which has not so much left; free some, or use a "
+            "smaller dtype, a smaller model or another device"
         ) from error
 
 
