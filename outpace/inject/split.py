@@ -126,11 +126,17 @@ def _blocks(policy: Policy) -> Iterator[str]:
 
 
 def _own_roles(policy: Policy) -> Mapping[str, str]:
-    """What a linear of an expert is, by the names that a policy gives."""
+    """What a part of a mixture is, by the names that its policy gives."""
     moe = policy.moe
-    if moe is None or isinstance(moe.up, str):
+    if moe is None:
         return {}
-    return {**dict.fromkeys(moe.up, "up"), moe.down: "down"}
+    whole = (path for path in (moe.router, moe.shared_gate, moe.coefficient) if path is not None)
+    ups, up = ((moe.up,), "gate_up" if moe.gated else "up") if isinstance(moe.up, str) else (moe.up, "up")
+    return {_last(path): "router" for path in whole} | {_last(path): up for path in ups} | {_last(moe.down): "down"}
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _mlp(policy: Policy, part: Parts, ranks: int) -> Named:
@@ -159,7 +165,7 @@ def _experts(mlp: nn.Module, where: str, ranks: int, own: Mapping[str, str]) -> 
         owner, _, leaf = name.rpartition(".")
         stacked = leaf not in ("weight", "bias")
         role = roles.get(leaf.removesuffix("_bias") if stacked else owner.rpartition(".")[2])
-        if name.partition(".")[0] in _ROUTERS or (role == "down" and leaf.endswith("bias")):
+        if name.partition(".")[0] in _ROUTERS or role == "router" or (role == "down" and leaf.endswith("bias")):
             yield name, None
         elif role is None:
             raise NotSupported(f"tensor parallelism: nothing says how {where}.{name} is split over ranks")

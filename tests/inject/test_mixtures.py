@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import outpace
-from outpace import ConfigError, NotSupported
+from outpace import ConfigError, MoERoles, NotSupported, Routing
 from outpace.inject.experts import OwnMixture
+from outpace.inject.policies.llama import LLAMA
 from outpace.inject.prove import expert_form
+from outpace.inject.split import split_model
+from outpace.parallel.spans import Split
 from tests.inject.checks import padded_prompts, randomised
 from tests.inject.test_level0 import SMALL, VOCAB, engine
 from tests.inject.test_level0 import made as hugging_face
@@ -343,6 +347,49 @@ def test_a_mixture_in_a_model_over_pages(caplog: pytest.LogCaptureFixture) -> No
     assert torch.equal(found, want)
     assert "experts: 2 fused mixtures of Mine" in caplog.text
     assert "level 0: its own layers, attention over pages" in caplog.text
+
+
+LISTED = replace(
+    LLAMA,
+    moe=MoERoles(
+        block="mlp", router="mlp.router", experts="mlp.experts", up=("w1", "w3"), down="w2",
+        routing=lambda config: Routing(top_k=2, renormalise=True),
+    ),
+)  # fmt: skip
+
+
+def listed() -> Any:
+    """A Llama with lists of experts in all layers but the first."""
+    model = tiny("llama", num_hidden_layers=3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for layer in model.model.layers[1:]:
+            layer.mlp = Mine(width=32)
+    return model
+
+
+def test_a_policy_names_lists_of_experts() -> None:
+    model, prompts = listed(), padded_prompts(VOCAB)
+    want = model.generate(**prompts, max_new_tokens=12, do_sample=False)
+    made = outpace.init_inference(
+        listed(), injection_policy={type(model.model.layers[0]): LISTED}, device="cpu", moe={"moe_experts": [EXPERTS]}
+    )
+    assert torch.equal(made.generate(**prompts, max_new_tokens=12, do_sample=False), want)
+    layer: Any = made.module.get_submodule("model.layers.1")
+    own = model.model.layers[1].mlp.experts
+    assert torch.equal(layer.mixture.experts.down, torch.stack([each.w2.weight for each in own]))
+    assert torch.equal(
+        layer.mixture.experts.gate_up, torch.stack([torch.cat([each.w1.weight, each.w3.weight]) for each in own])
+    )
+
+
+def test_ranks_split_lists_of_experts() -> None:
+    splits = split_model(listed(), 2, {"LlamaDecoderLayer": LISTED})
+    at = "model.layers.1.mlp"
+    assert splits[f"{at}.router.weight"] is None
+    halves = (((0, 20),), ((20, 40),))
+    assert splits[f"{at}.experts.3.w1.weight"] == splits[f"{at}.experts.3.w3.weight"] == Split(0, halves)
+    assert splits[f"{at}.experts.3.w2.weight"] == Split(1, halves)
 
 
 ASKED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
