@@ -7,7 +7,7 @@ from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from outpace.errors import InputError, ModelError
+from outpace.errors import NO_TOKENIZER, InputError, ModelError
 from outpace.structure import Grammar, StructureCheck
 from outpace.tokenizer import Detokenizer, token_texts
 from outpace.types import (
@@ -181,7 +181,7 @@ def _detokenizer(
 ) -> Detokenizer | None:
     if tokenizer is None:
         if params.stop:
-            raise ModelError("stop: stop strings need a tokenizer; pass LLM(tokenizer=...), or use stop_token_ids")
+            raise ModelError(f"stop: stop strings need a tokenizer; {NO_TOKENIZER}, or use stop_token_ids")
         return None
     return Detokenizer(
         tokenizer,
@@ -197,7 +197,7 @@ def _bad_words(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None
     if not params.bad_words:
         return ()
     if tokenizer is None:
-        raise ModelError("bad_words: they need a tokenizer; pass LLM(tokenizer=...)")
+        raise ModelError(f"bad_words: they need a tokenizer; {NO_TOKENIZER}")
     forms: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         for text in (word, f" {word.lstrip()}"):

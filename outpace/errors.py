@@ -1,5 +1,11 @@
 """The errors Outpace raises. Each says which field is wrong and what to do about it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NO_TOKENIZER = "put the tokenizer's files into the model's folder, or pass LLM(tokenizer=...)"
+"""Remedy for text given to a model without a tokenizer."""
+
 
 class OutpaceError(Exception):
     """Base of every error that Outpace raises on purpose."""
@@ -48,3 +54,15 @@ class NotSupportedYet(NotSupported):
         super().__init__(f"{field}: {capability} is not in this release yet; leave {field} at its default")
         self.field = field
         self.capability = capability
+
+
+@contextmanager
+def as_field(field: str, known_as: str = "model") -> Iterator[None]:
+    """Make errors that begin with `known_as` begin with the name of the field that the caller gave."""
+    try:
+        yield
+    except (ModelError, ConfigError, NotSupported) as error:
+        start, _, rest = str(error).partition(": ")
+        if start != known_as or field == known_as or isinstance(error, NotSupportedYet):
+            raise
+        raise type(error)(f"{field}: {rest}") from error

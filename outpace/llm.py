@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Group
 from outpace.config import ConfigLike, LLMConfig
-from outpace.errors import InputError, ModelError, StateError
+from outpace.errors import NO_TOKENIZER, InputError, ModelError, StateError
 from outpace.llm_engine import LLMEngine
 from outpace.log import by_part, logger
 from outpace.prepare import load_paged
@@ -267,7 +267,7 @@ class LLM:
 
     def _need_tokenizer(self, what: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise ModelError(f"{what}: the model has no tokenizer; pass LLM(tokenizer=...), or prompts as token ids")
+            raise ModelError(f"{what}: the model has no tokenizer; {NO_TOKENIZER}, or prompts as token ids")
         return self.tokenizer
 
 

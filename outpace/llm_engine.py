@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
-from outpace.errors import InputError, ModelError, NotSupported
+from outpace.errors import NO_TOKENIZER, InputError, ModelError, NotSupported
 from outpace.log import logger
 from outpace.prepare import PagedParts
 from outpace.runner.expert_load import ExpertLoad
@@ -261,7 +261,7 @@ class LLMEngine:
     def _compile(self, asked: StructuredOutputs) -> tuple[Grammar, SchemaCheck | None]:
         """The grammar of an answer, and the check of what it does not enforce."""
         if self.tokenizer is None:
-            raise ModelError("structured_outputs: they need a tokenizer; pass LLM(tokenizer=...)")
+            raise ModelError(f"structured_outputs: they need a tokenizer; {NO_TOKENIZER}")
         with self._compiling:
             if self._compiler is None:
                 parts = self._parts

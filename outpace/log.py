@@ -3,18 +3,29 @@
 import logging
 from collections.abc import Mapping
 
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
+
 logger = logging.getLogger("outpace")
 logger.addHandler(logging.NullHandler())
 
 
 def by_part(seconds: Mapping[str, float], weight_bytes: int = 0, least: float = 0.0) -> str:
     """What a start took, part by part: `weights 0.50 s (16.1 GB, 32.1 GB/s)`; parts below `least` are left out."""
-    size = weight_bytes / 1e9
+    size = size_text(weight_bytes, 1)
     return ", ".join(
-        f"{part} {took:.2f} s" + (f" ({size:.1f} GB, {size / took:.1f} GB/s)" if part == "weights" and size else "")
+        f"{part} {took:.2f} s"
+        + (f" ({size}, {size_text(weight_bytes / took, 1)}/s)" if part == "weights" and weight_bytes else "")
         for part, took in seconds.items()
         if took >= least
     )
+
+
+def size_text(nbytes: float, digits: int = 2) -> str:
+    """A number of bytes in GB, MB or KB, whichever leaves digits to read."""
+    for factor, unit in _UNITS:
+        if nbytes >= factor:
+            return f"{nbytes / factor:.{digits}f} {unit}"
+    return f"{nbytes:.0f} bytes"
 
 
 def chosen(what: str, value: object, reason: str) -> None:

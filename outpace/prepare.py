@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from outpace.config import InferenceConfig, LLMConfig
-from outpace.errors import ConfigError, ModelError, NotSupported
+from outpace.errors import ConfigError, ModelError, NotSupported, as_field
 from outpace.inject.paged import BatchModel
 from outpace.inject.split import known_splits
 from outpace.inject.start import Injection, plan_injection
@@ -71,13 +71,15 @@ def prepare(
 
     weights: what an empty module is filled with; None: it has its own.
     """
-    weights = asked_weights(model, config) or weights
+    asked = asked_weights(model, config)
+    weights = asked or weights
     module = check_model(model, empty=weights is not None)
     info = _look_at(module, config)
     injection = _plan(module, config, deterministic)
     if check is not None:
         check(info, injection)
-    sources = None if weights is None else match(module, weights)
+    with as_field("model" if asked is None else _named_by(config)):
+        sources = None if weights is None else match(module, weights)
     if sources is not None:
         check_buffers(module, sources)
     dtype, device = _choose_dtype(config), _choose_device(config)
@@ -109,7 +111,13 @@ def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     base = config.base_dir or more.base_dir or ""
     size, splits = config.training_mp_size, functools.partial(known_splits, model)
-    return open_weights(source, base_dir=base, training_mp_size=size, shapes=shapes, splits=splits)
+    field = _named_by(config)
+    return open_weights(source, base_dir=base, training_mp_size=size, shapes=shapes, splits=splits, field=field)
+
+
+def _named_by(config: InferenceConfig) -> str:
+    """The option that names the checkpoint."""
+    return "checkpoint" if config.checkpoint is not None else "checkpoint_config.checkpoint_dir"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from outpace.cli.model import OnlyModel
 from outpace.cli.talk import Device, DType, GenerationConfig, Temperature, TopP, given
+from outpace.errors import InputError, ModelError
 
 if TYPE_CHECKING:
     from outpace.llm import LLM
@@ -46,13 +47,13 @@ def command(
     more = given(generation_config=generation_config)
     llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1, **more)
     ready = time.perf_counter() - begin
+    if llm.tokenizer is None:
+        raise ModelError(f"model: {llm.name} has no tokenizer, which text needs; put its files into the model's folder")
     output = _answer(llm, asked, system, raw, SamplingParams(**{**llm.engine.sampling_defaults, **options}))
     _report(Console(stderr=True), llm, output, ready)
 
 
 def _standard_input() -> str:
-    from outpace.errors import InputError
-
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from rich.console import Console
 from outpace.cli.model import Model, SameModel, one_model
 from outpace.cli.talk import DType
 from outpace.errors import ConfigError, NotSupportedYet
+from outpace.log import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -72,18 +73,24 @@ def _summary(written: "Written") -> dict[str, object]:
         "folder": str(written.folder),
         "files": written.files,
         "bytes": written.nbytes,
+        "tokenizer": _has_tokenizer(written),
         "seconds": round(written.seconds, 3),
         "gb_per_second": round(written.nbytes / 1e9 / written.seconds, 3),
     }
 
 
 def _text(written: "Written") -> str:
-    from outpace.loading.sizes import size_text
-
     sizes = (f"  {name}  {size_text(size)}" for name, size in written.files.items())
     speed = size_text(written.nbytes / written.seconds)
     total = f"{size_text(written.nbytes)} in {written.seconds:.1f} s ({speed}/s)"
-    return "\n".join([f"{written.folder}: {total}", *sizes])
+    missing = [] if _has_tokenizer(written) else ["  no tokenizer: the model has none; put its files into the folder"]
+    return "\n".join([f"{written.folder}: {total}", *sizes, *missing])
+
+
+def _has_tokenizer(written: "Written") -> bool:
+    from outpace.loading.checkpoint import holds_tokenizer
+
+    return holds_tokenizer(written.folder)
 
 
 @contextmanager

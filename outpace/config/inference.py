@@ -18,7 +18,16 @@ from outpace.config.sections import (
     TensorParallelConfig,
     ZeroConfig,
 )
-from outpace.config.values import Device, DType, check_device, same_device, same_dtype
+from outpace.config.values import (
+    CheckpointSource,
+    Device,
+    DType,
+    NamedPath,
+    PathText,
+    check_device,
+    same_device,
+    same_dtype,
+)
 from outpace.errors import NotSupportedYet
 
 if TYPE_CHECKING:
@@ -97,13 +106,13 @@ class InferenceConfig(ConfigModel):
     """Leave the module where it is in host memory instead of moving it to the device."""
     quant: QuantizationConfig | None = None
     """Quantization; None is off."""
-    checkpoint: str | dict[str, Any] | None = None
+    checkpoint: CheckpointSource | None = None
     """Weights that the module is filled with: a folder, a file, or DeepSpeed's description (docs/checkpoints.md)."""
-    base_dir: str = ""
+    base_dir: PathText = ""
     """Folder the names in the checkpoint description are relative to."""
     set_empty_params: bool = False
     """Let go of the module's own weights before those of `checkpoint` are read."""
-    save_mp_checkpoint_path: str | None = None
+    save_mp_checkpoint_path: NamedPath | None = None
     """Folder that the module's weights are written to, as shards for `tensor_parallel.tp_size` ranks."""
     checkpoint_config: CheckpointConfig = CheckpointConfig()
     """Where checkpoints are read and written."""
@@ -134,11 +143,6 @@ class InferenceConfig(ConfigModel):
     @classmethod
     def _quant_off(cls, value: QuantizationConfig | None) -> QuantizationConfig | None:
         return value if value is not None and value.enabled else None
-
-    @field_validator("checkpoint", mode="before")
-    @classmethod
-    def _checkpoint_path(cls, value: object) -> object:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("replace_method")
     @classmethod

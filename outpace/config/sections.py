@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from outpace.config.base import ConfigModel
+from outpace.config.values import NamedPath, PathText
 
 
 class TensorParallelConfig(ConfigModel):
@@ -91,11 +92,11 @@ class QuantizationConfig(ConfigModel):
 class CheckpointConfig(ConfigModel):
     """Where checkpoints are read and written."""
 
-    checkpoint_dir: str | None = None
+    checkpoint_dir: NamedPath | None = None
     """Folder of the checkpoint."""
-    save_mp_checkpoint_path: str | None = None
+    save_mp_checkpoint_path: NamedPath | None = None
     """The same as `save_mp_checkpoint_path` outside this section."""
-    base_dir: str | None = None
+    base_dir: PathText | None = None
     """Folder the names in the checkpoint description are relative to."""
 
 

@@ -1,5 +1,6 @@
 """Values that configs share: a dtype by any of its names, a device that exists. torch is imported when it is needed."""
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,3 +90,32 @@ def check_device(name: str) -> None:
         raise ValueError(
             f"{name!r} does not exist: this machine has {count} CUDA devices; use 'cpu' or leave device out"
         )
+
+
+def _path(value: object) -> object:
+    """A path as text; bytes, which pydantic would take too, are none."""
+    found = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(found, str):
+        raise ValueError(f"expected a path, got {value!r}")
+    return found
+
+
+def _named_path(value: object) -> object:
+    found = _path(value)
+    if not found:
+        raise ValueError("the path is empty; name a folder, or leave it out")
+    return found
+
+
+def _checkpoint(value: object) -> object:
+    if not isinstance(value, str | os.PathLike | dict):
+        raise ValueError(f"expected a path or a dict, got {value!r}")
+    return value if isinstance(value, dict) else _named_path(value)
+
+
+PathText = Annotated[str, BeforeValidator(_path)]
+"""A path, given as text or as a pathlib.Path."""
+NamedPath = Annotated[str, BeforeValidator(_named_path)]
+"""The same, and not empty."""
+CheckpointSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
+"""A path, or DeepSpeed's description of a checkpoint."""

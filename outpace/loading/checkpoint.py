@@ -90,7 +90,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if not (folder / "config.json").is_file():
         inside = sorted(path.name for path in folder.glob("*.gguf"))
-        remedy = f"name the file itself: {folder / inside[0]}" if inside else "name the folder that holds the model"
+        if inside:
+            remedy = f"name the file itself: {folder / inside[0]}"
+        elif find_ranks(folder):
+            remedy = (
+                "a training run saved it: copy config.json and the tokenizer of the model into it, or in Python load "
+                f"LLM('model folder', checkpoint='{folder}')"
+            )
+        else:
+            remedy = "name the folder that holds the model"
         raise ModelError(f"model: {folder} has no config.json; {remedy}")
     files = weight_files(path)
     if not files:
@@ -101,8 +109,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
             read_header(file)
     else:
         chosen("weights", files[0].name, "the folder has no safetensors; read as tensors alone, never as code")
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    return Checkpoint(folder, files, safe, has_tokenizer)
+    return Checkpoint(folder, files, safe, holds_tokenizer(folder))
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

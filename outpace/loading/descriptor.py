@@ -16,7 +16,6 @@ from outpace.loading.training import find_ranks
 _REQUIRED = ("type", "checkpoints", "version")
 _OPTIONAL = ("parallelization", "tp_size", "mp_size", "base_dir", "dtype", SAVE_ID)
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-_INSIDE = "name files inside it, or pass base_dir with the folder that they are in"
 _VERSIONS = (0, 1.0, 2.0, 3.0)
 _DTYPES: Mapping[str, str] = {
     "float32": "float32",
@@ -28,6 +27,20 @@ _DTYPES: Mapping[str, str] = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What errors call a descriptor, and whether the caller can pass base_dir."""
+
+    name: str
+    takes_base_dir: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+    def remedy(self, plain: str, with_base_dir: str) -> str:
+        return f"{plain}, or {with_base_dir}" if self.takes_base_dir else plain
 
 
 @dataclass(frozen=True)
@@ -47,12 +60,17 @@ class Descriptor:
     """What every file of `outpace shard` that belongs to it has in its metadata."""
 
 
-def read_descriptor(source: Path | Mapping[str, Any], base_dir: str = "") -> Descriptor:
-    """Check a descriptor, a file or a mapping. base_dir: where its files are, whatever it says itself."""
+def read_descriptor(
+    source: Path | Mapping[str, Any], base_dir: str = "", *, takes_base_dir: bool = False
+) -> Descriptor:
+    """Check a descriptor, a file or a mapping. base_dir: where its files are, whatever it says itself.
+
+    takes_base_dir: whether the caller could have passed one; errors advise it then.
+    """
     if isinstance(source, Mapping):
-        origin, fields = "checkpoint", dict(source)
+        origin, fields = _Origin("checkpoint", True), dict(source)
     else:
-        origin, fields = str(source), read_object(source, "checkpoint descriptor")
+        origin, fields = _Origin(str(source), takes_base_dir), read_object(source, "checkpoint descriptor")
     _check_keys(origin, fields)
     kind = _kind(origin, fields["type"])
     base = _base(origin, source, base_dir, fields.get("base_dir") or "")
@@ -60,22 +78,24 @@ def read_descriptor(source: Path | Mapping[str, Any], base_dir: str = "") -> Des
     whole, split = _files(origin, base, fields["checkpoints"], kind)
     dtype = _dtype(origin, fields.get("dtype"))
     if _parallelization(origin, fields, kind) == "pp":
-        return Descriptor(origin, False, split, (), version, dtype)
+        return Descriptor(str(origin), False, split, (), version, dtype)
     ranks = _by_rank(origin, split, _degree(origin, fields) or len(split))
     if kind == "Megatron" and any(len(files) > 1 or files[0].suffix == ".safetensors" for files in ranks):
         raise ModelError(
             f"{origin}: checkpoints: Megatron saves one .pt file for each of {len(ranks)} ranks; list those"
         )
-    return Descriptor(origin, kind == "Megatron", whole, ranks, version, dtype, _save_id(origin, fields.get(SAVE_ID)))
+    return Descriptor(
+        str(origin), kind == "Megatron", whole, ranks, version, dtype, _save_id(origin, fields.get(SAVE_ID))
+    )
 
 
-def _save_id(origin: str, found: Any) -> str | None:
+def _save_id(origin: _Origin, found: Any) -> str | None:
     if found is not None and not isinstance(found, str):
         raise ModelError(f"{origin}: {SAVE_ID}: {found!r:.50} is no id; shard the model again")
     return found
 
 
-def _check_keys(origin: str, fields: Mapping[str, Any]) -> None:
+def _check_keys(origin: _Origin, fields: Mapping[str, Any]) -> None:
     if missing := [key for key in _REQUIRED if key not in fields]:
         raise ModelError(f"{origin}: {missing[0]}: the descriptor lacks this key; it needs {', '.join(_REQUIRED)}")
     known = (*_REQUIRED, *_OPTIONAL)
@@ -86,27 +106,29 @@ def _check_keys(origin: str, fields: Mapping[str, Any]) -> None:
             raise ModelError(f"{origin}: {str(key)[:200]}: a descriptor has no such key; {remedy}")
 
 
-def _kind(origin: str, found: Any) -> str:
+def _kind(origin: _Origin, found: Any) -> str:
     """DeepSpeed compares ds_model and bloom without regard to case, but Megatron to the letter."""
     if found == "Megatron":
         return "Megatron"
     if isinstance(found, str) and found.lower() in ("ds_model", "bloom"):
         return found.lower()
-    raise ModelError(f"{origin}: type: {str(found)[:200]!r} is unknown; use 'ds_model', 'bloom' or 'Megatron'")
+    raise ModelError(f"{origin}: type: {found!r:.200} is unknown; use 'ds_model', 'bloom' or 'Megatron'")
 
 
-def _version(origin: str, found: Any, *, megatron: bool) -> float | None:
+def _version(origin: _Origin, found: Any, *, megatron: bool) -> float | None:
     if found is None and megatron:
         return None
-    if isinstance(found, bool) or found not in _VERSIONS:
-        raise ModelError(f"{origin}: version: {str(found)[:50]!r} is unknown; use 0, 1.0 or 2.0")
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ModelError(f"{origin}: version: expected a number, got {found!r:.50}; use 0, 1.0, 2.0 or 3.0")
+    if found not in _VERSIONS:
+        raise ModelError(f"{origin}: version: {found!r:.50} is unknown; use 0, 1.0, 2.0 or 3.0")
     return float(found)
 
 
-def _base(origin: str, source: Path | Mapping[str, Any], given: str, own: Any) -> Path:
+def _base(origin: _Origin, source: Path | Mapping[str, Any], given: str, own: Any) -> Path:
     """The folder of the files: the caller's, else the descriptor's own, else the one that it lies in."""
     if not isinstance(own, str):
-        raise ModelError(f"{origin}: base_dir: {str(own)[:200]!r} is no path; leave it out")
+        raise ModelError(f"{origin}: base_dir: expected a path, got {own!r:.200}; leave it out")
     if given:
         base = Path(given).expanduser()
     elif isinstance(source, Mapping):
@@ -115,16 +137,23 @@ def _base(origin: str, source: Path | Mapping[str, Any], given: str, own: Any) -
         base = Path(os.path.normpath(own))
         if not base.is_relative_to(source.parent.absolute()):
             raise ModelError(
-                f"{origin}: base_dir: {own!r} lies outside {source.parent}; pass base_dir yourself to allow it"
+                f"{origin}: base_dir: {own!r} lies outside {source.parent}; "
+                + origin.remedy("copy the files into it", "pass base_dir yourself to allow it")
             )
     else:
         base = inside(source.parent, own, f"{origin}: base_dir") if own else source.parent
     if not base.is_dir():
-        raise ModelError(f"{origin}: base_dir: {base} is no folder; pass base_dir with the folder of the files")
+        remedy = origin.remedy("correct it in the descriptor", "pass base_dir with the folder of the files")
+        raise ModelError(f"{origin}: base_dir: {base} is no folder; {remedy}")
     return base
 
 
-def _files(origin: str, base: Path, found: Any, kind: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+def _inside(origin: _Origin, base: Path, name: str, key: str) -> Path:
+    remedy = origin.remedy("name files inside it", "pass base_dir with the folder that they are in")
+    return inside(base, name, f"{origin}: {key}", remedy)
+
+
+def _files(origin: _Origin, base: Path, found: Any, kind: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The files of whole tensors that are listed apart, and all others."""
     if isinstance(found, Mapping):
         if not found.keys() <= {"non_tp", "tp"} or "tp" not in found:
@@ -137,7 +166,7 @@ def _files(origin: str, base: Path, found: Any, kind: str) -> tuple[tuple[Path, 
     return (), _listed(origin, base, found, "checkpoints")
 
 
-def _listed(origin: str, base: Path, found: Any, key: str, *, empty: bool = False) -> tuple[Path, ...]:
+def _listed(origin: _Origin, base: Path, found: Any, key: str, *, empty: bool = False) -> tuple[Path, ...]:
     if not isinstance(found, list | tuple) or not (found or empty) or not all(isinstance(name, str) for name in found):
         raise ModelError(f"{origin}: {key}: needs a list of file names")
     paths = tuple(_file(origin, base, name, key) for name in found)
@@ -146,20 +175,23 @@ def _listed(origin: str, base: Path, found: Any, key: str, *, empty: bool = Fals
     return paths
 
 
-def _file(origin: str, base: Path, name: str, key: str) -> Path:
-    path = inside(base, name, f"{origin}: {key}", _INSIDE)
+def _file(origin: _Origin, base: Path, name: str, key: str) -> Path:
+    path = _inside(origin, base, name, key)
     if not path.is_file():
-        raise ModelError(f"{origin}: {key}: {path} does not exist; copy it there, or pass base_dir")
+        remedy = origin.remedy("copy it there", "pass base_dir")
+        raise ModelError(f"{origin}: {key}: {path} does not exist; {remedy}")
     if path.suffix.lower() not in _SUFFIXES:
         raise ModelError(f"{origin}: {key}: {path.name} is no checkpoint; name files ending in {', '.join(_SUFFIXES)}")
     return path
 
 
-def _named(origin: str, base: Path, name: str, kind: str) -> tuple[Path, ...]:
+def _named(origin: _Origin, base: Path, name: str, kind: str) -> tuple[Path, ...]:
     """The files that one name means: a file, a pattern with *, or a folder."""
-    path = inside(base, name, f"{origin}: checkpoints", _INSIDE)
+    path = _inside(origin, base, name, "checkpoints")
     if "*" in path.name:
         found = sorted(path.parent.glob(path.name), key=_numbers)
+        if not found:
+            raise ModelError(f"{origin}: checkpoints: no file in {path.parent} matches {path.name!r}; correct it")
         return _listed(origin, base, [str(entry.relative_to(base)) for entry in found], "checkpoints")
     if not path.is_dir():
         return (_file(origin, base, name, "checkpoints"),)
@@ -175,10 +207,10 @@ def _numbers(path: Path) -> list[int]:
     return [int(digits[:18]) for digits in re.findall(r"\d+", path.name)]
 
 
-def _parallelization(origin: str, fields: Mapping[str, Any], kind: str) -> str:
+def _parallelization(origin: _Origin, fields: Mapping[str, Any], kind: str) -> str:
     given = fields.get("parallelization")
     if given not in (None, "pp", "tp"):
-        raise ModelError(f"{origin}: parallelization: {str(given)[:50]!r} is unknown; use 'pp' or 'tp'")
+        raise ModelError(f"{origin}: parallelization: {given!r:.50} is unknown; use 'pp' or 'tp'")
     by_rank = kind == "Megatron" or isinstance(fields["checkpoints"], Mapping)
     if given == "pp" and by_rank:
         raise ModelError(f"{origin}: parallelization: 'pp' contradicts files of ranks; use 'tp', or leave it out")
@@ -188,27 +220,31 @@ def _parallelization(origin: str, fields: Mapping[str, Any], kind: str) -> str:
     return "tp" if by_rank else given or "pp"
 
 
-def _degree(origin: str, fields: Mapping[str, Any]) -> int | None:
+def _degree(origin: _Origin, fields: Mapping[str, Any]) -> int | None:
     """mp_size, else tp_size: how many ranks saved the files."""
     found = None
     for key in ("tp_size", "mp_size"):
         if key in fields:
             found = fields[key]
-            if type(found) is not int or found < 1:
-                raise ModelError(f"{origin}: {key}: {str(found)[:50]!r} is no number of ranks; use 1 or more")
+            if type(found) is not int:
+                raise ModelError(f"{origin}: {key}: expected a number of ranks, got {found!r:.50}; use 1 or more")
+            if found < 1:
+                raise ModelError(f"{origin}: {key}: {found} is no number of ranks; use 1 or more")
     return found
 
 
-def _by_rank(origin: str, files: tuple[Path, ...], degree: int) -> tuple[tuple[Path, ...], ...]:
+def _by_rank(origin: _Origin, files: tuple[Path, ...], degree: int) -> tuple[tuple[Path, ...], ...]:
     """DeepSpeed lists the first file of every rank, then the second of every rank, and so on."""
     if len(files) % degree:
         raise ModelError(f"{origin}: checkpoints: {len(files)} files cannot belong to {degree} ranks; list all of them")
     return tuple(files[rank::degree] for rank in range(degree))
 
 
-def _dtype(origin: str, found: Any) -> str | None:
+def _dtype(origin: _Origin, found: Any) -> str | None:
     if found is None:
         return None
+    if not isinstance(found, str) and type(found).__module__ != "torch":
+        raise ModelError(f"{origin}: dtype: expected a name, got {found!r:.50}; use {', '.join(_DTYPES)}")
     name = str(found).removeprefix("torch.")
     if name not in _DTYPES:
         remedy = "int8 weights are not in this release" if name == "int8" else f"use {', '.join(_DTYPES)}"

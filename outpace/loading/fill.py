@@ -16,6 +16,7 @@ from outpace.loading.read_source import read
 from outpace.loading.skeleton import own_dtypes, set_dtype
 from outpace.loading.stream import Advance, stream
 from outpace.loading.weights import Source
+from outpace.log import size_text
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,9 @@ def _allocated(found: list[Target], device: torch.device) -> list[Tensor]:
     try:
         return [target.empty(device) for target in found]
     except RuntimeError as error:  # torch's errors of memory, of every device
-        size = sum(math.prod(target.recipe.shape) * target.dtype.itemsize for target in found) / 1e9
+        size = sum(math.prod(target.recipe.shape) * target.dtype.itemsize for target in found)
         raise ModelError(
-            f"model: its weights take {size:.1f} GB on {device}, which has not so much left; free some, or use a "
+            f"model: its weights take {size_text(size)} on {device}, which has not that much left; free some, or use a "
             "smaller dtype, a smaller model or another device"
         ) from error
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from outpace.errors import ModelError
 from outpace.loading.gguf_config import ROPE_FREQS, architecture_of, build_config, hf_name
 from outpace.loading.gguf_tokenizer import build_tokenizer
+from outpace.loading.layout import check_fetched
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,8 @@ def read_gguf(path: Path) -> GGUFModel:
 
 def _checked(path: Path, read: Callable[[GGUFReader], Result]) -> Result:
     """Read something of a file; what is wrong with it is a ModelError."""
+    if path.is_file():
+        check_fetched(path)
     reader = _open(path)
     try:
         return read(reader)

@@ -126,7 +126,8 @@ def _by_name(where: str, name: str, parts: list[Source]) -> int | None:
             raise ModelError(f"{where}: ranks hold the shapes {shapes[:4]}, and its name does not say how to join them")
         if len(shapes[0]) > 1 and "position_embeddings" not in name:
             raise ModelError(
-                f"{where}: neither its name nor a tensor of the model tells how ranks split it; give the model's shapes"
+                f"{where}: neither its name nor a tensor of the model tells how ranks split it; check that the "
+                "checkpoint belongs to this model"
             )
         return None
     if len(shapes[0]) <= dim or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:

@@ -13,6 +13,7 @@ DESCRIPTOR = "ds_inference_config.json"
 SAVE_ID = "save_id"
 """A random id, the same in the descriptor and in the metadata of every file that were written together."""
 
+_LFS_POINTER = b"version https://git-lfs"
 Kind = Literal["safetensors", "torch"]
 _NAMES: Mapping[str, Kind] = {"model.safetensors": "safetensors", "pytorch_model.bin": "torch"}
 
@@ -34,6 +35,15 @@ def inside(folder: Path, name: str, what: str, remedy: str = "name files inside 
     if not name or "\0" in name or outside:
         raise ModelError(f"{what}: {name[:200]!r} lies outside {folder}; {remedy}")
     return path
+
+
+def check_fetched(path: Path) -> None:
+    """Refuse the few lines that Git leaves in place of a large file."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(
+                f"model: {path} is a Git LFS pointer in place of the weights; run `git lfs pull` in {path.parent}"
+            )
 
 
 def find_layout(folder: Path) -> Layout | None:

@@ -18,6 +18,8 @@ from outpace.log import chosen, logger
 
 _TORCH = (".pt", ".pth", ".bin")
 _PARTS = "regions"  # of the metadata of what `outpace shard` writes
+_WHOLE = "list it under tp, or shard the model again"
+_ADD_TP = 'if the files are parts of ranks, add "parallelization": "tp" to the descriptor'
 _DEEPSPEED_NAMES = (".attn_qkvw", ".attn_ow", ".inter_w", ".output_w")
 
 
@@ -28,17 +30,24 @@ def open_weights(
     training_mp_size: int = 1,
     shapes: Mapping[str, Shape] | None = None,
     splits: Splits | None = None,
+    field: str = "model",
 ) -> Weights:
     """The weights of a folder, a file or a descriptor, with tensors that ranks split put together.
 
     base_dir: the folder of a descriptor's files. training_mp_size: how many ranks saved it; 1: as many as there are.
     shapes: those of the model's tensors by name, which tell how ranks split them. splits: how the model would be cut
     over so many ranks, which tells in what order they hold the rows of a fused query, key and value.
+    field: the option that named the source, which errors begin with.
     """
     try:
-        degree, weights = _open(source, base_dir, Wanted(shapes or {}, splits))
+        degree, weights = _open(source, base_dir, Wanted(shapes or {}, splits), field)
     except OSError as error:
-        raise ModelError(f"model: cannot read the checkpoint ({error}); check names and rights") from error
+        raise ModelError(f"{field}: cannot read the checkpoint ({error}); check names and rights") from error
+    except ModelError as error:
+        start, _, rest = str(error).partition(": ")
+        if start in (field, "base_dir") or (start == "checkpoint" and isinstance(source, Mapping)):
+            raise
+        raise ModelError(f"{field}: {rest if start == 'model' else error}") from error
     if training_mp_size not in (1, degree):
         raise ModelError(
             f"training_mp_size: {weights.origin} was saved by {degree} rank{'s' * (degree != 1)}, "
@@ -47,21 +56,22 @@ def open_weights(
     return weights
 
 
-def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted) -> tuple[int, Weights]:
+def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted, field: str) -> tuple[int, Weights]:
     """How many ranks saved it, and the weights."""
+    takes_base_dir = field != "model"  # LLM's and the commands' own source has no base_dir
     if isinstance(source, Mapping):
         return _of_descriptor(read_descriptor(source, base_dir), wanted)
     path = _find(source, base_dir)
     if path.is_dir() and (layout := find_layout(path)):
         return 1, _of_layout(path, layout)
     if path.is_dir() and (path / DESCRIPTOR).is_file():
-        return _of_descriptor(read_descriptor(path / DESCRIPTOR, base_dir), wanted)
+        return _of_descriptor(read_descriptor(path / DESCRIPTOR, base_dir, takes_base_dir=takes_base_dir), wanted)
     if path.is_dir():
         return _of_training(path, wanted)
     if path.name.endswith(".index.json"):
         return 1, _of_layout(path.parent, read_index(path))
     if path.suffix.lower() == ".json":
-        return _of_descriptor(read_descriptor(path, base_dir), wanted)
+        return _of_descriptor(read_descriptor(path, base_dir, takes_base_dir=takes_base_dir), wanted)
     return 1, Weights(str(path), _of_file(path))
 
 
@@ -82,10 +92,11 @@ def _of_layout(folder: Path, layout: Layout) -> Weights:
     return Weights(str(folder), _union([(path, _of_file(path)) for path in layout.files], layout.places))
 
 
-def _of_file(path: Path) -> Mapping[str, Source]:
+def _of_file(path: Path, remedy: str = "name the folder that holds all of them") -> Mapping[str, Source]:
+    """The whole tensors of a file. remedy: what to do if it holds the part of a rank."""
     suffix = path.suffix.lower()
     if suffix in _TORCH:
-        return read_torch(path)
+        return read_torch(path, remedy=remedy)
     if suffix == ".gguf":
         from outpace.loading.gguf import read_gguf  # imported late: gguf and transformers take seconds
 
@@ -94,7 +105,7 @@ def _of_file(path: Path) -> Mapping[str, Source]:
         raise ModelError(f"model: {path} is no checkpoint; name a folder, or a file .safetensors, .gguf, .pt or .bin")
     sources, parts = _of_safetensors(path)
     if parts:
-        raise ModelError(f"model: {path} holds the part of one rank; name the folder that holds all of them")
+        raise ModelError(f"model: {path} holds the part of one rank; {remedy}")
     return sources
 
 
@@ -120,8 +131,15 @@ def _of_ranks(origin: str, files: Sequence[Path], version: float | None, wanted:
     ranks = [read_rank(path) for path in files]
     for path, rank in zip(files, ranks, strict=True):
         if rank.degree not in (None, len(files)):
-            raise ModelError(f"{origin}: {path.name} was saved by {rank.degree} ranks, but {len(files)} have a file")
+            raise ModelError(f"{origin}: {path.name} {_wrong_degree(rank.degree or 0, len(files))}")
     return join_ranks(origin, [rank.sources for rank in ranks], version=_version(origin, ranks, version), wanted=wanted)
+
+
+def _wrong_degree(degree: int, files: int) -> str:
+    if degree < files:
+        return f"was saved by {degree} of {files} ranks; remove the files that are of another checkpoint"
+    missing = ", ".join(str(rank) for rank in range(files, min(degree, files + 5)))
+    return f"was saved by {degree} ranks, but the file of rank {missing} is missing; copy the files of all ranks"
 
 
 def _version(origin: str, ranks: Sequence[RankFile], asked: float | None) -> float:
@@ -141,7 +159,8 @@ def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
         files = [rank[0] for rank in found.ranks]
         sources = _of_ranks(found.origin, files, found.version, wanted)
     else:
-        sources = _union([(path, _of_file(path)) for path in found.whole])
+        remedy = _WHOLE if found.ranks else _ADD_TP
+        sources = _union([(path, _of_file(path, remedy)) for path in found.whole], remedy=remedy)
         split = _of_split(found, wanted)
         if both := sources.keys() & split.keys():
             raise ModelError(f"{found.origin}: {min(both)[:200]!r} is both in non_tp and in tp; save it again")
@@ -199,7 +218,9 @@ def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:
 
 
 def _union(
-    files: Sequence[tuple[Path, Mapping[str, Source]]], places: Mapping[str, Path] | None = None
+    files: Sequence[tuple[Path, Mapping[str, Source]]],
+    places: Mapping[str, Path] | None = None,
+    remedy: str = "remove one of them",
 ) -> dict[str, Source]:
     """The tensors of several files. places: where an index says they are, which settles what is in two files."""
     by_path, places = dict(files), places or {}
@@ -208,7 +229,7 @@ def _union(
     for path, sources in files:
         for name, source in sources.items():
             if found.setdefault(name, source) is not source and name not in settled:
-                raise ModelError(f"model: {name[:200]!r} is in two files, {owner[name]} and {path}; remove one of them")
+                raise ModelError(f"model: {name[:200]!r} is in two files, {owner[name]} and {path}; {remedy}")
             owner.setdefault(name, path)
     if stale := sorted(places.keys() - found.keys()):  # the model may not need them; if it does, they are missing
         logger.warning("weights that the index lists and no file has: %s (%d)", ", ".join(stale[:5]), len(stale))

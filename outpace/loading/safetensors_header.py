@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from outpace.errors import ModelError
+from outpace.loading.layout import check_fetched
 from outpace.loading.strict_json import parse
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -62,6 +63,7 @@ def read_header(path: Path) -> Header:
     try:
         if not path.is_file():
             raise ModelError(f"model: {path} is missing or no plain file; download the model again")
+        check_fetched(path)
         with path.open("rb") as file:
             return _read(file, os.fstat(file.fileno()).st_size)
     except ModelError:

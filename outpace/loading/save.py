@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from outpace.errors import InputError, ModelError
+from outpace.errors import InputError, ModelError, as_field
 from outpace.inject.split import known_splits, split_model
 from outpace.loading.checkpoint import fetch, local_path, weight_files
 from outpace.loading.default_model import default_model_path
@@ -24,11 +24,10 @@ from outpace.loading.names import match
 from outpace.loading.open import open_weights
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default
-from outpace.loading.sizes import size_text
 from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Piece, Source
 from outpace.loading.write_shards import Progress, Written, check_out, write_shards
-from outpace.log import chosen
+from outpace.log import chosen, size_text
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.vocab", "*.bpe", "additional_chat_templates/*")
 _NOT_BESIDE = ("*.index.json", DESCRIPTOR, "outpace.json")
@@ -47,7 +46,8 @@ def save_shards(
     dtype: what floating tensors are written in; None: as they are. sources: where the values are, if the module is
     on the meta device.
     """
-    splits = split_model(module, tp_size)
+    with as_field("tensor_parallel.tp_size", known_as="tensor parallelism"):
+        splits = split_model(module, tp_size)
     found = _own(module, _live(module) if sources is None else sources)
     keep = kept_in_fp32(module, dtype) if dtype is not None else set()
     beside = _configs_of(module, dtype)
@@ -76,7 +76,8 @@ def shard_model(
     config, beside = _of_gguf(path) if path.suffix.lower() == ".gguf" else _of_folder(path)
     unchanged = Unchanged.of(weight_files(path))
     skeleton = _skeleton(config)
-    splits = split_model(skeleton, ranks)
+    with as_field("tp", known_as="tensor parallelism"):
+        splits = split_model(skeleton, ranks)
     shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
     sources = _own(skeleton, match(skeleton, open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))))
     keep = kept_in_fp32(skeleton, dtype) if dtype is not None else set()

@@ -1,5 +1,6 @@
 """Files of torch.save, read with weights_only=True alone. Their tensors are mapped: read from the disk when used."""
 
+import pickletools
 import re
 import zipfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
+from outpace.loading.layout import check_fetched
 from outpace.loading.problems import line
 from outpace.loading.weights import Piece, Source
 
@@ -19,8 +21,9 @@ _WRAPPERS = ("module", "model", "state_dict")
 _EXTRA = "_extra_state"  # of TransformerEngine: settings, no weights
 _MAX_DEPTH = 16
 _MAX_NAMES = 500_000
+_MAX_SCANNED = 1 << 20
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-_REASON = re.compile(r"WeightsUnpickler error: (.+)")
+_OURS = ("torch", "collections", "_codecs")  # modules whose names are in every file of tensors
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ class RankFile:
     """The number of ranks that saved, where the file says it."""
 
 
-def read_torch(path: Path, *, ranks: int = 1) -> dict[str, Source]:
+def read_torch(
+    path: Path, *, ranks: int = 1, remedy: str = "name the folder that holds all of them"
+) -> dict[str, Source]:
     """The tensors of a file: a state dict, or a mapping with one under `module`, `model` or `state_dict`."""
     found = _mapping(path, load_object(path))
     if (degree := _degree(found)) not in (None, ranks):
-        raise ModelError(f"model: {path} is the file of one rank of {degree}; name the folder that holds all of them")
+        raise ModelError(f"model: {path} is the file of one rank of {degree}; {remedy}")
     inside = [key for key in _WRAPPERS if isinstance(found.get(key), Mapping)]
     if len(inside) > 1:
         raise ModelError(f"model: {path} has both {inside[0]!r} and {inside[1]!r}; save one of them as safetensors")
@@ -70,6 +75,7 @@ def load_object(path: Path) -> Any:
     """What torch.save wrote, if it is nothing but data; no code in the file ever runs."""
     if not path.is_file():
         raise ModelError(f"model: {path} is missing or no plain file; download the model again")
+    check_fetched(path)
     try:
         return torch.load(path, weights_only=True, mmap=_is_zip(path), map_location="cpu")
     except Exception as error:  # torch raises errors of many kinds for damaged files
@@ -88,19 +94,54 @@ def _is_zip(path: Path) -> bool:
 
 
 def _refusal(path: Path, error: Exception) -> str:
+    """Never in torch's own words: those advise to run the code in the file."""
     text = str(error)
-    if found := _GLOBAL.search(text):
-        name = found[1]
+    found = _GLOBAL.search(text)
+    if name := found[1] if found else _foreign_global(path):
         allow = f", or allow it with torch.serialization.add_safe_globals([{name}]) if you know that it is harmless"
         return (
             f"model: {path} holds {name}, which is no tensor, and files are read with weights_only=True: code in them "
             f"never runs. Convert it to safetensors where you trust it{allow if 'not an allowed' in text else ''}"
         )
-    reason = _REASON.search(text)
-    return (
-        f"model: {path} cannot be read with weights_only=True ({reason[1] if reason else line(error)}); it is damaged, "
-        "or holds more than tensors: download it again, or convert it to safetensors where you trust it"
-    )
+    return f"model: {path} is damaged or incomplete ({_reason(path, error)}); download it again"
+
+
+def _reason(path: Path, error: Exception) -> str:
+    if not path.stat().st_size:
+        return "it is empty"
+    if isinstance(error, zipfile.BadZipFile | EOFError):
+        return "it ends early"
+    if isinstance(error, OSError) or (type(error) in (ValueError, RuntimeError) and "weights_only" not in str(error)):
+        return line(error)
+    return "it is no file of torch.save"
+
+
+def _foreign_global(path: Path) -> str | None:
+    """The first class or function in a pickle that no file of tensors needs. The pickle is only looked at, not run."""
+    strings: list[str] = []
+    try:
+        for code, argument, _ in pickletools.genops(_pickled(path)):
+            name = str(argument).replace(" ", ".") if code.name in ("GLOBAL", "INST") else None
+            if code.name == "STACK_GLOBAL":
+                name = ".".join(strings[-2:])
+            elif isinstance(argument, str):
+                strings.append(argument)
+            if name and name.partition(".")[0] not in _OURS:
+                return name[:200]
+    except Exception:  # damaged: whatever stands in it, genops stops somewhere
+        return None
+    return None
+
+
+def _pickled(path: Path) -> bytes:
+    """The beginning of the pickle in a file of torch.save, or of a plain pickle."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            return file.read(_MAX_SCANNED)
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        with archive.open(name) as file:
+            return file.read(_MAX_SCANNED)
 
 
 def _mapping(path: Path, found: Any) -> Mapping[Any, Any]:

@@ -45,7 +45,8 @@ def _newest(folder: Path) -> Path | None:
             found = folder / (f"iter_{int(tag):07d}" if name == _LATEST_ITERATION and tag.isdecimal() else tag)
             if not tag or "\0" in tag or Path(tag).name != tag or tag == ".." or not found.is_dir():
                 raise ModelError(
-                    f"model: {folder / name} says {tag!r}, but {folder} has no such folder; name a tag folder"
+                    f"model: {folder / name} says {tag!r}, but {folder} has no folder {found.name!r}; "
+                    "copy it there, or name the folder of another tag or iteration"
                 )
             return found
     return None

@@ -22,9 +22,9 @@ from outpace.loading.new_folder import new_folder, partial_prefix
 from outpace.loading.read_source import read
 from outpace.loading.regions import cut
 from outpace.loading.safetensors_write import SafetensorsWriter
-from outpace.loading.sizes import size_text
 from outpace.loading.unchanged import Unchanged, unreadable
 from outpace.loading.weights import Extent, Piece, Source
+from outpace.log import size_text
 from outpace.parallel.spans import Split
 
 WHOLE = "non_tp.safetensors"

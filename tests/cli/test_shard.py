@@ -14,6 +14,7 @@ from outpace.cli.app import app, main
 from outpace.loading.open import open_weights
 from outpace.loading.read_source import read
 from outpace.loading.safetensors_write import SafetensorsWriter
+from tests.models import tiny
 
 FILES = ["non_tp.safetensors", "tp_00.safetensors", "tp_01.safetensors"]
 
@@ -35,7 +36,7 @@ def test_a_summary_for_programs(chain_folder: Path, tmp_path: Path) -> None:
     result = run("-m", chain_folder, "--tp", "2", "--out", tmp_path / "out", "--dtype", "bf16", "--json")
     found = json.loads(result.stdout)
     sizes = {name: (tmp_path / "out" / name).stat().st_size for name in FILES}
-    assert found.keys() == {"folder", "files", "bytes", "seconds", "gb_per_second"}
+    assert found.keys() == {"folder", "files", "bytes", "tokenizer", "seconds", "gb_per_second"}
     assert (found["folder"], found["files"], found["bytes"]) == (str(tmp_path / "out"), sizes, sum(sizes.values()))
     weights = open_weights(tmp_path / "out")
     assert {str(read(source).dtype) for source in weights.sources.values()} == {"torch.bfloat16"}
@@ -54,6 +55,14 @@ def test_shards_are_replaced_only_by_force(
     assert (out / "tp_01.safetensors").exists()
     assert run(chain_folder, "--tp", "1", "--out", out, "--force").exit_code == 0
     assert not (out / "tp_01.safetensors").exists()
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    result = run(tmp_path / "model", "--tp", "1", "--out", tmp_path / "out")
+    assert result.stdout.splitlines()[-1] == "  no tokenizer: the model has none; put its files into the folder"
+    result = CliRunner().invoke(app, ["generate", "--model", str(tmp_path / "out"), "--raw", "x", "--device", "cpu"])
+    assert "put its files into the model's folder" in str(result.exception)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -177,6 +177,30 @@ def checkpoint_acts() -> None:
             engine(checkpoint=f"{path}x")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("checkpoint", 5, "expected a path or a dict, got 5"),
+        ("checkpoint", b"x", "expected a path or a dict, got b'x'"),
+        ("checkpoint", "", "the path is empty"),
+        ("save_mp_checkpoint_path", "", "the path is empty"),
+        ("save_mp_checkpoint_path", b"x", "expected a path, got b'x'"),
+        ("base_dir", 5, "expected a path, got 5"),
+    ],
+)
+def test_what_is_no_path(field: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: {words}"):
+        InferenceConfig(**{field: value})
+
+
+def test_paths_may_be_of_pathlib() -> None:
+    path = Path("a/b")
+    config = InferenceConfig(checkpoint=path, base_dir=path, save_mp_checkpoint_path=path)
+    assert (config.checkpoint, config.base_dir, config.save_mp_checkpoint_path) == ("a/b",) * 3
+    section = {"checkpoint_dir": path, "base_dir": path, "save_mp_checkpoint_path": path}
+    assert set(InferenceConfig(checkpoint_config=section).checkpoint_config.given().values()) == {"a/b"}
+
+
 def checkpoint_dir_acts() -> None:
     with saved() as (other, path):
         filled_by(other, checkpoint_config={"checkpoint_dir": str(path)})

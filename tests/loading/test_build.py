@@ -153,9 +153,17 @@ def only_gguf(folder: Path) -> None:
     (folder / "x.gguf").touch()
 
 
+def of_training(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "global_step5").mkdir()
+    (folder / "latest").write_text("global_step5")
+    (folder / "global_step5" / "mp_rank_00_model_states.pt").touch()
+
+
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json; name the folder"),
     "a GGUF file inside": (only_gguf, "has no config.json; name the file itself: "),
+    "a training run": (of_training, "a training run saved it: copy config.json and the tokenizer of the model into it"),
     "a config that is not JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot use"),
     "a model nobody knows": (lambda folder: edit_config(folder, model_type="klingon"), "cannot use"),
     "a config with a wrong value": (lambda folder: edit_config(folder, num_attention_heads="many"), "cannot use"),

@@ -197,24 +197,31 @@ def test_files_of_ranks_in_the_order_of_deepspeed(tmp_path: Path) -> None:
 
 Change = dict[str, Any]
 DESCRIPTORS: dict[str, tuple[Change, str]] = {
-    "no type": ({"type": None}, "checkpoint: type: 'None' is unknown; use 'ds_model', 'bloom' or 'Megatron'"),
+    "no type": ({"type": None}, "checkpoint: type: None is unknown; use 'ds_model', 'bloom' or 'Megatron'"),
     "another type": ({"type": "megatron"}, "type: 'megatron' is unknown"),
     "a typing error": ({"tpsize": 2}, "tpsize: a descriptor has no such key; did you mean tp_size?"),
     "an unknown key": ({"zzz": 2}, "zzz: a descriptor has no such key; known are"),
-    "a version": ({"version": 4}, "version: '4' is unknown"),
-    "no version": ({"version": None}, "version: 'None' is unknown"),
-    "true as a version": ({"version": True}, "version: 'True' is unknown"),
+    "a version": ({"version": 4}, "version: 4 is unknown; use 0, 1.0, 2.0 or 3.0"),
+    "text as a version": ({"version": "2"}, "version: expected a number, got '2'; use 0, 1.0, 2.0 or 3.0"),
+    "no version": ({"version": None}, "version: expected a number, got None"),
+    "true as a version": ({"version": True}, "version: expected a number, got True"),
     "a parallelization": ({"parallelization": "dp"}, "parallelization: 'dp' is unknown"),
     "pp of ranks": ({"parallelization": "pp"}, "mp_size: 2 ranks need parallelization 'tp'"),
     "pp of Megatron": ({"type": "Megatron", "parallelization": "pp"}, "'pp' contradicts files of ranks"),
-    "a number of ranks": ({"mp_size": 0}, "mp_size: '0' is no number of ranks"),
+    "a number of ranks": ({"mp_size": 0}, "mp_size: 0 is no number of ranks"),
+    "text as a number of ranks": ({"mp_size": "2"}, "mp_size: expected a number of ranks, got '2'"),
+    "a number as a dtype": ({"dtype": 16}, "dtype: expected a name, got 16"),
+    "a list of parts": (
+        {"parallelization": None, "mp_size": 1},
+        'if the files are parts of ranks, add "parallelization": "tp"',
+    ),
     "too few files": ({"mp_size": 3}, "checkpoints: 2 files cannot belong to 3 ranks"),
     "too many files": ({"type": "Megatron", "mp_size": 1}, "Megatron saves one .pt file for each of 1 ranks"),
     "a file that is not there": ({"checkpoints": ["tp_00.pt", "tp_07.pt"]}, "tp_07.pt does not exist"),
     "a file twice": ({"checkpoints": ["tp_00.pt", "tp_00.pt"]}, "checkpoints: names a file twice"),
     "no files": ({"checkpoints": []}, "checkpoints: needs a list of file names"),
     "numbers": ({"checkpoints": [1, 2]}, "checkpoints: needs a list of file names"),
-    "no pattern": ({"checkpoints": "x_*.pt"}, "checkpoints: needs a list of file names"),
+    "no pattern": ({"checkpoints": "x_*.pt"}, "matches 'x_*.pt'; correct it"),
     "other keys": ({"checkpoints": {"pp": ["tp_00.pt"]}}, "checkpoints: needs the keys non_tp and tp"),
     "a path outside": ({"checkpoints": ["../tp_00.pt", "tp_01.pt"]}, "checkpoints: '../tp_00.pt' lies outside"),
     "an absolute path": ({"checkpoints": ["/etc/passwd"]}, "checkpoints: '/etc/passwd' lies outside"),
@@ -223,7 +230,7 @@ DESCRIPTORS: dict[str, tuple[Change, str]] = {
     "int8": ({"dtype": "int8"}, "dtype: 'int8' cannot be read; int8 weights are not in this release"),
     "another dtype": ({"dtype": "float16"}, "dtype: the files hold float32, not float16"),
     "no folder": ({"base_dir": "/no/such/folder"}, "base_dir: /no/such/folder is no folder"),
-    "a number as a folder": ({"base_dir": 5}, "base_dir: '5' is no path"),
+    "a number as a folder": ({"base_dir": 5}, "base_dir: expected a path, got 5"),
 }
 
 
@@ -254,7 +261,9 @@ def test_a_descriptor_file_does_not_point_outside(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     fields = describe(tmp_path, [state("llama")], checkpoints=["tp_00.pt"])
     (file := tmp_path / "own" / "x.json").write_text(json.dumps(fields))
-    assert f"base_dir: '{tmp_path}' lies outside {tmp_path / 'own'}; pass base_dir yourself" in refused(file)
+    outside = f"base_dir: '{tmp_path}' lies outside {tmp_path / 'own'}; copy the files into it"
+    assert f"{outside}, or pass base_dir yourself" in refused(file, field="checkpoint")
+    assert refused(file).endswith(outside), "LLM and the commands have no base_dir for their model"
     check_equal(open_weights(file, base_dir=str(tmp_path)), state("llama"))
     file.write_text(json.dumps(fields | {"base_dir": ".."}))
     assert "base_dir: '..' lies outside" in refused(file)
@@ -292,7 +301,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "fewer ranks than saved": (
         lambda folder: (folder / "mp_rank_01_model_states.pt").unlink(),
-        "was saved by 2 ranks, but 1 have a file",
+        "was saved by 2 ranks, but the file of rank 1 is missing; copy the files of all ranks",
     ),
     "an empty rank folder": (lambda folder: (folder / "mp_rank_02").mkdir(), "has no model_optim_rng.pt"),
     "a rank twice": (
@@ -339,7 +348,12 @@ def test_folders_of_training_that_cannot_be_read(case: str, tmp_path: Path) -> N
 def test_latest_names_a_folder_beside_it(tag: str, tmp_path: Path) -> None:
     deepspeed_of(state("llama"))(tmp_path)
     (tmp_path / "latest").write_text(tag)
-    assert "has no such folder; name a tag folder" in refused(tmp_path)
+    assert "or name the folder of another tag or iteration" in refused(tmp_path)
+
+
+def test_a_missing_iteration_of_megatron_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("99")
+    assert "has no folder 'iter_0000099'; copy it there" in refused(tmp_path)
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:

@@ -259,3 +259,8 @@ def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
     huge = {"a": {"dtype": "F32", "shape": [2**58], "data_offsets": [0, 2**60]}}
     path.write_bytes(pack(json.dumps(huge).encode(), b"1234"))
     assert "its tensors end at byte" in refused(path)
+
+
+def test_a_pointer_of_git_lfs_says_how_to_fetch_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert f"is a Git LFS pointer in place of the weights; run `git lfs pull` in {tmp_path}" in refused(tmp_path)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pickle
 import random
 import shutil
 import zipfile
@@ -111,6 +112,36 @@ def test_a_class_that_the_user_allows(tmp_path: Path) -> None:
     assert "torch.serialization.add_safe_globals([argparse.Namespace])" in refused(tmp_path / "x.pt")
     with torch.serialization.safe_globals([argparse.Namespace]):
         check_equal(open_weights(tmp_path / "x.pt"), SMALL)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "nothing": (lambda path: path.write_bytes(b""), "is damaged or incomplete (it is empty)"),
+    "half": (cut, "is damaged or incomplete (it ends early)"),
+    "a web page": (lambda path: path.write_text("<!DOCTYPE html>"), "is damaged or incomplete (it is no file of torch"),
+    "a pointer": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"),
+        "is a Git LFS pointer in place of the weights; run `git lfs pull`",
+    ),
+    "a plain pickle": (
+        lambda path: path.write_bytes(pickle.dumps(Harm(path.with_name("harm")), 4)),
+        "holds posix.mkdir, which is no tensor, and files are read with weights_only=True: code in them never runs",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_is_wrong_with_a_file_is_said_without_the_advice_to_run_it(case: str, tmp_path: Path) -> None:
+    change, expected = DAMAGED[case]
+    torch.save(SMALL, path := tmp_path / "x.bin")
+    change(path)
+    found = refused(path)
+    assert expected in found
+    assert "Re-running" not in found
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_compressed_archives_are_refused(tmp_path: Path) -> None:

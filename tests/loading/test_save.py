@@ -172,7 +172,7 @@ REFUSED: Mapping[str, tuple[Any, type[OutpaceError], str]] = {
     "a bad config": (_bad_config, ModelError, r"cannot use .*config\.json"),
     "a missing layer": (_lost, ModelError, r"model\.layers\.1"),
     "the model itself": (lambda folder: {"out": folder, "force": True}, InputError, "is never replaced"),
-    "too many ranks": (lambda folder: {"ranks": 3}, NotSupported, "2 attention heads .* 3 ranks"),
+    "too many ranks": (lambda folder: {"ranks": 3}, NotSupported, "^tp: 2 attention heads .* 3 ranks"),
 }
 
 
@@ -228,6 +228,24 @@ def test_a_model_stays_as_it_is_when_its_shards_cannot_be_written(tmp_path: Path
             model, device="cpu", kernel_inject=True, save_mp_checkpoint_path=str(tmp_path / "no" / "x")
         )
     assert type(model.model.layers[0]) is layer
+
+
+def test_errors_name_the_option_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    (damaged := tmp_path / "x.bin").write_bytes(b"")
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    torch.save({"module": {"a": torch.ones(1)}, "mp_world_size": 2}, ranks / "mp_rank_00_model_states.pt")
+    options: tuple[tuple[str, Any], ...] = (
+        ("save_mp_checkpoint_path", tmp_path), ("checkpoint", "nope"), ("checkpoint", damaged), ("checkpoint", ranks),
+        ("checkpoint", {"type": "x"}), ("checkpoint_config.checkpoint_dir", damaged),
+    )  # fmt: skip
+    for name, value in options:
+        section, _, field = name.rpartition(".")
+        given = {section: {field: value}} if section else {field: value}
+        with pytest.raises(OutpaceError) as caught:
+            outpace.init_inference(tiny("llama"), device="cpu", **given)
+        assert str(caught.value).startswith(f"{name}: "), caught.value
 
 
 def test_shards_of_two_models_do_not_load_as_one(tmp_path: Path) -> None:
