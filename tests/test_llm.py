@@ -369,7 +369,7 @@ def test_a_live_module_without_a_tokenizer(random_llm: LLM) -> None:
     assert len(result.token_ids) == 4
     assert result.text == ""
     assert random_llm.name == "LlamaForCausalLM"
-    with pytest.raises(ModelError, match=r"generate: the model has no tokenizer; pass LLM\(tokenizer=...\)"):
+    with pytest.raises(ModelError, match=r"generate: the model has no tokenizer; .* pass LLM\(tokenizer="):
         random_llm.generate("text")
     with pytest.raises(ModelError, match="stop: stop strings need a tokenizer"):
         random_llm.generate([5], SamplingParams(stop="x"))

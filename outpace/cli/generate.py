@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from outpace.cli.model import OnlyModel
-from outpace.cli.talk import Device, DType, GenerationConfig, Temperature, TopP, given
-from outpace.errors import InputError, ModelError
+from outpace.cli.talk import Device, DType, GenerationConfig, Temperature, TopP, given, need_tokenizer
+from outpace.errors import InputError
 
 if TYPE_CHECKING:
     from outpace.llm import LLM
@@ -47,8 +47,7 @@ def command(
     more = given(generation_config=generation_config)
     llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1, **more)
     ready = time.perf_counter() - begin
-    if llm.tokenizer is None:
-        raise ModelError(f"model: {llm.name} has no tokenizer, which text needs; put its files into the model's folder")
+    need_tokenizer(llm)
     output = _answer(llm, asked, system, raw, SamplingParams(**{**llm.engine.sampling_defaults, **options}))
     _report(Console(stderr=True), llm, output, ready)
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 import typer
 
-from outpace.errors import InputError, OutpaceError
+from outpace.errors import InputError, ModelError, OutpaceError
 
 if TYPE_CHECKING:
     import httpx
+
+    from outpace.llm import LLM
 
 Message = dict[str, str]
 CONNECT_SECONDS = 10.0
@@ -141,6 +143,12 @@ class Remote:
             raise OutpaceError(f"url: {self._client.base_url}: {error or type(error).__name__}") from None
 
 
+def need_tokenizer(llm: "LLM") -> None:
+    """Refuse a model without a tokenizer, with a remedy that a command has: its folder."""
+    if llm.tokenizer is None:
+        raise ModelError(f"model: {llm.name} has no tokenizer, which text needs; put its files into the model's folder")
+
+
 class Local:
     """A model in this process."""
 
@@ -148,6 +156,7 @@ class Local:
         from outpace.llm import LLM
 
         self._llm = LLM(model, max_num_seqs=1, **options)
+        need_tokenizer(self._llm)
         self.name = self._llm.name
 
     def close(self) -> None:

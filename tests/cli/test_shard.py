@@ -61,8 +61,9 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     result = run(tmp_path / "model", "--tp", "1", "--out", tmp_path / "out")
     assert result.stdout.splitlines()[-1] == "  no tokenizer: the model has none; put its files into the folder"
-    result = CliRunner().invoke(app, ["generate", "--model", str(tmp_path / "out"), "--raw", "x", "--device", "cpu"])
-    assert "put its files into the model's folder" in str(result.exception)
+    for command in (("generate", "--raw", "x"), ("complete", "x")):
+        result = CliRunner().invoke(app, [*command, "--model", str(tmp_path / "out"), "--device", "cpu"])
+        assert "put its files into the model's folder" in str(result.exception)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -248,6 +248,16 @@ def test_errors_name_the_option_that_was_given(tmp_path: Path) -> None:
         assert str(caught.value).startswith(f"{name}: "), caught.value
 
 
+def test_a_training_run_is_loaded_with_the_config_of_the_model(chain: Path, tmp_path: Path) -> None:
+    """As the error for a folder without config.json says: named beside the model folder."""
+    (run := tmp_path / "run").mkdir()
+    saved = {name: value.clone() for name, value in tensors_of(chain).items()}
+    torch.save({"module": saved}, run / "mp_rank_00_model_states.pt")
+    llm = outpace.LLM(chain, checkpoint=run, device="cpu", max_model_len=64)
+    text = llm.generate("?", outpace.SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].text
+    assert CYCLE.startswith(text)
+
+
 def test_shards_of_two_models_do_not_load_as_one(tmp_path: Path) -> None:
     """Not even if every shape is the same; shards of older releases have no id, and load."""
     for seed in (0, 1):
