@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outpace.log import logger
+
 _OLD = "-old"  # ends the name of a folder that was moved aside
 _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -53,7 +55,9 @@ def _put(partial: Path, target: Path, replaces: Callable[[Path], bool]) -> None:
         if not replaces(old) or not _renamed(partial, target):
             raise FileExistsError(errno.EEXIST, "it was changed at the same time", str(target))
     except BaseException:
-        _renamed(old, target)  # if this fails too, the old folder stays where it is
+        if not _renamed(old, target):  # under a name that no later run takes for a leftover
+            kept = old.rename(target.with_name(old.name.removeprefix(".")))
+            logger.warning("%s was replaced by somebody else; what was there is %s now", target, kept)
         raise
     finally:
         if lock is not None:
@@ -91,8 +95,8 @@ def _make(target: Path) -> tuple[Path, int]:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what killed processes left; a folder that was moved aside and not replaced is put back."""
-    for leftover in target.parent.glob(f"{partial_prefix(target)}*"):
-        if (lock := _lock(leftover)) is None:
+    for leftover in list(target.parent.iterdir()):
+        if not leftover.name.startswith(partial_prefix(target)) or (lock := _lock(leftover)) is None:
             continue
         try:
             if not (leftover.name.endswith(_OLD) and not os.path.lexists(target) and _renamed(leftover, target)):

@@ -260,6 +260,25 @@ def test_what_appears_while_shards_are_written_is_never_lost(force: bool, tmp_pa
         assert not list(tmp_path.glob(".*"))
 
 
+def test_old_shards_are_kept_when_somebody_takes_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _shards(tmp_path / "out")
+    rename = Path.rename
+
+    def taken(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if target.name.endswith("-old") and not (tmp_path / "out").exists():
+            _a_folder(tmp_path / "out")
+        return moved
+
+    monkeypatch.setattr(Path, "rename", taken)
+    with pytest.raises(InputError, match="holds no shards"):
+        write_shards(made(ONE), SPLITS, tmp_path / "out", ranks=1, force=True)
+    assert (tmp_path / "out" / "mine").exists()
+    (kept,) = tmp_path.glob("out.partial-*-old")
+    assert len(parts_of(kept)) == 3
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_the_old_shards_stay_when_the_new_ones_cannot_take_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
