@@ -101,7 +101,7 @@ def test_the_code_in_the_document_runs(capsys: pytest.CaptureFixture[str]) -> No
     for block in blocks:
         exec(compile(block, DOCUMENT.name, "exec"), names)
     said = capsys.readouterr().out
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert by_class()["BirchLayer"] is names["BIRCH"]
     assert re.search(r"model\.layers\.0 is off by \d+%", said)
     assert "injection: BirchLayer has no 'mix.out_proj'; nearest: mix.proj" in said
