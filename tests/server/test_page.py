@@ -461,8 +461,10 @@ def test_live_view_draws_the_load_of_experts(open_page: Callable[..., Page], scr
     page = open_page(clock=True)
     plot = page.get_by_role("img", name="Load of")
     expect(plot).to_have_accessible_name("Load of experts, not known yet")
+    page.wait_for_load_state("networkidle")  # the first answer has come: only then does it ask again
     script.experts = {"layers": [1, 3], "tokens": [[10, 10, 10], [0, 30, 6]], "imbalance": [1.0, 2.5]}
-    page.clock.run_for(1000)
+    with page.expect_response("**/status/experts"):
+        page.clock.run_for(1000)
     expect(page.locator("#experts-title")).to_have_text("Experts, 2 layers of 3: max 2.5 times the mean")
     expect(plot).to_have_accessible_name(
         "Load of 3 experts in 2 layers, max 2.5 times the mean; the busiest is expert 1 of layer 3"
