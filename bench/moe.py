@@ -1,9 +1,9 @@
 """Mixtures of experts through `LLM`: decode, 256 mixed requests, the start, and the experts of one layer at 8k tokens.
 
 Parts (--only): grouped, decode, throughput, start. Each is measured for each implementation of the experts (--experts):
-triton (ours), torch (sorted, with torch's grouped_mm), hf (Hugging Face's own modules). Weights are random, made on the
-device; all layers and experts run, and every token is routed anew. A part that fails is one row; results are written
-after each part.
+triton (ours), torch (sorted, with torch's grouped_mm), hf (Hugging Face's own modules); the experts of one layer
+(grouped) also for those of --beside. Weights are random, made on the device; all layers and experts run, and every
+token is routed anew. A part that fails is one row; results are written after each part.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import experts as kernels
 from bench import report
 from bench.runtime import CONSOLE, Measured, Row, measure_throughput, row
 from outpace.bench import limits
@@ -84,7 +85,7 @@ class Layer:
         """Of one token."""
         return 2.0 * self.top_k * 3 * self.hidden * self.inner
 
-    def call(self, run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def call(self, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> "partial[Any]":
         """A call of an implementation of experts, of random tokens and weights, each token with its own experts."""
         generator = torch.Generator(device).manual_seed(0)
 
@@ -103,12 +104,15 @@ class Layer:
 
 def measure_grouped(model: str, name: str, speed: limits.Speed, device: torch.device) -> tuple[list[Row], Any]:
     """The experts of one layer with all that belongs to them (order, both products, activation, weighted sum)."""
-    run = IMPLEMENTATIONS["experts"].get(name)
-    if run is None:
-        raise ValueError(f"there are no experts called {name!r} to be measured alone")
     layer, dtype = Layer.of(model), torch.bfloat16 if device.type == "cuda" else torch.float32
+    run = IMPLEMENTATIONS["experts"].get(name)
     with torch.no_grad():
-        took = limits.seconds_of(layer.call(run, device, dtype), device)
+        call = layer.call(run or kernels.hugging_face, device, dtype)
+        if run is None:
+            known = next(each for each in kernels.MODELS if each.name == model)
+            _, gate_up, down, *_ = call.args
+            call = partial(kernels.hugging_face(known, gate_up, down), *call.args, act="silu")
+        took = limits.seconds_of(call, device)
     rate = TOKENS * layer.flops / took
     what = f"{model}: experts of a layer, {TOKENS} tokens, {name}"
     return [row(what, rate / 1e12, "TFLOP/s", speed.flops / 1e12)], {"seconds": took, "flop_s": rate}
@@ -162,17 +166,25 @@ def _start(model: str, options: Mapping[str, Any], cache: Path) -> dict[str, flo
     return parts
 
 
-def measure_model(model: str, experts: list[str], measured: Measured, device: torch.device) -> None:
+def measure_ready(subject: Subject, name: str) -> tuple[list[Row], Any]:
+    """What the start of this process took, from a module with its weights on; the kernel cache is what it was."""
+    took = subject.startup_seconds
+    return [row(f"{subject.name}: {name}, ready", took["all"] - took["load"], "s")], took
+
+
+def measure_model(model: str, experts: list[str], beside: list[str], measured: Measured, device: torch.device) -> None:
     """Every part of one shape."""
     steps: dict[str, dict[int, float]] = {}
+    for name in dict.fromkeys([*experts, *beside]):
+        measured.part(f"{model}, {name}", "grouped", partial(measure_grouped, model, name, measured.speed, device))
     for name in experts:
         title = f"{model}, {name}"
-        measured.part(title, "grouped", partial(measure_grouped, model, name, measured.speed, device))
         options = {"max_num_seqs": COUNT, "max_model_len": measured.max_model_len, **EXPERTS[name]}
         if {"decode", "throughput"} & {*measured.parts}:
             CONSOLE.print(f"[{time.perf_counter() - measured.begin:6.1f} s] {title}: starting")
             try:
                 with started(model, speed=measured.speed, **options) as subject:
+                    measured.add(f"{title}: ready", *measure_ready(subject, name))
                     measured.part(title, "decode", partial(measure_decode, subject, name))
                     measured.part(title, "throughput", partial(measure_mixed, subject, name))
             except Exception as error:  # it could not be started; each part looks after itself
@@ -221,16 +233,18 @@ def main() -> None:
     shapes = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" in shape)
     options.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(shapes)}")
     options.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
-    experts = "triton,torch" if device.type == "cuda" else "torch"
-    options.add_argument("--experts", default=experts, help=f"implementations, of {', '.join(EXPERTS)}")
+    own, others = ("triton", "torch,hf") if device.type == "cuda" else ("torch", "torch")
+    options.add_argument("--experts", default=own, help=f"implementations, of {', '.join(EXPERTS)}")
+    options.add_argument("--beside", default=others, help="the same, for the experts of one layer alone")
     options.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN, help="most tokens of a request")
     asked = options.parse_args()
     parts = _asked(options, "only", asked.only, PARTS)
     models, names = _asked(options, "models", asked.models, shapes), _asked(options, "experts", asked.experts, EXPERTS)
     speed = limits.measure_speed(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    beside = _asked(options, "beside", asked.beside, EXPERTS)
     measured = Measured(asked.out, limits.device_name(device), speed, parts, asked.max_model_len, what="moe")
     for model in models:
-        measure_model(model, names, measured, device)
+        measure_model(model, names, beside, measured, device)
     report.show("moe", measured.rows)
 
 

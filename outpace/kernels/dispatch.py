@@ -54,8 +54,6 @@ VARIANT = frozenset(
     }
 )
 """(op, name) of what computes a row in a way that depends on the number of rows or on its place among them."""
-UNMEASURED = frozenset({"route", "experts"})
-"""Ops whose Triton kernels were never timed on a GPU: torch is the default for them, unless deterministic."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,7 @@ def choose_kernels(
 
 def _default(op: str, default: str, deterministic: bool) -> str:
     """The implementation of an op that nothing was asked for."""
-    known = default in IMPLEMENTATIONS[op] and (deterministic or op not in UNMEASURED)
-    name = default if known else "torch"
+    name = default if default in IMPLEMENTATIONS[op] else "torch"
     return "invariant" if deterministic and (op, name) in VARIANT and op != "gemv" else name
 
 

@@ -203,10 +203,11 @@ def _one_of(stack: Tensor, at: Tensor) -> Tensor:
 
 
 def prefers_few(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether the kernels of few tokens are used. Not measured yet.
+    """Whether the kernels of few tokens are used.
 
-    They read an expert once for each pair, from the L2 cache where pairs share it, which is about 1.3 times as fast as
-    memory; the others read it once for each tile. Of pairs half as many as experts, 1.27 share an expert on average.
+    They read an expert once for each pair, the others once for each tile. On an H200, of Qwen3-30B-A3B's 128 experts, 8
+    for a token, 8 tokens take 122 us by the one and 128 by the other, 16 tokens 215 and 187; of Mixtral's 8 experts, 2
+    for a token, one token takes 162 and 195 us, 8 tokens 861 and 575.
     """
     return tokens == 1 or 2 * tokens * top_k <= experts
 

@@ -67,10 +67,11 @@ def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> float
     """What a full step takes, attention left out."""
     runner = Runner(model, allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size), limits)
     shape = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
-    runner.warm_up(shape)
+    vocab_size = runner.warm_up(shape).shape[1]
+    runner.trial(shape, vocab_size)
     torch.cuda.synchronize(model.device)
     begin = time.perf_counter()
-    runner.warm_up(shape)
+    runner.trial(shape, vocab_size)
     torch.cuda.synchronize(model.device)
     return time.perf_counter() - begin
 

@@ -37,9 +37,11 @@ def test_parts_and_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = run(monkeypatch, tmp_path, "--only", "grouped,decode,throughput", "--max-model-len", "64")
     rows = {row["what"].removeprefix("tiny-moe: "): row for row in found["rows"]}
     assert list(rows) == [
-        *("experts of a layer, 64 tokens, torch", "torch, decode of one", "torch, first token", "torch, step of 2"),
+        *("experts of a layer, 64 tokens, torch", "torch, ready"),
+        *("torch, decode of one", "torch, first token", "torch, step of 2"),
         *("torch, 4 mixed requests", "throughput, median between tokens"),
     ]
+    assert rows.pop("torch, ready")["figure"] > 0
     for name in list(rows)[:5]:
         assert rows[name]["figure"] > 0
         assert rows[name]["limit"] > 0

@@ -51,14 +51,13 @@ def test_the_linear_alone() -> None:
 
 
 def test_experts() -> None:
-    for device in (CPU, CUDA):
+    for device, route, experts in ((CPU, route_ref, experts_torch), (CUDA, route_triton, experts_triton)):
         kernels = choose_kernels(device)
-        assert (kernels.route, kernels.experts) == (route_ref, experts_torch)
+        assert (kernels.route, kernels.experts) == (route, experts)
         kernels = choose_kernels(device, deterministic=True)
-        assert kernels.experts is experts_invariant
-        assert kernels.route is (route_ref if device == CPU else route_triton)
-    kernels = choose_kernels(CUDA, {"experts": "triton", "route": "triton"})
-    assert (kernels.route, kernels.experts) == (route_triton, experts_triton)
+        assert (kernels.route, kernels.experts) == (route, experts_invariant)
+    kernels = choose_kernels(CUDA, {"experts": "torch", "route": "torch"})
+    assert (kernels.route, kernels.experts) == (route_ref, experts_torch)
 
 
 @pytest.mark.parametrize(
