@@ -2,6 +2,9 @@
 
 The limits are measured in the same run: several threads that read the files into page-locked memory, and copies of such
 memory to the device. The files are in the page cache, since they have just been written.
+
+Starts are measured with bytecode present, as pip leaves it after an install, however the packages here were installed:
+it is kept in a folder of this run, which a start that is not measured fills. That start has a kernel cache of its own.
 """
 
 import json
@@ -26,16 +29,31 @@ RING = 64  # chunks of page-locked memory
 START = """
 import json, sys, time
 begin = time.perf_counter()
-import outpace, torch
-from outpace import LLM
+import torch
+at_torch = time.perf_counter()
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+at_transformers = time.perf_counter()
+import outpace
+from outpace import LLM, prepare
 imported = time.perf_counter()
+details = {"import of torch": at_torch - begin, "import of transformers": at_transformers - at_torch}
+details["other imports"] = imported - at_transformers
+fill = prepare.fill
+
+def watched(module, *rest):
+    fill(module, *rest)
+    sizes = [each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers())]
+    details["reserved GB after loading"] = torch.cuda.max_memory_reserved() / 1e9
+    details["weights GB"], details["largest weight GB"] = sum(sizes) / 1e9, max(sizes) / 1e9
+
+prepare.fill = watched
 llm = LLM(sys.argv[1], max_model_len=4096)
 ready = time.perf_counter()
 llm.generate([[1, 2, 3]], outpace.SamplingParams(max_tokens=1), use_tqdm=False)
 parts = {"import": imported - begin, **llm.startup_seconds, "first token": time.perf_counter() - ready}
 parts["folder to first token, imports included"] = time.perf_counter() - begin
-parts["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
-print(json.dumps(parts))
+details["reserved GB at most"] = torch.cuda.max_memory_reserved() / 1e9
+print(json.dumps([parts, details]))
 """
 
 
@@ -64,16 +82,17 @@ def copy_speed(ring: torch.Tensor) -> float:
     return ring.numel() / (limits.gpu_ms(lambda: there.copy_(ring, non_blocking=True)) / 1e3)
 
 
-def started(folder: Path, kernel_cache: Path) -> dict[str, float]:
-    """Seconds of a start in a process of its own."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache)}
+def started(folder: Path, kernel_cache: Path, bytecode: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """A start in a process of its own: seconds by part, and what else there is to know."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache), "PYTHONPYCACHEPREFIX": str(bytecode)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         [sys.executable, "-c", START, str(folder)], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    parts: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return parts
+    parts, details = json.loads(done.stdout.strip().splitlines()[-1])
+    return parts, details
 
 
 def _row(what: str, seconds: float, size: int | None, limit: float | None = None) -> dict[str, Any]:
@@ -107,15 +126,17 @@ def main() -> None:
         rows.append(_row("copy to the device", size / copy, size))
         limit = size / min(copy, max(reads.values()))
         details: dict[str, Any] = {}
+        started(folder / "model", folder / "other kernels", folder / "bytecode")
         for state in ("empty", "full"):
-            parts = started(folder / "model", folder / "kernels")
-            details[state] = parts
-            reserved = parts.pop("reserved GB")
+            parts, known = started(folder / "model", folder / "kernels", folder / "bytecode")
+            details[state] = {**parts, **known}
             for part, took in parts.items():
                 streams = part == "weights"
                 rows.append(_row(f"{part}, kernel cache {state}", took, size if streams else None, limit))
         device = limits.device_name(torch.device("cuda"))
-        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files), "reserved GB at most": reserved}
+        kept = ("weights GB", "largest weight GB", "reserved GB after loading", "reserved GB at most")
+        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files), **{name: known[name] for name in kept}}
+        notes["bytecode"] = "present, as after an install"
         report.save("loading", device, rows, notes, options.out, details)
         report.show("loading", rows)
     finally:
