@@ -37,6 +37,8 @@ class LLMEngine:
         self.experts = ExpertLoad.of(parts.module, parts.device)
         """Tokens of each expert; None: the model has none."""
         self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
+        if self.experts is not None:
+            self.experts.clear()
         self._runner = self._started.runner
         self._threads = for_engine(parts.device, deterministic=parts.config.deterministic)
         asked = parts.config.scheduler.async_scheduling

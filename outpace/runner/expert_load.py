@@ -41,6 +41,10 @@ class ExpertLoad:
         }
         return cls(routers, device) if routers else None
 
+    def clear(self) -> None:
+        """Forget what was counted: steps of a start that nobody asked for."""
+        self._counts.zero_()
+
     def ask(self) -> None:
         """Have the counts of all steps so far copied; the host does not wait. See `arrived`."""
         if not self._asked:

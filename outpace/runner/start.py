@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from outpace.cache.kv_cache import HostPages, allocate, block_bytes
 from outpace.config import LLMConfig
 from outpace.errors import ConfigError
 from outpace.inject.paged import BatchModel
+from outpace.kernels.compile_ahead import compile_ahead
 from outpace.log import chosen
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import FEW, Shape, shapes
@@ -131,7 +133,7 @@ def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
 
 
 def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:
-    """Run a step of each kind, side by side: a kernel is compiled when it is first launched, which takes a second."""
+    """Run a step of each kind, side by side: a kernel is compiled, or read from the disk, when it is first launched."""
 
     def run(shape: Shape) -> torch.Tensor:
         torch.cuda.set_device(model.device)
@@ -143,6 +145,8 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple
     picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
     if not picked:
         return
+    first, *others = picked
+    compile_ahead([lambda: _choose_once(run(first)), *(partial(run, shape) for shape in reversed(others))])
     with ThreadPoolExecutor(len(picked) + 1 if model.reentrant else 1) as threads:
         steps = [threads.submit(run, shape) for shape in picked]
         choices = [threads.submit(_sample_once, steps[0].result(), params) for params in SAMPLED]
@@ -150,6 +154,11 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple
             step.result()
         for choice in choices:
             choice.result()
+
+
+def _choose_once(logits: torch.Tensor) -> None:
+    for params in SAMPLED:
+        _sample_once(logits, params)
 
 
 @torch.no_grad()
