@@ -1,0 +1,160 @@
+"""The one form of a quantized weight: values of 4 or 8 bits, a scale and a zero for every block of them.
+
+w[n, k] = (values[n, k] - zero[n // block, k // group]) * scale[n // block, k // group], computed in float32. A stack of
+experts is the same with one more dimension in front.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+KINDS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+)
+"""The dtype that holds values of each kind; a byte of int4 holds two."""
+INT4_ZERO = 8  # what stands for 0 among 0..15 where a weight has no zero of its own
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """Integers 0..15 [..., K] → uint8 [..., ceil(K / 2)]: byte j has column 2j in its low half, 2j + 1 in its high."""
+    if values.shape[-1] % 2:
+        values = torch.nn.functional.pad(values, (0, 1))
+    values = values.to(torch.uint8)
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor, columns: int) -> Tensor:
+    """uint8 [..., ceil(K / 2)] → uint8 [..., K], as pack_nibbles had them."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :columns]
+
+
+def scale_shape(shape: tuple[int, int], group: int, block: int = 1) -> tuple[int, int]:
+    """The scales of a weight [N, K]: one for `block` rows and `group` columns."""
+    return -(-shape[0] // block), -(-shape[1] // group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A quantized weight [N, K], or a stack [E, N, K] of them."""
+
+    values: Tensor
+    """int8 or float8_e4m3fn [N, K], or uint8 [N, ceil(K / 2)] of int4: unsigned, packed by pack_nibbles."""
+    scale: Tensor
+    """[ceil(N / block), ceil(K / group)], of any float dtype."""
+    zero: Tensor | None
+    """As scale, in units of the values, may be fractional. None: 0, for int4 INT4_ZERO."""
+    shape: tuple[int, int]
+    """(N, K) of one weight, without the experts."""
+    group: int
+    """Columns that share a scale; K: the whole row."""
+    block: int = 1
+    """Rows that share a scale; N: the whole tensor."""
+
+    def __post_init__(self) -> None:
+        assert self.values.dtype in KINDS.values(), f"values of {self.values.dtype}: not of {', '.join(KINDS)}"
+        assert min(self.group, self.block) >= 1, f"group {self.group}, block {self.block}: both are at least 1"
+        assert self.scale.is_floating_point(), f"scale of {self.scale.dtype}: it must be a float"
+        assert self.zero is None or self.zero.is_floating_point(), "zero must be a float"
+        assert self.values.dim() in (2, 3), f"values {tuple(self.values.shape)}: neither a weight nor a stack of them"
+        stack, rows = self.values.shape[:-2], self.shape[0]
+        stored = (*stack, rows, -(-self.shape[1] // 2) if self.kind == "int4" else self.shape[1])
+        assert self.values.shape == stored, f"values {tuple(self.values.shape)} of {self.shape}: not {stored}"
+        scales = (*stack, *scale_shape(self.shape, self.group, self.block))
+        for name, tensor in (("scale", self.scale), ("zero", self.zero)):
+            assert tensor is None or tensor.shape == scales, f"{name} {tuple(tensor.shape)}: not {scales}"
+            assert tensor is None or tensor.device == self.values.device, f"{name} is on {tensor.device}"
+
+    @classmethod
+    def empty(
+        cls,
+        kind: str,
+        shape: tuple[int, int],
+        group: int,
+        block: int = 1,
+        *,
+        experts: int | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+        with_zero: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Memory for a weight of this kind, or for a stack of experts; nothing is written."""
+        stack = () if experts is None else (experts,)
+        columns = -(-shape[1] // 2) if kind == "int4" else shape[1]
+        values = torch.empty((*stack, shape[0], columns), dtype=KINDS[kind], device=device)
+        scale = torch.empty((*stack, *scale_shape(shape, group, block)), dtype=scale_dtype, device=device)
+        return cls(values, scale, torch.empty_like(scale) if with_zero else None, shape, group, block)
+
+    @classmethod
+    def stack(cls, experts: Sequence[Self]) -> Self:
+        """One Packed of several that are alike."""
+        first = experts[0]
+        likes = {(e.kind, e.shape, e.group, e.block, e.scale.dtype, e.zero is None) for e in experts}
+        assert len(likes) == 1, f"experts of {len(likes)} forms cannot be one stack"
+        zeros = [e.zero for e in experts if e.zero is not None]
+        scale, zero = torch.stack([e.scale for e in experts]), torch.stack(zeros) if zeros else None
+        return replace(first, values=torch.stack([e.values for e in experts]), scale=scale, zero=zero)
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        return next(kind for kind, dtype in KINDS.items() if dtype == self.values.dtype)
+
+    @property
+    def experts(self) -> int | None:
+        """The number of weights in a stack; None: it is a single weight."""
+        return self.values.shape[0] if self.values.dim() == 3 else None
+
+    @property
+    def default_zero(self) -> int:
+        """The zero of a weight that has none of its own."""
+        return INT4_ZERO if self.kind == "int4" else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, scale and zero."""
+        return sum(t.nbytes for t in (self.values, self.scale, self.zero) if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        return replace(self, values=self.values.to(device), scale=self.scale.to(device), zero=zero)
+
+    def __getitem__(self, expert: int) -> Self:
+        """One expert of a stack: a view."""
+        assert self.experts is not None, "a single weight has no experts"
+        zero = None if self.zero is None else self.zero[expert]
+        return replace(self, values=self.values[expert], scale=self.scale[expert], zero=zero)
+
+    def narrow(self, start: int, length: int) -> Self:
+        """Rows start to start + length of the weight (of each expert): a view. Blocks of rows are not cut."""
+        rows, block = self.shape[0], self.block
+        assert 0 <= start <= start + length <= rows, f"rows {start} to {start + length} of {rows}"
+        if block < rows:
+            whole = start % block == 0 and (length % block == 0 or start + length == rows)
+            assert whole, f"rows {start} to {start + length} cut a block of {block} rows with one scale"
+        first, count = start // block if block < rows else 0, scale_shape((length, self.shape[1]), self.group, block)[0]
+        zero = None if self.zero is None else self.zero.narrow(-2, first, count)
+        values, scale = self.values.narrow(-2, start, length), self.scale.narrow(-2, first, count)
+        return replace(self, values=values, scale=scale, zero=zero, shape=(length, self.shape[1]))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight that it stands for, [N, K] or [E, N, K], rounded once."""
+        values = unpack_nibbles(self.values, self.shape[1]) if self.kind == "int4" else self.values
+        zero = self.default_zero if self.zero is None else self._spread(self.zero)
+        return ((values.float() - zero) * self._spread(self.scale)).to(dtype)
+
+    def _spread(self, per_block: Tensor) -> Tensor:
+        """A number for each block → one for each weight, in float32."""
+        rows = per_block.float().repeat_interleave(min(self.block, max(1, self.shape[0])), dim=-2)
+        return rows.repeat_interleave(min(self.group, max(1, self.shape[1])), dim=-1)[
+            ..., : self.shape[0], : self.shape[1]
+        ]
