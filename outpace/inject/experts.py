@@ -79,18 +79,18 @@ class Experts(Made):
         """act, gated, limit, alpha: as `kernels.experts` takes them."""
         self._kernels = kernels
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum of what the chosen experts make of each token: [T, H]."""
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
+        """What the chosen experts make of each token, by their weights, plus `add`, which may be overwritten."""
         raise NotImplementedError
 
 
 class PlainExperts(Experts):
     """Experts whose weights are in the dtype of what they are multiplied with."""
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
         """See `Experts`."""
-        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
-        result: Tensor = self._kernels.experts(x, self.gate_up, self.down, weights, chosen, **self.activation, **biases)
+        more = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias, "add": add, "out": add}
+        result: Tensor = self._kernels.experts(x, self.gate_up, self.down, weights, chosen, **self.activation, **more)
         return result
 
 
@@ -134,25 +134,31 @@ class MixtureOfExperts(nn.Module):
         self.coefficient = coefficient
         self._kernels = kernels
 
-    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """[T, H] -> [T, H]; rows with a negative slot are padding, and may get anything."""
-        return self.in_full(x, slots)[0]
+    def forward(self, x: Tensor, slots: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], plus `add`, which may be overwritten.
 
-    def in_full(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        Rows with a negative slot are padding, and may get anything.
+        """
+        return self.in_full(x, slots, add)[0]
+
+    def in_full(
+        self, x: Tensor, slots: Tensor | None = None, add: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, with the logits of the router [T, E] and the chosen experts [T, K]."""
         logits, weights, chosen = self.router(x, slots)
-        return self._with_dense(x, self.experts(x, weights, chosen)), logits, chosen
-
-    def _with_dense(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.dense is None:
-            return routed
+            return self.experts(x, weights, chosen, add), logits, chosen
+        result = self._with_dense(self.dense, x, self.experts(x, weights, chosen))
+        return result if add is None else add.add_(result), logits, chosen  # the model too adds the sum of both
+
+    def _with_dense(self, dense: Dense, x: Tensor, routed: Tensor) -> Tensor:
         if self.coefficient is not None:
             own, other = self.coefficient(x).chunk(2, dim=1)
             share: Tensor = self._kernels.bias_act(own - other, None, "sigmoid")  # the softmax of both
-            return routed * share + self.dense(x) * (1 - share)
+            return routed * share + dense(x) * (1 - share)
         if self.shared_gate is not None:
-            return routed + self.shared_gate(x, act="sigmoid") * self.dense(x)
-        result: Tensor = self.dense(x, routed)
+            return routed + self.shared_gate(x, act="sigmoid") * dense(x)
+        result: Tensor = dense(x, routed)
         return result
 
 

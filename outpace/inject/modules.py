@@ -215,8 +215,8 @@ class FusedLayer(nn.Module):
     def feed_forward(self, x: Tensor, norm: Norm | None, add: Tensor | None, slots: Tensor | None) -> Tensor:
         """MLP of norm(x), plus `add`, which is a sum of this layer's own and may be overwritten."""
         if self.mixture is not None:
-            routed: Tensor = self.mixture(x if norm is None else norm(x), slots)
-            return routed if add is None else add.add_(routed)
+            routed: Tensor = self.mixture(x if norm is None else norm(x), slots, add)
+            return routed
         if self.mlp is not None:
             result: Any = self.mlp((norm(x) if norm is not None else x)[None])
             result = result[0] if isinstance(result, tuple) else result

@@ -2,7 +2,8 @@
 
 Every implementation has the same arguments: x [T, H], gate_up [E, 2I, H] (all gates, then all ups; with gated=False
 [E, I, H]), down [E, H, I], weights [T, K] float32, chosen [T, K] int32. Ids outside 0..E-1 add nothing. Products and
-activation are rounded to the dtype of x, the sum over the experts is taken in float32 and rounded once.
+activation are rounded to the dtype of x, the sum over the experts is taken in float32 and rounded once; `add` is added
+to what was rounded, and that sum rounded again.
 """
 
 import itertools
@@ -37,6 +38,10 @@ class Options(TypedDict, total=False):
     """GPT-OSS's activation: (clamp(up) + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to the limit."""
     gated: bool
     """Default: True."""
+    add: Tensor | None
+    """[T, H]: is added to the result."""
+    out: Tensor | None
+    """[T, H]: gets the result. May be `add`, or x, neither of which is read any more when it is written."""
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -77,6 +82,7 @@ def check_experts(
     """Checks shapes and dtypes; the activation and the two biases."""
     activation = Activation(options["act"], options.get("gated", True), options.get("limit"), options.get("alpha"))
     gate_up_bias, down_bias = options.get("gate_up_bias"), options.get("down_bias")
+    likes = options.get("add"), options.get("out")
     (tokens, hidden), experts, inner = x.shape, gate_up.shape[0], down.shape[2]
     rows = inner * (2 if activation.gated else 1)
     assert gate_up.shape == (experts, rows, hidden), (gate_up.shape, (experts, rows, hidden))
@@ -86,7 +92,9 @@ def check_experts(
     assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int32), (weights.dtype, chosen.dtype)
     assert gate_up_bias is None or gate_up_bias.shape == (experts, rows)
     assert down_bias is None or down_bias.shape == (experts, hidden)
-    assert all(t is None or t.dtype == x.dtype for t in (gate_up, down, gate_up_bias, down_bias)), "one dtype for all"
+    assert all(t is None or t.shape == x.shape for t in likes), "add and out have the shape of x"
+    stacks = gate_up, down, gate_up_bias, down_bias
+    assert all(t is None or t.dtype == x.dtype for t in (*stacks, *likes)), "one dtype for all"
     return activation, gate_up_bias, down_bias
 
 
@@ -113,7 +121,15 @@ def experts_ref(
         h = product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
         y = product(activation(h, invariant), down[expert], None if down_bias is None else down_bias[expert])
         total.index_add_(0, rows, y.float() * flat[pairs, None])
-    return total.to(x.dtype)
+    return _added(total.to(x.dtype), options)
+
+
+def _added(y: Tensor, options: Options) -> Tensor:
+    """y + add, in `out`."""
+    add, out = options.get("add"), options.get("out")
+    if add is not None:
+        y = add.add_(y) if out is add else add + y
+    return y if out is None or out is y else out.copy_(y)
 
 
 def _by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
@@ -156,7 +172,8 @@ def experts_grouped(
     h = _grouped_linear(x[order // top_k], gate_up, gate_up_bias, ends, expert)
     y = _grouped_linear(activation(h), down, down_bias, ends, expert)
     pairs = torch.empty_like(y).index_copy_(0, order, y).view(tokens, top_k, x.shape[1])
-    return (pairs.float() * weights[:, :, None]).masked_fill(~real[:, :, None], 0.0).sum(dim=1).to(x.dtype)
+    total = (pairs.float() * weights[:, :, None]).masked_fill(~real[:, :, None], 0.0).sum(dim=1)
+    return _added(total.to(x.dtype), options)
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, expert: Tensor) -> Tensor:
@@ -194,7 +211,7 @@ def experts_one_by_one(
             y = answer(x, itemgetter(number))
             y *= (weights * here).sum(dim=1, keepdim=True)
             total += y.masked_fill_(~here.any(dim=1, keepdim=True), 0.0)
-    return total.to(x.dtype)
+    return _added(total.to(x.dtype), options)
 
 
 def _one_of(stack: Tensor, at: Tensor) -> Tensor:
@@ -218,7 +235,7 @@ def experts_triton(
     """experts_ref by our kernels: those of few tokens or those of many."""
     _check_layout(x, gate_up, down, weights, chosen, **options)
     if min(x.numel(), chosen.numel(), down.numel()) == 0:
-        return torch.zeros_like(x)
+        return _added(torch.zeros_like(x), options)
     few = prefers_few(len(chosen), chosen.shape[1], len(gate_up))
     return (experts_few if few else experts_many)(x, gate_up, down, weights, chosen, **options)
 
@@ -238,7 +255,7 @@ def experts_invariant_triton(
     """experts_invariant by Triton."""
     _check_layout(x, gate_up, down, weights, chosen, **options)
     if min(x.numel(), chosen.numel(), down.numel()) == 0:
-        return torch.zeros_like(x)
+        return _added(torch.zeros_like(x), options)
     return experts_many(x, gate_up, down, weights, chosen, tiles=fixed_tiles(x.dtype), **options)
 
 
@@ -247,5 +264,6 @@ def _check_layout(
 ) -> None:
     """What the kernels rely on beyond what all do."""
     _, *biases = check_experts(x, gate_up, down, weights, chosen, **options)
-    assert all(t.shape[-1] == 1 or t.stride(-1) == 1 for t in (x, gate_up, down)), "rows must be contiguous"
+    rows = (x, gate_up, down, options.get("add"), options.get("out"))
+    assert all(t is None or t.shape[-1] == 1 or t.stride(-1) == 1 for t in rows), "rows must be contiguous"
     assert all(t is None or t.is_contiguous() for t in (weights, chosen, *biases)), "must be contiguous"

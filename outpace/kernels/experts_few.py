@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate, activate_gated, activation_kind
-from outpace.kernels.gemv import has_pdl
+from outpace.kernels.gemv import has_pdl, row_stride
 from outpace.kernels.triton_stub import tl, triton
 
 
@@ -116,11 +116,14 @@ def _pair_down_kernel(
     bias_ptr: tl.tensor,  # [E, H] or None
     weights_ptr: tl.tensor,  # fp32 [T, K]
     chosen_ptr: tl.tensor,  # int32 [T, K]
+    add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads what it writes, and no more
     out_ptr: tl.tensor,  # [T, H]
     experts: tl.tensor,
     outputs: tl.tensor,
     expert_stride: tl.tensor,
     row_stride: tl.tensor,
+    add_stride: tl.tensor,
+    out_stride: tl.tensor,
     depth: tl.constexpr,
     top_k: tl.constexpr,
     pdl: tl.constexpr,
@@ -151,6 +154,10 @@ def _pair_down_kernel(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    n = first + tl.arange(0, block_n)
+    far = token.to(tl.int64)
+    if add_ptr is not None:
+        add = tl.load(add_ptr + far * add_stride + n, mask=n < outputs, other=0.0).to(tl.float32)
     acc = tl.zeros([block_p, block_n, block_k], tl.float32)
     for k in range(0, last, block_k):
         ahead = _load_weights(weight_ptrs, live, col, k + block_k, depth, even)
@@ -163,8 +170,9 @@ def _pair_down_kernel(
         y += tl.load(bias_ptrs, mask=found[:, None], other=0.0).to(tl.float32)
     weights = tl.load(weights_ptr + pair, mask=found, other=0.0)
     y = tl.sum(tl.where(found[:, None], y * weights[:, None], 0.0), axis=0)  # [N]
-    n = first + tl.arange(0, block_n)
-    tl.store(out_ptr + token.to(tl.int64) * outputs + n, y.to(out_ptr.dtype.element_ty), mask=n < outputs)
+    if add_ptr is not None:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32) + add
+    tl.store(out_ptr + far * out_stride + n, y.to(out_ptr.dtype.element_ty), mask=n < outputs)
 
 
 def up_config(inner: int, depth: int, gated: bool) -> dict[str, int]:
@@ -199,6 +207,8 @@ def experts_few(
     limit: float | None = None,
     alpha: float | None = None,
     gated: bool = True,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
     pdl: bool | None = None,
     up: Mapping[str, int] | None = None,
     down_tiles: Mapping[str, int] | None = None,
@@ -206,13 +216,13 @@ def experts_few(
     """experts_ref in two kernels. up, down_tiles: tiles other than the default ones; pdl: as in gemv_triton."""
     (tokens, hidden), (experts, _, inner), top_k = x.shape, down.shape, chosen.shape[1]
     h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
     pdl = pdl is not False and has_pdl(x.device)
     both = {"top_k": top_k, "pdl": pdl, **({"launch_pdl": True} if pdl else {})}
     meta = {**up_config(inner, hidden, gated), **(up or {})}
     _pair_up_kernel[(tokens * top_k, triton.cdiv(inner, meta["block_n"]))](
         *(x, gate_up, gate_up_bias, chosen, h, experts, inner),
-        *(0 if tokens == 1 else x.stride(0), gate_up.stride(0), gate_up.stride(1)),
+        *(row_stride(x), gate_up.stride(0), gate_up.stride(1)),
         depth=hidden,
         activation=activation_kind(act),
         gated=gated,
@@ -223,7 +233,8 @@ def experts_few(
     )
     meta = {**down_config(top_k, inner), **(down_tiles or {})}
     _pair_down_kernel[(tokens, triton.cdiv(hidden, meta["block_n"]))](
-        *(h, down, down_bias, weights, chosen, out, experts, hidden, down.stride(0), down.stride(1)),
+        *(h, down, down_bias, weights, chosen, add, out, experts, hidden),
+        *(down.stride(0), down.stride(1), row_stride(add), row_stride(out)),
         depth=inner,
         block_p=triton.next_power_of_2(top_k),
         **both,

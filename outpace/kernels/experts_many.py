@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate, activate_gated, activation_kind
-from outpace.kernels.gemv import has_pdl
+from outpace.kernels.gemv import has_pdl, row_stride
 from outpace.kernels.triton_stub import tl, triton
 
 PLACE_BLOCKS = (256, 1024, 4096)  # pairs that a program looks at together; few sizes, since each is compiled
@@ -197,9 +197,12 @@ def _add_kernel(
     y_ptr: tl.tensor,  # [T * K, H]; rows of pairs without an expert were never written
     weights_ptr: tl.tensor,  # fp32 [T, K]
     chosen_ptr: tl.tensor,  # int32 [T, K]
+    add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads what it writes, and no more
     out_ptr: tl.tensor,  # [T, H]
     experts: tl.tensor,
     width: tl.tensor,
+    add_stride: tl.tensor,
+    out_stride: tl.tensor,
     top_k: tl.constexpr,
     pdl: tl.constexpr,
     block: tl.constexpr,
@@ -209,6 +212,8 @@ def _add_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * block + tl.arange(0, block)
+    if add_ptr is not None:
+        add = tl.load(add_ptr + token * add_stride + col, mask=col < width, other=0.0).to(tl.float32)
     total = tl.zeros([block], tl.float32)
     for k in tl.static_range(top_k):
         pair = token * top_k + k
@@ -216,7 +221,9 @@ def _add_kernel(
         found = (expert >= 0) & (expert < experts)
         y = tl.load(y_ptr + pair * width + col, mask=col < tl.where(found, width, 0), other=0.0).to(tl.float32)
         total += tl.where(found, y * tl.load(weights_ptr + pair), 0.0)
-    tl.store(out_ptr + token * width + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
+    if add_ptr is not None:
+        total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + add
+    tl.store(out_ptr + token * out_stride + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
 def max_tiles(pairs: int, experts: int, block_m: int) -> int:
@@ -262,6 +269,8 @@ def experts_many(
     limit: float | None = None,
     alpha: float | None = None,
     gated: bool = True,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
     tiles: Tiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
@@ -271,10 +280,8 @@ def experts_many(
     tiles = tiles or tiles_for(pairs, experts, x.dtype)
     pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
-    h, y, out = (
-        torch.empty(shape, dtype=x.dtype, device=x.device)
-        for shape in ((pairs, inner), (pairs, hidden), (tokens, hidden))
-    )
+    h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
 
     def product(a: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor, tile_n: int, first: bool) -> None:
         """One of the two products; the first has rows of x, and the activation."""
@@ -282,7 +289,7 @@ def experts_many(
         halves = 2 if first and gated else 1
         _grouped_kernel[(count * triton.cdiv(width, tile_n // halves),)](
             *(a, weight, bias, order, places, into, count, width, depth),
-            *(0 if len(a) == 1 else a.stride(0), weight.stride(0), weight.stride(1)),
+            *(row_stride(a), weight.stride(0), weight.stride(1)),
             gather=first,
             top_k=top_k,
             activation=activation_kind(act) if first else None,
@@ -303,6 +310,10 @@ def experts_many(
     product(x, gate_up, gate_up_bias, h, tiles.up_n, True)
     product(h, down, down_bias, y, tiles.down_n, False)
     _add_kernel[(tokens, triton.cdiv(hidden, ADD_BLOCK))](
-        *(y, weights, chosen, out, experts, hidden), top_k=top_k, pdl=pdl, block=ADD_BLOCK, **_launch(pdl)
+        *(y, weights, chosen, add, out, experts, hidden, row_stride(add), row_stride(out)),
+        top_k=top_k,
+        pdl=pdl,
+        block=ADD_BLOCK,
+        **_launch(pdl),
     )
     return out

@@ -189,7 +189,7 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _row_stride(x: Tensor | None) -> int:
+def row_stride(x: Tensor | None) -> int:
     """Distance of the rows of x; 0 where there is but one, so that its stride makes no new variant of the kernel."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
@@ -245,7 +245,7 @@ def gemv_triton(
     pdl = (activation is None and norm_weight is None if pdl is None else pdl) and has_pdl(x.device)
     _gemv_kernel[(triton.cdiv(outputs, meta["block_n"]),)](
         *(x, weight, bias, norm_weight, add, out, outputs),
-        *(_row_stride(x), weight.stride(0), _row_stride(add), _row_stride(out), eps, weight_offset),
+        *(row_stride(x), weight.stride(0), row_stride(add), row_stride(out), eps, weight_offset),
         rows=rows,
         depth=depth,
         activation=None if activation is None else activation_kind(activation),

@@ -172,3 +172,21 @@ def test_router_logits_are_still_recorded() -> None:
     real = inputs["attention_mask"].bool().flatten()
     for want, got in zip(expected.router_logits, found.router_logits, strict=True):
         torch.testing.assert_close(got.view(-1, 4)[real], want.view(-1, 4)[real], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["qwen3", "qwen2", "glm4", "gpt-oss"])
+def test_what_a_mixture_is_added_to_gets_the_same_sum(case: str) -> None:
+    """Bit for bit as a sum behind it, with shared experts and without; over what is added, which may be its input."""
+    mixture: Any = injected_copy(made(case))[1].layers[-1].mixture
+    x, add = torch.randn(5, 48), torch.randn(5, 48)
+    alone, (full, logits, chosen) = mixture(x), mixture.in_full(x)
+    assert torch.equal(full, alone)
+    want = add + alone
+    assert torch.equal(mixture(x, None, add.clone()), want)
+    full, other_logits, other_chosen = mixture.in_full(x, add=add.clone())
+    assert torch.equal(full, want)
+    assert torch.equal(other_logits, logits)
+    assert torch.equal(other_chosen, chosen)
+    want = x + alone
+    assert torch.equal(mixture(x, None, x), want)

@@ -67,6 +67,7 @@ def few() -> None:
     calls = (moe(1, MIXTRAL), moe(1, QWEN), moe(2, GPT_OSS, **CLAMPED), moe(3, ODD, FP32, gated=False))
     for args, options in calls:
         experts_few(*args, **options)
+        experts_few(*args, **options, add=args[0], out=args[0])
 
 
 def many() -> None:
@@ -79,6 +80,7 @@ def many() -> None:
         (moe(100, ODD, FP32, gated=False), None),
     ):
         experts_many(*args, **options, tiles=tiles)
+        experts_many(*args, **options, tiles=tiles, add=args[0], out=args[0])
 
 
 def products() -> None:

@@ -25,7 +25,7 @@ from outpace.kernels.experts import (
 )
 from outpace.kernels.experts_few import down_config, experts_few, up_config
 from outpace.kernels.experts_many import Tiles, experts_many, fixed_tiles, max_tiles, sort_pairs, tiles_for
-from tests.kernels.buffers import poisoned, random_rows
+from tests.kernels.buffers import Output, poisoned, random_rows
 from tests.kernels.test_activation import in_fp64
 from tests.kernels.tolerances import DTYPES, ROUNDING, assert_equal
 
@@ -250,6 +250,38 @@ def test_ids_out_of_range_and_one_expert_for_all(kernel: str, device: torch.devi
     assert (call.run(KERNELS[kernel]) == 0).all()
 
 
+ADDING: dict[str, Callable[..., Tensor]] = {
+    **{run.__name__: run for run in (*TORCH, experts_triton, experts_invariant_triton)},
+    **KERNELS,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ADDING)
+def test_add_is_as_a_sum_of_its_own(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Bit for bit, into new memory, into other memory and over what is added; ids outside leave what is added."""
+    run = ADDING[name]
+    for tokens in (1, 5):
+        call = call_of((tokens, 2, 4, 40, 24), dtype, device, bias=True)
+        call.chosen[0, 0], call.chosen[-1] = -1, 4
+        add = random_rows((tokens, 40), dtype, device)
+        before, alone = add.clone(), call.run(run)
+        want = alone + add
+        assert_equal(call.run(run, add=add), want)
+        for more in (None, add):
+            other = Output.like(want)
+            assert call.run(run, add=more, out=other.view) is other.view
+            assert_equal(other.checked(), alone if more is None else want)
+        assert_equal(add, before)
+        assert call.run(run, add=add, out=add) is add
+        assert_equal(add, want)
+        want = alone + call.x
+        assert call.run(run, add=call.x, out=call.x) is call.x  # a layer whose norm stands behind its experts
+        assert_equal(call.x, want)
+        empty = call.part(slice(0, 0))
+        assert_equal(empty.run(run, add=empty.x, out=empty.x), empty.x)
+
+
 @pytest.mark.parametrize("kernel", ["few", "many"])
 def test_garbage_disturbs_no_other_token_and_nothing_around_is_read(kernel: str, device: torch.device) -> None:
     """Weights lie among NaNs; one token is NaN, and so is whatever memory the kernels work in."""
@@ -346,6 +378,9 @@ def test_what_they_refuse(experts: Callable[..., Tensor], device: torch.device) 
         {"gate_up": call.gate_up[:, :8]},
         {"options": {"act": "silu", "limit": 1.0}},
         {"options": {"act": "silu", "down_bias": torch.zeros(4, 16, device=device)}},
+        {"options": {"act": "silu", "add": call.x[:1]}},
+        {"options": {"act": "silu", "out": call.x.half()}},
+        {"options": {"act": "silu", "add": torch.zeros(24, 2, device=device).t()}},
     ]
     for wrong in wrongs:
         with pytest.raises(AssertionError):
