@@ -14,7 +14,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import FileIO
 from typing import Any, NoReturn
@@ -32,6 +32,8 @@ PATIENCE = 60.0  # seconds without a kernel that is done, before the processes a
 UNINITIALISED = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 )
+HOOKED = threading.Lock()
+"""Held by the thread that Triton's hook is for: there is one in a process."""
 Seen = tuple[Any, str]
 """A kernel, and what Triton calls this form of it."""
 
@@ -108,11 +110,8 @@ def _can_collect() -> bool:
 def collect(step: Callable[[], object], seen: set[Seen]) -> list[Source]:
     """What a step would compile and no step has before; none of it is launched."""
     found: list[Source] = []
-    here = threading.get_ident()
 
     def hook(*, key: str, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
-        if threading.get_ident() != here:
-            return False  # somebody else's launch
         if (fn.jit_function, key) not in seen:
             seen.add((fn.jit_function, key))
             found.append(Source.of(fn.jit_function, compile))
@@ -124,15 +123,35 @@ def collect(step: Callable[[], object], seen: set[Seen]) -> list[Source]:
 
 
 @contextmanager
+def only_compiled() -> Iterator[None]:
+    """Inside, a launch that would have to compile or load a kernel raises: during a capture it must not."""
+
+    def hook(*, repr: str, **rest: Any) -> bool:
+        raise RuntimeError(f"not compiled yet: {repr}")
+
+    with _hooked(hook) if HAS_TRITON else nullcontext():
+        yield
+
+
+@contextmanager
 def _hooked(hook: Callable[..., bool]) -> Iterator[None]:
+    """Triton's hook before it compiles, for launches of this thread; those of others are not touched."""
     from triton import knobs
 
-    before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = hook
-    try:
-        yield
-    finally:
-        knobs.runtime.jit_cache_hook = before
+    here = threading.get_ident()
+    with HOOKED:
+        before = knobs.runtime.jit_cache_hook
+
+        def for_this_thread(**told: Any) -> bool:
+            if threading.get_ident() == here:
+                return hook(**told)
+            return before is not None and bool(before(**told))
+
+        knobs.runtime.jit_cache_hook = for_this_thread
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
 
 
 class _Zeros(TorchFunctionMode):
@@ -196,7 +215,10 @@ def _run_and_exit(run: Callable[[], None]) -> NoReturn:
 
 
 def _compile_some(todo: list[Source], wanted: FileIO, heard: FileIO, tell: FileIO) -> None:
+    from triton.runtime import driver
+
     heard.close()  # the parent's: if it is gone, the next word ends this process
+    driver.active.get_current_target = lambda: todo[0].target  # otherwise torch is asked, which is no good after a fork
     while number := wanted.read(1):
         with suppress(Exception):
             todo[number[0]].compile()

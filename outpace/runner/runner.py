@@ -69,10 +69,13 @@ class Runner:
         self.graphs = StepGraphs(model.device, graphs_later)
 
     @torch.no_grad()
-    def capture(self, shape: Shape) -> bool:
-        """Capture a graph for this shape, to which steps are padded from then on; False: graphs cannot be had."""
+    def capture(self, shape: Shape, *, compiled: bool = False) -> bool:
+        """Capture a graph for this shape, to which steps are padded from then on; False: graphs cannot be had.
+
+        compiled: steps of each kind have run already, in this thread or another.
+        """
         self.rows.send(Layout(), shape.num_seqs, wait=True)  # a step without tokens
-        return self.graphs.capture(shape, self._forward)
+        return self.graphs.capture(shape, self._forward, compiled=compiled)
 
     @torch.no_grad()
     def warm_up(self, shape: Shape) -> Tensor:

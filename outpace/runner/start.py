@@ -96,7 +96,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
         host = HostPages(pages, num_host) if num_host else None
         runner = Runner(model, pages, limits, host, salt)
     with _timed(seconds, "graphs"):
-        captured = all(runner.capture(shape) for shape in wanted)
+        captured = all(runner.capture(shape, compiled=True) for shape in wanted)
     if wanted and captured:
         chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
     return Started(runner, limits, num_blocks, num_host, seconds)

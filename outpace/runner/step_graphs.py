@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outpace.kernels.library import gemm_library
+from outpace.kernels.compile_ahead import only_compiled
+from outpace.kernels.library import LT_ROWS, gemm_library
 from outpace.log import logger
 from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 
@@ -77,11 +78,14 @@ class StepGraphs:
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._graphs
 
-    def capture(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]]) -> bool:
-        """Capture `run` of this shape. If that fails, every step runs without graphs, and the log says why."""
+    def capture(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]], *, compiled: bool = False) -> bool:
+        """Capture `run` of this shape. If that fails, every step runs without graphs, and the log says why.
+
+        compiled: its kernels have most likely run already, so that this one need not run before it is captured.
+        """
         try:
-            with CAPTURING, gemm_library(shape.num_tokens):
-                self._graphs[shape] = captured(lambda: run(shape), pool=self._pool, warm_ups=1)
+            if not (compiled and self._has_like(shape) and self._capture_at_once(shape, run)):
+                self._graphs[shape] = self._captured(shape, run, warm_ups=1)
         except Uncapturable as error:
             mend(self._device)
             self._graphs.clear()
@@ -91,6 +95,29 @@ class StepGraphs:
             return False
         self._later.pop(shape, None)
         return True
+
+    def _captured(
+        self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]], *, warm_ups: int
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        with CAPTURING, gemm_library(shape.num_tokens):
+            return captured(lambda: run(shape), pool=self._pool, warm_ups=warm_ups)
+
+    def _has_like(self, shape: Shape) -> bool:
+        """Whether a step like this one was captured. The first makes what torch and its libraries make once, and the
+        memory that graphs share: torch takes it back from a capture that fails if no other graph has it."""
+        like = shape.kind, shape.num_tokens in LT_ROWS
+        return any((other.kind, other.num_tokens in LT_ROWS) == like for other in self._graphs)
+
+    def _capture_at_once(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]]) -> bool:
+        """Capture a step that has not run before. False: that does not work, for example since a kernel is new."""
+        try:
+            with only_compiled():
+                self._graphs[shape] = self._captured(shape, run, warm_ups=0)
+            return True
+        except Uncapturable as error:
+            logger.debug("cuda graphs: %s is captured again, after a run (%s)", shape, str(error))
+        mend(self._device)
+        return False
 
     def fitting(self, num_seqs: int, num_tokens: int, *, fresh: bool = False) -> Shape | None:
         """The smallest shape that holds a step and is captured or may be; None: the step runs without a graph."""

@@ -7,16 +7,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import triton
 from triton import knobs
 
 from outpace.kernels import compile_ahead
 from outpace.kernels.activation import gated_act_triton
-from outpace.kernels.compile_ahead import Source, collect
+from outpace.kernels.compile_ahead import Source, collect, only_compiled
 from outpace.kernels.gather import gather_rows_triton
 from outpace.kernels.rms_norm import rms_norm_triton
 from outpace.kernels.softmax import softmax_triton
@@ -134,8 +136,23 @@ def leaves_others_alone() -> None:
     assert knobs.runtime.jit_cache_hook is own
 
 
+def compiles_nothing() -> None:
+    """`only_compiled`: a launch that would compile raises, in this thread alone, and what is in memory stays usable."""
+    with compile_instead(), only_compiled():
+        with pytest.raises(RuntimeError, match="not compiled yet: _rms_norm_kernel"):
+            launch()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(launch).result()
+        launch()
+    assert knobs.runtime.jit_cache_hook is None
+
+
 CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check for check in (collects, finds, needs_nothing, loses_nothing, restores, leaves_others_alone)
+    check.__name__: check
+    for check in (
+        *(collects, finds, needs_nothing, loses_nothing, restores, leaves_others_alone),
+        compiles_nothing,
+    )
 }
 
 if __name__ == "__main__":

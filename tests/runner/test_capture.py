@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from outpace.runner import step_graphs
 from outpace.runner.capture import StreamLock, Uncapturable, captured
+from outpace.runner.step_graphs import Shape, StepGraphs
 
 
 class Stream:
@@ -110,3 +112,51 @@ def test_the_next_holder_waits_on_its_own_stream_for_the_work_of_the_last(
     with lock.held():
         assert event.seen[-2:] == [("record", cuda.own), ("wait", other)]
     assert event.seen[-1] == ("record", other)
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The runs before each capture, and -1 for each time the device was mended, as they come."""
+    seen: list[int] = []
+
+    def noted(run: Callable[[], Any], *, pool: Any, warm_ups: int) -> Callable[[], Any]:
+        seen.append(warm_ups)
+        if run() > warm_ups:
+            raise Uncapturable("a kernel is new")
+        return lambda: warm_ups
+
+    monkeypatch.setattr(step_graphs, "captured", noted)
+    monkeypatch.setattr(step_graphs, "mend", lambda device: seen.append(-1))
+    return seen
+
+
+def capture(graphs: StepGraphs, shape: Shape, needed: int = 0, *, compiled: bool = True) -> bool:
+    """A step that can be captured after so many runs."""
+
+    def run(shape: Shape) -> Any:
+        return needed
+
+    return graphs.capture(shape, run, compiled=compiled)
+
+
+def test_only_the_first_step_of_a_kind_runs_before_it_is_captured(tries: list[int]) -> None:
+    graphs = StepGraphs(torch.device("cpu"))
+    given = [Shape(2048, 8, "mixed"), Shape(1024, 8, "mixed"), Shape(128, 8, "mixed"), Shape(96, 8, "mixed")]
+    given += [Shape(16, 16, "decode"), Shape(8, 8, "decode")]
+    assert all(capture(graphs, shape) for shape in given)
+    assert tries == [1, 0, 1, 0, 1, 0]  # 128 and 96 tokens are multiplied by another library
+    assert capture(graphs, Shape(4, 4, "decode"), compiled=False)
+    assert tries[-1] == 1
+
+
+def test_a_capture_that_fails_at_once_is_tried_again_after_a_run(tries: list[int]) -> None:
+    graphs = StepGraphs(torch.device("cpu"))
+    assert capture(graphs, Shape(16, 16, "decode"))
+    assert capture(graphs, Shape(8, 8, "decode"), needed=1)
+    assert tries == [1, 0, -1, 1]
+    assert len(graphs) == 2
+    assert not graphs.uncapturable
+    assert not capture(graphs, Shape(4, 4, "decode"), needed=2)
+    assert tries[4:] == [0, -1, 1, -1]
+    assert len(graphs) == 0
+    assert graphs.uncapturable

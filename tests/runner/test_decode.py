@@ -66,7 +66,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     seen: list[Shape] = []
     capture = StepGraphs.capture
 
-    def noted(graphs: StepGraphs, shape: Shape, run: Any) -> bool:
+    def noted(graphs: StepGraphs, shape: Shape, run: Any, **options: Any) -> bool:
         seen.append(shape)
         return capture(graphs, shape, run)
 
