@@ -9,6 +9,7 @@ from outpace.errors import NotSupported
 from outpace.inject.modules import Linear, Made
 from outpace.inject.recipe import Recipe
 from outpace.kernels.dispatch import Kernels
+from outpace.kernels.gemv import prefers_gemv
 from outpace.kernels.routing import Routing
 
 
@@ -44,9 +45,17 @@ class Router(Made):
             bias = None if self.bias is None else self.bias.float()
             logits: Tensor = self._kernels.linear(x.float(), self.weight.float(), bias)
         else:
-            logits = self._kernels.linear(x, self.weight, self.bias)
+            logits = self._logits(x)
         weights, chosen = self._kernels.route(logits, self.routing, self.correction, slots=slots, counts=self.counts)
         return logits, weights, chosen
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, E], in the dtype of both."""
+        product, gemv = self._kernels.linear, self._kernels.gemv
+        if gemv is not None and prefers_gemv(len(x), self.num_experts, x.shape[1], gated=False):
+            product = gemv
+        logits: Tensor = product(x, self.weight, bias=self.bias)
+        return logits
 
     def extra_repr(self) -> str:
         """What is printed of it; the class that it passes for may print what it does not have."""

@@ -1,6 +1,7 @@
 """Mixtures of experts, fused: routers, stacks of experts, shared ones, and dense layers among them."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import transformers as hf
 import outpace
 from outpace import LLM, ModelError, NotSupported, SamplingParams
 from outpace.inject.experts import MixtureOfExperts
+from outpace.kernels.gemv import gemv_ref
 from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward, same_paged_logits, same_tokens
 
 SMALL: dict[str, Any] = {
@@ -190,3 +192,23 @@ def test_what_a_mixture_is_added_to_gets_the_same_sum(case: str) -> None:
     assert torch.equal(other_chosen, chosen)
     want = x + alone
     assert torch.equal(mixture(x, None, x), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("case", "rows"), [("qwen3", (1, 2)), ("gpt-oss", (1, 2)), ("dots1", ())])
+def test_a_router_of_one_or_two_rows_takes_the_kernel_that_is_for_them(case: str, rows: tuple[int, ...]) -> None:
+    """Where there is one, and where it computes in the model's dtype (dots1's does in float32)."""
+    mixture: Any = injected_copy(made(case))[1].layers[-1].mixture
+    router = mixture.router
+    seen: list[int] = []
+
+    def gemv(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(len(x))
+        return gemv_ref(x, *args, **options)
+
+    x = torch.randn(3, 48)
+    wanted = [router(x[:count]) for count in (1, 2, 3)]
+    router._kernels = replace(router._kernels, gemv=gemv)
+    for count, want in zip((1, 2, 3), wanted, strict=True):
+        torch.testing.assert_close(router(x[:count]), want)
+    assert tuple(seen) == rows

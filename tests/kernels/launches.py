@@ -1,5 +1,6 @@
 """Launches of every kernel at the shapes of real models, on the meta device: nothing is computed, all is compiled."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,8 @@ def products() -> None:
     x, norm = meta(1, 4096), meta(4096)
     gemv_triton(x, meta(28672, 4096), norm_weight=norm, eps=1e-5, activation="silu")
     gemv_triton(meta(2, 4096), meta(4096, 4096), bias=norm, add=meta(2, 4096))
+    for rows, (_, experts, hidden, _) in itertools.product((1, 2), (MIXTRAL, QWEN, GPT_OSS)):  # routers
+        gemv_triton(meta(rows, hidden), meta(experts, hidden), bias=meta(experts))
     for rows in (1, 200):
         matmul_invariant_triton(meta(rows, 4096), meta(6144, 4096))
 
