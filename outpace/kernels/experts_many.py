@@ -1,10 +1,10 @@
 """Experts of many tokens: pairs of a token and an expert sorted by expert, then products of tiles of one expert each.
 
-Five kernels, and the host waits for none: how large each grid is depends on shapes alone, and a program that finds no
-work ends. `count` counts the pairs of each expert; `place` lists the pairs by expert, those of one in their order, so
-that the result is always the same, and says which rows each tile has; the two products gather their rows by that list;
-`add` takes the weighted sum of each token's experts. No row of a tile depends on another one: with fixed tiles each
-token is bit for bit as if it were alone.
+Four or five kernels, and the host waits for none: how large each grid is depends on shapes alone, and a program that
+finds no work ends. `count` counts the pairs of each expert, where they are so many that `place` does not count them
+itself; `place` lists the pairs by expert, those of one in their order, so that the result is always the same, and says
+which rows each tile has; the two products gather their rows by that list; `add` takes the weighted sum of each token's
+experts. No row of a tile depends on another one: with fixed tiles each token is bit for bit as if it were alone.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -77,7 +77,7 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(
     chosen_ptr: tl.tensor,  # int32 [pairs]
-    counts_ptr: tl.tensor,  # int32 [E]
+    counts_ptr: tl.tensor,  # int32 [E]; None: all pairs fit in one block, and every program counts them
     order_ptr: tl.tensor,  # int32 [pairs]: pairs by expert
     tiles_ptr: tl.tensor,  # int32 [3, tiles]: expert (-1: none), first place in `order`, end of the expert's places
     pairs: tl.tensor,
@@ -94,7 +94,13 @@ def _place_kernel(
     expert = tl.program_id(0)
     lane = tl.arange(0, block)
     e = tl.arange(0, block_e)
-    counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
+    if counts_ptr is None:
+        ids = tl.load(chosen_ptr + lane, mask=lane < pairs, other=-1)
+        real = (ids >= 0) & (ids < experts)
+        stray = block - tl.sum(real.to(tl.int32), axis=0)  # counted for the first expert, and taken off
+        counts = tl.histogram(tl.where(real, ids, 0), block_e) - tl.where(e == 0, stray, 0)
+    else:
+        counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
     first = tl.sum(tl.where(e < expert, counts, 0), axis=0)
     tile = tl.sum(tl.where(e < expert, (counts + block_m - 1) // block_m, 0), axis=0)
     if expert == experts:  # one program more says which tiles have no rows
@@ -239,12 +245,13 @@ def sort_pairs(chosen: Tensor, experts: int, block_m: int, *, pdl: bool = False)
     """
     pairs = chosen.numel()
     tiles = max_tiles(pairs, experts, block_m)
-    counts = torch.empty(experts, dtype=torch.int32, device=chosen.device)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     places = torch.empty((3, tiles), dtype=torch.int32, device=chosen.device)
     block = next((size for size in PLACE_BLOCKS if pairs <= size), PLACE_BLOCKS[-1])
     both = {"pdl": pdl, "block": block, "num_warps": min(8, max(1, block // 256)), **_launch(pdl)}
-    _count_kernel[(experts,)](chosen, counts, pairs, **both)
+    counts = None if pairs <= block else torch.empty(experts, dtype=torch.int32, device=chosen.device)
+    if counts is not None:
+        _count_kernel[(experts,)](chosen, counts, pairs, **both)
     block_e = max(2, triton.next_power_of_2(experts))
     _place_kernel[(experts + 1,)](
         *(chosen, counts, order, places, pairs, tiles), experts=experts, block_m=block_m, block_e=block_e, **both
@@ -274,7 +281,7 @@ def experts_many(
     tiles: Tiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """experts_ref in five kernels. pdl: as in gemv_triton; None: for few tokens."""
+    """experts_ref in four or five kernels. pdl: as in gemv_triton; None: for few tokens."""
     (tokens, hidden), (experts, _, inner), top_k = x.shape, down.shape, chosen.shape[1]
     pairs = tokens * top_k
     tiles = tiles or tiles_for(pairs, experts, x.dtype)

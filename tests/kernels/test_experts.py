@@ -1,5 +1,6 @@
 """Experts: every implementation against the formula in fp64, and against Hugging Face's modules."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -330,6 +331,30 @@ def test_sorting_in_several_passes(device: torch.device, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "PLACE_BLOCKS", (16,))
     check_order(torch.randint(-2, 5, (30, 3), dtype=torch.int32, device=device), 3, 16)
     check_order(torch.zeros(100, 3, dtype=torch.int32, device=device), 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts"),
+    [*itertools.product([1, 255, 256, 257, 1024, 1025, 4096, 4097], [1, 5, 8]), (256, 128), (1024, 100)],
+)
+def test_sorting_where_the_sizes_of_blocks_end(pairs: int, experts: int, device: torch.device) -> None:
+    """Up to the largest block one kernel counts and places; some ids are outside, and some experts have no pair."""
+    chosen = torch.randint(-2, experts + 2, (pairs, 1), dtype=torch.int32, device=device)
+    check_order(chosen, experts, 64)
+    chosen[chosen % 3 == 0] = 2**31 - 1
+    chosen[: pairs // 2] = -(2**31)
+    check_order(chosen, experts, 16 if pairs < 300 else 64)
+    check_order(torch.full_like(chosen, experts - pairs % 2), experts, 64)  # all outside, or all one expert's
+
+
+def test_few_pairs_are_not_counted_by_a_kernel_of_their_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = module._count_kernel
+    monkeypatch.setattr(module, "_count_kernel", None)
+    check_order(torch.zeros(4096, 1, dtype=torch.int32, device=device), 2, 64)
+    monkeypatch.setattr(module, "_count_kernel", counted)
+    check_order(torch.zeros(4097, 1, dtype=torch.int32, device=device), 2, 64)
 
 
 def check_order(chosen: Tensor, experts: int, block_m: int) -> None:
