@@ -31,7 +31,7 @@ parts = load_paged(large, LLMConfig(dtype=dtype, device="cpu"), tokenizer=False)
 weights = sum(p.numel() * p.element_size() for p in parts.module.parameters())
 largest = max(p.numel() * p.element_size() for p in parts.module.parameters())
 files = anonymous("RssFile")
-print(weights, largest, anonymous("VmHWM") - files - before, stream.CHUNK * stream.THREADS * stream.SLOTS)
+print(weights, largest, anonymous("VmHWM") - files - before, 2 * stream.CHUNK * stream.THREADS)
 """
 
 

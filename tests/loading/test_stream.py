@@ -6,6 +6,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,73 @@ def test_numbers_that_are_stored_one_by_one_go_into_one_tensor(dtype: torch.dtyp
     pieces[1] = Piece(lambda: numbers[1], (), torch.float32)
     source = stack([Source((), torch.float32, (piece,)) for piece in pieces], 0)
     assert torch.equal(filled(Recipe.whole("x", (3,)), {"x": source}, dtype), numbers.to(dtype))
+
+
+class Copied:
+    """An event of a device that is not there."""
+
+    pending = False
+
+    def record(self, stream: object) -> None:
+        self.pending = True
+
+    def synchronize(self) -> None:
+        self.pending = False
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device whose memory is the host's: what the stream does for a GPU, without one."""
+    copies = SimpleNamespace(device=CPU, wait_stream=lambda other: None, synchronize=lambda: None)
+    for name in ("Stream", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda given: copies)
+    monkeypatch.setattr(torch.cuda, "Event", Copied)
+    monkeypatch.setattr(streaming, "_page_locked", partial(torch.empty, dtype=torch.uint8))
+    fill = streaming._Slot.fill
+
+    def watched(slot: Any, *args: Any) -> Tensor:
+        assert not slot.copied.pending, "a slot is filled that is still copied from"
+        return fill(slot, *args)
+
+    monkeypatch.setattr(streaming._Slot, "fill", watched)
+    return SimpleNamespace(type="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("chunk", [64, 1 << 10])
+def test_slots_on_the_way_to_a_device(
+    dtype: torch.dtype, chunk: int, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "DEVICE_CHUNK", chunk)
+    made: list[int] = []
+
+    def page_locked(size: int) -> Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(streaming, "_page_locked", page_locked)
+    tensor = torch.randn(300, 48)  # rows of 192 bytes: some are more than a chunk
+    pieces = Piece(stored(tmp_path, tensor), (300, 48), torch.float32), Piece(lambda: tensor, (300, 48), torch.float32)
+    for piece in pieces:
+        weight = torch.full((300, 48), float("nan"), dtype=dtype)
+        source = Source((300, 48), torch.float32, (piece,))
+        stream([*jobs(Recipe.whole("x", (300, 48)), weight, {"x": source})], device)
+        assert torch.equal(weight, tensor.to(dtype))
+    assert max(made) <= max(chunk, 192)
+    assert len(made) <= 2 * (streaming.THREADS + streaming.SPARE)
+
+
+def test_an_error_on_the_way_to_a_device_ends_all_threads(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "DEVICE_CHUNK", 256)
+    tensor = torch.randn(3000, 16)
+    extent = stored(tmp_path, tensor)
+    extent.path.write_bytes(extent.path.read_bytes()[:5000])
+    source = Source((3000, 16), torch.float32, (Piece(extent, (3000, 16), torch.float32),))
+    with pytest.raises(ModelError, match="ends early"):
+        stream([*jobs(Recipe.whole("x", (3000, 16)), torch.empty(3000, 16), {"x": source})], device)
+    assert not [thread for thread in threading.enumerate() if thread.name == "outpace-load"]
 
 
 def large(folder: Path) -> tuple[Recipe, dict[str, Source]]:
