@@ -21,6 +21,7 @@ from outpace.types import (
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
+    WatchLogits,
 )
 
 
@@ -104,6 +105,7 @@ def make_group(
     weight: float = 1.0,
     pooling: Pooling | None = None,
     grammar: Grammar | None = None,
+    watch: WatchLogits | None = None,
 ) -> Group:
     """A prompt with n answers, none of them begun."""
     _check_types(request_id, prompt_token_ids, params, priority, cache_salt)
@@ -129,6 +131,7 @@ def make_group(
             pooling=pooling,
             bad_words=bad_words,
             grammar=grammar,
+            watch=watch,
         )
         text = _detokenizer(params, texts, prompt_token_ids)
         completion = CompletionOutput(index, source=text, logprobs=[] if params.wants_logprobs else None)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -131,6 +132,18 @@ class LLM:
             groups.append(self._make(prompt, params, pooling=pooling))
         outputs = self._run(groups, use_tqdm=use_tqdm)
         return [_embedding(output, normalize) for output in outputs]
+
+    def prompt_logits(
+        self, prompts: Sequence[list[int]], watch: Callable[[int, int, torch.Tensor], None], *, use_tqdm: bool = True
+    ) -> None:
+        """Compute prompts, of token ids, and hand out the logits of every position, without keeping them.
+
+        `watch(prompt, position, logits)` is called while the steps run: row i of logits [T, V], on the model's device,
+        predicts the token at `position + i` of that prompt. A piece comes again if its request was preempted.
+        """
+        params = SamplingParams(max_tokens=0, detokenize=False)
+        groups = [self._make(ids, params, watch=partial(watch, index)) for index, ids in enumerate(prompts)]
+        self._run(groups, use_tqdm=use_tqdm)
 
     def apply_chat_template(self, messages: list[Message], **template: Any) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins."""

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from outpace.errors import InputError
 from outpace.structure import Grammar, StructureCheck, StructuredOutputs
@@ -317,6 +317,13 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+class WatchLogits(Protocol):
+    """Called with the logits of a piece of a prompt while a step runs; a piece may come again after a preemption."""
+
+    def __call__(self, position: int, logits: Any, /) -> None:
+        """Row i of logits [T, V], a tensor on the model's device, predicts the token at `position + i`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to be generated, as the scheduler takes it; n answers to a prompt are n requests."""
@@ -343,6 +350,8 @@ class Request:
     """Token sequences that the answer must not contain."""
     grammar: Grammar | None = field(default=None, compare=False, repr=False)
     """What `params.structured_outputs` was compiled to."""
+    watch: "WatchLogits | None" = field(default=None, compare=False, repr=False)
+    """Gets the logits of every position of the prompt."""
 
     @property
     def prompt_only(self) -> bool:
@@ -352,7 +361,7 @@ class Request:
     @property
     def reads_whole_prompt(self) -> bool:
         """Whether what is cached of its prompt does not help: every position has to be computed."""
-        return self.params.prompt_logprobs is not None or self.pooling == "mean"
+        return self.watch is not None or self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def max_tokens(self) -> int:

@@ -22,11 +22,11 @@ class PromptLogprobs:
 
     @staticmethod
     def wanted(layout: Layout) -> list[int]:
-        """Sequences of a step that compute a part of a prompt whose log-probabilities are asked for."""
+        """Sequences of a step that compute a part of a prompt whose logits are asked for."""
         return [
             index
             for index, owner in enumerate(layout.owners)
-            if owner.request.params.prompt_logprobs is not None
+            if (owner.request.params.prompt_logprobs is not None or owner.request.watch is not None)
             and layout.starts[index] < len(owner.request.prompt_token_ids) - 1
         ]
 
@@ -35,6 +35,8 @@ class PromptLogprobs:
         owner, first = piece.owners[0], piece.starts[0] + 1
         prompt, wanted = owner.request.prompt_token_ids, owner.request.params.prompt_logprobs
         positions = range(first, min(first + piece.counts[0], len(prompt)))
+        if positions and owner.request.watch is not None:
+            owner.request.watch(first, logits[: len(positions)])
         if positions and wanted is not None:
             token_ids = torch.tensor(prompt[positions.start : positions.stop], device=logits.device)
             found = logprobs_of(logits[: len(positions)], token_ids, wanted)
