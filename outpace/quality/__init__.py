@@ -1,0 +1,6 @@
+"""How good a model is, and how close to another: perplexity, agreement, over the runtime that serves it."""
+
+from outpace.quality.evaluate import agreement, evaluate, perplexity
+from outpace.quality.report import Agreement, Evaluation, Perplexity, WindowLoss
+
+__all__ = ["Agreement", "Evaluation", "Perplexity", "WindowLoss", "agreement", "evaluate", "perplexity"]

@@ -1,0 +1,146 @@
+"""Perplexity of a model, and its agreement with a reference, window by window. Two models are never loaded at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from outpace.errors import InputError
+from outpace.llm import LLM
+from outpace.loading.dtypes import short
+from outpace.quality.report import Agreement, Evaluation, Perplexity, WindowLoss
+from outpace.quality.score import HOST_BYTES, Distributions, Scores, score
+from outpace.quality.subject import Source, Subject
+from outpace.quality.text import Text, read_text
+from outpace.quality.windows import Tokens, Window, check_window, make_windows, read_tokens
+
+WINDOW = 1024
+"""Most tokens of a window where none is given."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, and how many tokens are done of how many."""
+
+
+def evaluate(
+    model: Source = None,
+    *,
+    against: Source = None,
+    text: Text = None,
+    window: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    against_options: Mapping[str, Any] | None = None,
+    host_bytes: int = HOST_BYTES,
+    progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> Evaluation:
+    """Perplexity of a model on a text, and where there is a reference to be held against, how close it is to that.
+
+    `model` and `against` are what `outpace.LLM` takes, or LLMs; `options` and `against_options` are the options of each
+    (`tokenizer` among them). With `against_options` alone the reference is the same model with those options. `text` is
+    text, token ids, the path of a text file, or None for the built-in text. Windows of `window` tokens (1,024, or the
+    model's positions if those are fewer) begin every `stride` tokens (default: one after the other).
+    `host_bytes` limits the memory for the reference's distributions: whole ones where they fit, else those of the
+    likeliest tokens (`Agreement.exact`).
+    """
+    if window is not None:
+        check_window(window, stride)
+    name, text = read_text(text)
+    subjects = [Subject.of(model, options)]
+    if against is not None or against_options is not None:
+        subjects.append(_reference(model, against, against_options or {}))
+    tokens = _same_tokens(subjects, text, max_tokens)
+    window = _window(subjects, window)
+    windows = make_windows(tokens, window, stride)
+    stride = check_window(window, stride, len(tokens.prefix))
+    if len(subjects) == 1:
+        found, _ = _run(subjects[0], tokens, windows, progress)
+        return Evaluation(name, window, stride, found)
+    kept = Distributions(sum(each.tokens for each in windows), host_bytes)
+    reference, theirs = _run(subjects[1], tokens, windows, progress, keep=kept)
+    found, own = _run(subjects[0], tokens, windows, progress, reference=kept)
+    return Evaluation(name, window, stride, found, reference, _agreement(own, theirs, kept))
+
+
+def perplexity(
+    model: Source, text: Text = None, window: int | None = None, stride: int | None = None,
+    **options: Any,
+) -> Perplexity:  # fmt: skip
+    """How well a model predicts a text; see `evaluate`."""
+    return evaluate(model, text=text, window=window, stride=stride, **options).model
+
+
+def agreement(
+    model: Source, against: Source, text: Text = None, window: int | None = None,
+    stride: int | None = None, **options: Any,
+) -> Agreement:  # fmt: skip
+    """How close a model is to a reference; see `evaluate`."""
+    if against is None:
+        raise InputError("against: expected a model; give a name, a path, a module or an LLM")
+    found = evaluate(model, against=against, text=text, window=window, stride=stride, **options).agreement
+    assert found is not None
+    return found
+
+
+def _reference(model: Source, against: Source, options: Mapping[str, Any]) -> Subject:
+    """The reference: another model, or the same one with other options."""
+    if against is None and isinstance(model, LLM | nn.Module):
+        raise InputError("against: the same model with other options has to be loaded again; give its name or folder")
+    if isinstance(against, nn.Module) and against is model:
+        raise InputError("against: it is the same module as the model; pass an LLM of it, or load it twice")
+    return Subject.of(model if against is None else against, options)
+
+
+def _same_tokens(subjects: Sequence[Subject], text: str | Sequence[int], max_tokens: int | None) -> Tokens:
+    """The tokens of the text, if all models cut it in the same way."""
+    first, *others = (read_tokens(subject.tokenizer, text, max_tokens) for subject in subjects)
+    sizes = {subject.vocab_size for subject in subjects if subject.vocab_size is not None}
+    if any(other != first for other in others) or len(sizes) > 1:
+        raise InputError(
+            "against: the two models have different tokenizers or vocabularies, so their tokens cannot be compared "
+            "one by one; evaluate each alone, and compare their bits per byte"
+        )
+    return first
+
+
+def _window(subjects: Sequence[Subject], asked: int | None) -> int:
+    most = min(subject.max_length for subject in subjects)
+    if asked is not None and asked > most:
+        raise InputError(
+            f"window: {asked} is more than the {most} tokens that the model takes; ask for {most} or fewer"
+        )
+    return min(WINDOW, most) if asked is None else asked
+
+
+def _run(
+    subject: Subject, tokens: Tokens, windows: Sequence[Window], progress: Progress, **more: Distributions
+) -> tuple[Perplexity, Scores]:
+    progress("starting the model", 0, 0)
+    with subject.started() as llm:
+        scores = score(llm, windows, **more, progress=lambda done, total: progress(llm.name, done, total))
+        return _perplexity(llm, tokens, windows, scores), scores
+
+
+def _perplexity(llm: LLM, tokens: Tokens, windows: Sequence[Window], scores: Scores) -> Perplexity:
+    parts = scores.nats.split([window.tokens for window in windows])
+    return Perplexity(
+        model=llm.name,
+        dtype=short(llm.dtype),
+        device=str(llm.device),
+        tokens=len(scores.nats),
+        nats=float(scores.nats.mean()),
+        tokens_per_byte=len(tokens.ids) / tokens.num_bytes if tokens.num_bytes else None,
+        windows=tuple(WindowLoss(len(part), float(part.mean())) for part in parts),
+    )
+
+
+def _agreement(own: Scores, theirs: Scores, kept: Distributions) -> Agreement:
+    assert own.divergence is not None
+    return Agreement(
+        tokens=len(own.nats),
+        top1=float((own.likeliest == theirs.likeliest).double().mean()),
+        mean_kl=float(own.divergence.mean()),
+        max_kl=float(own.divergence.max()),
+        kept=kept.kept,
+        exact=kept.exact,
+    )

@@ -1,0 +1,109 @@
+"""What an evaluation found, as plain data."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WindowLoss:
+    """The loss in one window of the text."""
+
+    tokens: int
+    """Tokens that were predicted."""
+    nats: float
+    """Mean of -log p of those tokens."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text."""
+
+    model: str
+    dtype: str
+    device: str
+    tokens: int
+    """Tokens that were predicted."""
+    nats: float
+    """Mean of -log p of those tokens."""
+    tokens_per_byte: float | None
+    """Of the text in UTF-8; None: token ids were given."""
+    windows: tuple[WindowLoss, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """e to the mean loss."""
+        return math.exp(self.nats) if self.nats < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Mean loss of a byte of the text, in bits: it can be compared between tokenizers."""
+        return None if self.tokens_per_byte is None else self.nats / math.log(2) * self.tokens_per_byte
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How close the next-token distributions of a model are to those of a reference, over the same tokens."""
+
+    tokens: int
+    """Positions that were compared."""
+    top1: float
+    """Share of positions where both have the same likeliest token."""
+    mean_kl: float
+    """Mean KL divergence from the reference, in nats."""
+    max_kl: float
+    kept: int
+    """Likeliest tokens of the reference that the KL divergence was computed on, at each position."""
+    exact: bool
+    """Whether that is the whole vocabulary. If not, the other tokens count as one, and KL is a lower bound."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's perplexity, perhaps beside that of a reference."""
+
+    text: str
+    """Where the text came from."""
+    window: int
+    """Most tokens of a window."""
+    stride: int
+    """Tokens from the beginning of one window to the next."""
+    model: Perplexity
+    against: Perplexity | None = None
+    agreement: Agreement | None = None
+
+    @property
+    def increase(self) -> float | None:
+        """How much larger the perplexity is than that of the reference, relative to it."""
+        return None if self.against is None else math.expm1(min(self.model.nats - self.against.nats, 700))
+
+    @property
+    def summary(self) -> str:
+        """What was found, in one sentence."""
+        own = f"perplexity {number(self.model.perplexity)}"
+        if self.against is None or self.increase is None:
+            return f"{own} over {self.model.tokens:,} tokens"
+        return f"{own} against {number(self.against.perplexity)}: {percent(self.increase)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON, which has no infinity: such a value is None."""
+        found = asdict(self, dict_factory=_finite)
+        for name, part in (("model", self.model), ("against", self.against)):
+            if part is not None:
+                found[name] |= _finite([("perplexity", part.perplexity), ("bits_per_byte", part.bits_per_byte)])
+        return {"summary": self.summary, "increase": self.increase, **found}
+
+
+def number(value: float) -> str:
+    """A perplexity for people."""
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
+
+
+def percent(change: float) -> str:
+    """A relative change with its sign; no sign where it rounds to nothing."""
+    shown = f"{100 * change:+,.2f}" if abs(change) < 1000 else f"{100 * change:+.3g}"
+    return f"{shown[1:] if float(shown.replace(',', '')) == 0 else shown} %"
+
+
+def _finite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: None if value == math.inf else value for name, value in fields}

@@ -1,0 +1,187 @@
+"""Runs windows of a text through `LLM`: the loss of every token, and what the agreement of two models needs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.errors import InputError, ModelError
+from outpace.llm import LLM
+from outpace.loading.dtypes import short
+from outpace.quality.windows import Window
+
+CHUNK_BYTES = 2**26
+"""Of fp32 log-probabilities that are on the device at a time."""
+HOST_BYTES = 2**30
+"""Of the reference's distributions that are kept on the host."""
+KEPT = 1024
+"""Likeliest tokens of each position that are kept where the whole vocabulary is too much."""
+
+Progress = Callable[[int, int], None]
+"""Told how many tokens are done, of how many."""
+
+
+class Distributions:
+    """Next-token distributions of a reference, on the host, in at most `limit` bytes.
+
+    The log-probabilities of the whole vocabulary where they fit, else of the likeliest tokens; the others count as one
+    then. Joining tokens can only lower a KL divergence, so that what is found is a lower bound.
+    """
+
+    def __init__(self, rows: int, limit: int = HOST_BYTES) -> None:
+        self._rows, self._limit = rows, limit
+        self._logprobs: Tensor | None = None  # [rows, kept] fp32
+        self._ids: Tensor | None = None  # [rows, kept] int32; None: all, in order
+        self.vocab_size = 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens of each position."""
+        return 0 if self._logprobs is None else self._logprobs.shape[1]
+
+    @property
+    def exact(self) -> bool:
+        """Whether these are all tokens."""
+        return self._ids is None
+
+    def keep(self, place: int, logprobs: Tensor) -> None:
+        """Take the log-probabilities [R, V] of some positions, the first of which is number `place`."""
+        if self._logprobs is None:
+            self._allocate(logprobs.shape[1])
+        assert self._logprobs is not None
+        rows = slice(place, place + len(logprobs))
+        if self._ids is None:
+            self._logprobs[rows] = logprobs.cpu()
+        else:
+            values, ids = logprobs.topk(self.kept, dim=1)
+            self._logprobs[rows], self._ids[rows] = values.cpu(), ids.int().cpu()
+
+    def divergence(self, place: int, logprobs: Tensor) -> Tensor:
+        """KL divergence of other log-probabilities [R, V] from those kept, [R] in nats."""
+        if self._logprobs is None or logprobs.shape[1] != self.vocab_size:
+            raise InputError(
+                f"against: its vocabulary has {self.vocab_size} tokens and the model's {logprobs.shape[1]}; "
+                "evaluate each alone, and compare their bits per byte"
+            )
+        rows = slice(place, place + len(logprobs))
+        known = self._logprobs[rows].to(logprobs.device)
+        if self._ids is None:
+            return _divergence(known, logprobs)
+        others = logprobs.gather(1, self._ids[rows].to(logprobs.device).long())
+        return _divergence(_with_rest(known), _with_rest(others))
+
+    def _allocate(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        if 4 * self._rows * vocab_size <= self._limit:
+            self._logprobs = torch.empty(self._rows, vocab_size)
+            return
+        kept = max(1, min(KEPT, vocab_size, self._limit // (8 * self._rows)))
+        self._logprobs = torch.empty(self._rows, kept)
+        self._ids = torch.empty(self._rows, kept, dtype=torch.int32)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """Log-probabilities [R, K] with those of all other tokens together as one more column."""
+    rest = 1 - logprobs.double().exp().sum(1, keepdim=True)
+    return torch.cat([logprobs, rest.clamp(min=1e-9).log().float()], dim=1)
+
+
+def _divergence(known: Tensor, other: Tensor) -> Tensor:
+    """Sum of p (log p - log q) over the columns; a token that cannot come adds nothing."""
+    terms = torch.where(known == -torch.inf, 0.0, known.exp() * (known - other))
+    return terms.sum(1, dtype=torch.float64).clamp(min=0)  # rounding can leave a little less than nothing
+
+
+@dataclass
+class Scores:
+    """What was found at each of the tokens that count."""
+
+    nats: Tensor
+    """[T] -log p of the token, float64."""
+    likeliest: Tensor
+    """[T] token with the largest logit."""
+    divergence: Tensor | None = None
+    """[T] KL divergence from the reference, if there is one."""
+    distributions: Distributions | None = None
+    """What was kept for another model."""
+
+
+@dataclass
+class _Watch:
+    """Takes the logits of windows as the steps run."""
+
+    windows: Sequence[Window]
+    scores: Scores
+    reference: Distributions | None
+    progress: Progress
+    done: int = 0
+    failed: Exception | None = None
+
+    def __call__(self, index: int, position: int, logits: Tensor) -> None:
+        """Row i of logits predicts the token at `position + i` of window `index`."""
+        if self.failed is None:
+            try:
+                self._take(self.windows[index], position, logits)
+            except InputError as error:  # raised after the run: an error in a step costs the engine all its requests
+                self.failed = error
+
+    def _take(self, window: Window, position: int, logits: Tensor) -> None:
+        skipped = max(0, window.first - position)
+        position, logits = position + skipped, logits[skipped:]
+        for start, logprobs in _in_chunks(logits):
+            at = position + start
+            place, rows = window.place + at - window.first, len(logprobs)
+            targets = torch.tensor(window.ids[at : at + rows], device=logits.device)
+            self.scores.nats[place : place + rows] = -logprobs.gather(1, targets[:, None])[:, 0].double().cpu()
+            self.scores.likeliest[place : place + rows] = logprobs.argmax(1).cpu()
+            if self.scores.distributions is not None:
+                self.scores.distributions.keep(place, logprobs)
+            if self.reference is not None and self.scores.divergence is not None:
+                self.scores.divergence[place : place + rows] = self.reference.divergence(place, logprobs).cpu()
+            self.done = min(self.done + rows, len(self.scores.nats))  # after a preemption rows come again
+            self.progress(self.done, len(self.scores.nats))
+
+
+def _in_chunks(logits: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Log-probabilities of some rows at a time: they take 32 bits."""
+    rows = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        yield start, logits[start : start + rows].log_softmax(dim=1, dtype=torch.float32)
+
+
+def score(
+    llm: LLM,
+    windows: Sequence[Window],
+    *,
+    keep: Distributions | None = None,
+    reference: Distributions | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Scores:
+    """Run the windows and score every token that counts.
+
+    keep: is filled with the model's distributions; reference: those of another model, to compare with.
+    """
+    total = sum(window.tokens for window in windows)
+    scores = Scores(
+        nats=torch.full((total,), torch.nan, dtype=torch.float64),
+        likeliest=torch.zeros(total, dtype=torch.long),
+        divergence=None if reference is None else torch.zeros(total, dtype=torch.float64),
+        distributions=keep,
+    )
+    watch = _Watch(windows, scores, reference, progress)
+    progress(0, total)
+    llm.prompt_logits([window.ids for window in windows], watch, use_tqdm=False)
+    if watch.failed is not None:
+        raise watch.failed
+    _check_finite(llm, scores.nats)
+    return scores
+
+
+def _check_finite(llm: LLM, nats: Tensor) -> None:
+    wrong = (~nats.isfinite()).nonzero()
+    if len(wrong):
+        raise ModelError(
+            f"model: {llm.name} in {short(llm.dtype)} gives NaN or infinite losses at {len(wrong)} of {len(nats)} "
+            f"tokens (first at token {int(wrong[0]) + 1}); use another dtype, or check its weights"
+        )

@@ -1,0 +1,79 @@
+"""A model to evaluate: looked at before anything is loaded, then started, one at a time."""
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from outpace.config import LLMConfig
+from outpace.config.sections import SchedulerConfig
+from outpace.errors import InputError
+from outpace.llm import LLM
+from outpace.loading.build import find
+from outpace.loading.inspect import ModelInfo, describe
+from outpace.prepare import DEFAULT_LENGTH
+
+Source = str | os.PathLike[str] | nn.Module | LLM | None
+"""What `LLM` takes, or an LLM."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what is known of it without its weights."""
+
+    source: Source
+    config: LLMConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    max_length: int
+    vocab_size: int | None
+
+    @classmethod
+    def of(cls, source: Source, options: Mapping[str, Any]) -> "Subject":
+        """Look at a model. `options` are those of `LLM`."""
+        if isinstance(source, LLM):
+            if options:
+                raise InputError(f"{next(iter(options))}: the LLM was made without it; give the model, or remove it")
+            return cls(source, source.config, source.tokenizer, source.max_model_len, None)
+        given = dict(options)
+        tokenizer, config = given.pop("tokenizer", None), LLMConfig.of(given.pop("config", None), **given)
+        if isinstance(source, nn.Module):
+            return cls(source, config, tokenizer, *_sizes(describe(source, config.config), config))
+        name = None if source is None else os.fspath(source)
+        found = find(name, dtype=config.dtype, device=config.torch_device)
+        return cls(source, config, tokenizer or found.tokenizer, *_sizes(describe(found.model, config.config), config))
+
+    @contextmanager
+    def started(self) -> Iterator[LLM]:
+        """The model, ready to run; its memory is free again afterwards. An LLM is used as it is."""
+        if isinstance(self.source, LLM):
+            yield self.source
+            return
+        llm = LLM(self.source, tokenizer=self.tokenizer, config=_for_prompts(self.config))
+        try:
+            yield llm
+        finally:
+            llm.shutdown()
+            gc.collect()  # modules are in reference cycles
+            if llm.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _sizes(info: ModelInfo, config: LLMConfig) -> tuple[int, int | None]:
+    """Most tokens of a request, and the vocabulary."""
+    own = info.max_positions or DEFAULT_LENGTH
+    return config.max_out_tokens or own, info.vocab_size
+
+
+def _for_prompts(config: LLMConfig) -> LLMConfig:
+    """The config with less to start where that changes no result: prompts run one at a time and without graphs."""
+    given, scheduler = config.given(), config.scheduler.given()
+    if config.enforce_eager is None and config.enable_cuda_graph is None:
+        given["enforce_eager"] = True
+    given["scheduler"] = SchedulerConfig(**{"max_num_seqs": 1, **scheduler})
+    return LLMConfig(**given)
