@@ -27,7 +27,7 @@ THREADS = (1, 4, 8, 16)
 CHUNK = 16 << 20  # bytes of one read
 RING = 64  # chunks of page-locked memory
 START = """
-import gc, json, sys, time
+import gc, json, logging, sys, time
 begin = time.perf_counter()
 gc.disable()  # as Outpace does while it imports
 import torch
@@ -40,6 +40,11 @@ gc.enable()
 imported = time.perf_counter()
 details = {"import of torch": at_torch - begin, "import of transformers": at_transformers - at_torch}
 details["other imports"] = imported - at_transformers
+said = []
+noting = logging.Handler()
+noting.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("outpace").addHandler(noting)
+logging.getLogger("outpace").setLevel(logging.DEBUG)
 fill = prepare.fill
 
 def watched(module, *rest):
@@ -55,6 +60,7 @@ llm.generate([[1, 2, 3]], outpace.SamplingParams(max_tokens=1), use_tqdm=False)
 parts = {"import": imported - begin, **llm.startup_seconds, "first token": time.perf_counter() - ready}
 parts["folder to first token, imports included"] = time.perf_counter() - begin
 details["reserved GB at most"] = torch.cuda.max_memory_reserved() / 1e9
+details["log"] = said
 print(json.dumps([parts, details]))
 """
 
@@ -84,7 +90,7 @@ def copy_speed(ring: torch.Tensor) -> float:
     return ring.numel() / (limits.gpu_ms(lambda: there.copy_(ring, non_blocking=True)) / 1e3)
 
 
-def started(folder: Path, kernel_cache: Path, bytecode: Path) -> tuple[dict[str, float], dict[str, float]]:
+def started(folder: Path, kernel_cache: Path, bytecode: Path) -> tuple[dict[str, float], dict[str, Any]]:
     """A start in a process of its own: seconds by part, and what else there is to know."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache), "PYTHONPYCACHEPREFIX": str(bytecode)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
