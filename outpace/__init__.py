@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from outpace.loading.skeleton import OnDevice as OnDevice
     from outpace.mii import Pipeline as Pipeline
     from outpace.mii import Response as Response
+    from outpace.quality import evaluate as evaluate
     from outpace.ragged import RaggedEngine as RaggedEngine
     from outpace.ragged import SchedulingError as SchedulingError
     from outpace.ragged import SchedulingResult as SchedulingResult
@@ -61,6 +62,7 @@ _WHERE = {
     "outpace.llm": ("LLM",),
     "outpace.loading.skeleton": ("OnDevice",),
     "outpace.mii": ("Pipeline", "Response"),
+    "outpace.quality": ("evaluate",),
     "outpace.ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult"),
     "outpace.server.python_api": ("client", "serve"),
     "outpace.structure": ("StructuredOutputs",),

@@ -23,6 +23,9 @@ COMMANDS = [line.split("#")[0].strip() for line in INDENTED]
 RUN_ELSEWHERE = {
     "scripts/test": (".ci/run", r"^(time )?scripts/test$"),  # running it here would never end
     "outpace verify": ("tests/cli/test_verify.py", r"def test_the_default_model"),
+    """outpace eval --dtype bf16 --against-config '{"dtype": "fp32"}'""": (
+        *("tests/cli/test_eval.py", r"def test_the_default_model"),
+    ),
     "outpace shard --tp 2 --out shards": ("tests/cli/test_shard.py", r"def test_a_summary_for_people"),
     "outpace serve": ("tests/cli/test_serve.py", r"def test_a_server_answers_and_ends_with_0"),
 }

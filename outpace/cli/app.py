@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from outpace._version import __version__
-from outpace.cli import bench, chat, complete, generate, info, models, run_batch, serve, shard, verify
+from outpace.cli import bench, chat, complete, eval, generate, info, models, run_batch, serve, shard, verify
 from outpace.cli.suggest import Group
 from outpace.errors import ConfigError, InputError, NotSupportedYet, OutpaceError
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command("chat")(chat.command)
 app.command("complete")(complete.command)
+app.command("eval", add_help_option=False, context_settings=dict(serve.CONTEXT))(eval.command)
 app.command("generate")(generate.command)
 app.command("info")(info.command)
 app.command("models")(models.command)

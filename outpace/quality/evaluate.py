@@ -1,11 +1,12 @@
 """Perplexity of a model, and its agreement with a reference, window by window. Two models are never loaded at once."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from outpace.errors import InputError
+from outpace.errors import InputError, as_field
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
 from outpace.quality.report import Agreement, Evaluation, Perplexity, WindowLoss
@@ -37,7 +38,8 @@ def evaluate(
     """Perplexity of a model on a text, and where there is a reference to be held against, how close it is to that.
 
     `model` and `against` are what `outpace.LLM` takes, or LLMs; `options` and `against_options` are the options of each
-    (`tokenizer` among them). With `against_options` alone the reference is the same model with those options. `text` is
+    (`tokenizer` among them); the reference is on the same device if they do not say otherwise. With `against_options`
+    alone the reference is the same model with those options. `text` is
     text, token ids, the path of a text file, or None for the built-in text. Windows of `window` tokens (1,024, or the
     model's positions if those are fewer) begin every `stride` tokens (default: one after the other).
     `host_bytes` limits the memory for the reference's distributions: whole ones where they fit, else those of the
@@ -48,7 +50,8 @@ def evaluate(
     name, text = read_text(text)
     subjects = [Subject.of(model, options)]
     if against is not None or against_options is not None:
-        subjects.append(_reference(model, against, against_options or {}))
+        same = {"device": options["device"]} if "device" in options and not isinstance(against, LLM) else {}
+        subjects.append(_reference(model, against, {**same, **(against_options or {})}))
     tokens = _same_tokens(subjects, text, max_tokens)
     window = _window(subjects, window)
     windows = make_windows(tokens, window, stride)
@@ -88,7 +91,8 @@ def _reference(model: Source, against: Source, options: Mapping[str, Any]) -> Su
         raise InputError("against: the same model with other options has to be loaded again; give its name or folder")
     if isinstance(against, nn.Module) and against is model:
         raise InputError("against: it is the same module as the model; pass an LLM of it, or load it twice")
-    return Subject.of(model if against is None else against, options)
+    with as_field("against"):
+        return Subject.of(model if against is None else against, options)
 
 
 def _same_tokens(subjects: Sequence[Subject], text: str | Sequence[int], max_tokens: int | None) -> Tokens:
@@ -118,15 +122,16 @@ def _run(
     progress("starting the model", 0, 0)
     with subject.started() as llm:
         scores = score(llm, windows, **more, progress=lambda done, total: progress(llm.name, done, total))
-        return _perplexity(llm, tokens, windows, scores), scores
+        return _perplexity(subject, llm, tokens, windows, scores), scores
 
 
-def _perplexity(llm: LLM, tokens: Tokens, windows: Sequence[Window], scores: Scores) -> Perplexity:
+def _perplexity(subject: Subject, llm: LLM, tokens: Tokens, windows: Sequence[Window], scores: Scores) -> Perplexity:
     parts = scores.nats.split([window.tokens for window in windows])
     return Perplexity(
         model=llm.name,
         dtype=short(llm.dtype),
         device=str(llm.device),
+        options=subject.options,
         tokens=len(scores.nats),
         nats=float(scores.nats.mean()),
         tokens_per_byte=len(tokens.ids) / tokens.num_bytes if tokens.num_bytes else None,
@@ -136,6 +141,7 @@ def _perplexity(llm: LLM, tokens: Tokens, windows: Sequence[Window], scores: Sco
 
 def _agreement(own: Scores, theirs: Scores, kept: Distributions) -> Agreement:
     assert own.divergence is not None
+    differences = own.nats - theirs.nats
     return Agreement(
         tokens=len(own.nats),
         top1=float((own.likeliest == theirs.likeliest).double().mean()),
@@ -143,4 +149,5 @@ def _agreement(own: Scores, theirs: Scores, kept: Distributions) -> Agreement:
         max_kl=float(own.divergence.max()),
         kept=kept.kept,
         exact=kept.exact,
+        nats_error=float(differences.std(correction=0)) / math.sqrt(len(differences)),
     )

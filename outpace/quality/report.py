@@ -22,6 +22,8 @@ class Perplexity:
     model: str
     dtype: str
     device: str
+    options: str
+    """Other options that it ran with: `cache.block_size=32, ...`."""
     tokens: int
     """Tokens that were predicted."""
     nats: float
@@ -56,6 +58,8 @@ class Agreement:
     """Likeliest tokens of the reference that the KL divergence was computed on, at each position."""
     exact: bool
     """Whether that is the whole vocabulary. If not, the other tokens count as one, and KL is a lower bound."""
+    nats_error: float
+    """Standard error of the difference of the mean losses, by the differences at single tokens."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,21 @@ class Evaluation:
         own = f"perplexity {number(self.model.perplexity)}"
         if self.against is None or self.increase is None:
             return f"{own} over {self.model.tokens:,} tokens"
-        return f"{own} against {number(self.against.perplexity)}: {percent(self.increase)}"
+        error = "" if self.agreement is None else f" (standard error {100 * self.agreement.nats_error:.2f} %)"
+        return f"{own} against {number(self.against.perplexity)}: {percent(self.increase)}{error}"
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What was found, for people."""
+        close = self.agreement
+        if close is None:
+            return (self.summary,)
+        least = "" if close.exact else f", both at least: only the {close.kept:,} likeliest tokens were kept"
+        return (
+            self.summary,
+            f"the likeliest token is the same at {100 * close.top1:.2f} % of positions; KL divergence "
+            f"{close.mean_kl:.3g} nats on average, {close.max_kl:.3g} at most{least}",
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON, which has no infinity: such a value is None."""

@@ -48,6 +48,12 @@ class Subject:
         found = find(name, dtype=config.dtype, device=config.torch_device)
         return cls(source, config, tokenizer or found.tokenizer, *_sizes(describe(found.model, config.config), config))
 
+    @property
+    def options(self) -> str:
+        """What was asked for beside device and dtype."""
+        asked = self.config.model_dump(exclude_unset=True, exclude={"dtype", "device"})
+        return ", ".join(f"{name}={value}" for name, value in _flat(asked))
+
     @contextmanager
     def started(self) -> Iterator[LLM]:
         """The model, ready to run; its memory is free again afterwards. An LLM is used as it is."""
@@ -68,6 +74,15 @@ def _sizes(info: ModelInfo, config: LLMConfig) -> tuple[int, int | None]:
     """Most tokens of a request, and the vocabulary."""
     own = info.max_positions or DEFAULT_LENGTH
     return config.max_out_tokens or own, info.vocab_size
+
+
+def _flat(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of nested sections by their paths."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value
 
 
 def _for_prompts(config: LLMConfig) -> LLMConfig:
