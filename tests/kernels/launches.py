@@ -18,6 +18,8 @@ from outpace.kernels.gather import gather_rows_triton
 from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.layer_norm import layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant_triton
+from outpace.kernels.packed import Packed
+from outpace.kernels.packed_gemv import packed_gemv_triton
 from outpace.kernels.ragged import ragged_inputs_triton
 from outpace.kernels.rms_norm import rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_triton
@@ -95,6 +97,23 @@ def products() -> None:
         matmul_invariant_triton(meta(rows, 4096), meta(6144, 4096))
 
 
+def packed(kind: str, rows: int, depth: int, group: int, block: int = 1, zero: bool = False) -> Packed:
+    """A quantized weight; groups have scales in fp16."""
+    dtype = FP32 if group >= depth else FP16
+    return Packed.empty(kind, (rows, depth), group, block, scale_dtype=dtype, with_zero=zero, device="meta")
+
+
+def packed_few() -> None:
+    """Few rows times quantized weights: one scale a row, groups, blocks, zeros, odd widths."""
+    x, norm = meta(1, 4096), meta(4096)
+    packed_gemv_triton(x, packed("int8", 28672, 4096, 4096), norm_weight=norm, eps=1e-5, activation="silu")
+    packed_gemv_triton(x, packed("int4", 28672, 4096, 128), norm_weight=norm, eps=1e-5, activation="silu")
+    packed_gemv_triton(x, packed("int4", 6144, 4096, 32, zero=True), norm_weight=norm, eps=1e-5)
+    packed_gemv_triton(meta(2, 4096), packed("fp8", 4096, 4096, 128, 128), bias=norm, add=meta(2, 4096))
+    packed_gemv_triton(meta(4, 577, dtype=FP16), packed("int4", 64, 577, 64))
+    packed_gemv_triton(meta(16, 4096), packed("int8", 4096, 4096, 4096, zero=True))
+
+
 def rows() -> None:
     """Norms, activations and what else takes rows one by one."""
     x, weight = meta(33, 4096), meta(4096)
@@ -127,4 +146,4 @@ def attention() -> None:
     paged_attention_prefill(meta(300, 32, 128), k, v, table, lens, cu_q, 100, scale=0.1)
 
 
-ALL: tuple[Callable[[], None], ...] = (routing, few, many, products, rows, sampling, attention)
+ALL: tuple[Callable[[], None], ...] = (routing, few, many, products, packed_few, rows, sampling, attention)

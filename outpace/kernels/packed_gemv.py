@@ -1,0 +1,286 @@
+"""A few rows times a quantized weight that is read exactly once, with what stands before and behind the product.
+
+As gemv.py, with tiles [M, N, G, C, 8] of G groups of columns. A thread holds 8 columns (a chunk), adds their products,
+and applies the scale and the zero of the group to that sum: y += scale * (sum(values * x) - zero * sum(x)). Chunks of 8
+make the layouts of x and of the values the same, so that nothing crosses threads before the end.
+"""
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.activation import activate, activation_kind
+from outpace.kernels.gemv import MAX_ROWS, has_pdl
+from outpace.kernels.packed import Packed
+from outpace.kernels.triton_stub import tl, triton
+
+CHUNK = 8  # columns
+
+
+@triton.jit
+def _load(ptrs: tl.tensor, k: tl.tensor, inside: tl.tensor, even: tl.constexpr, policy: tl.constexpr) -> tl.tensor:
+    """The tile k numbers on, zero where it is not inside."""
+    ptrs = tl.max_contiguous(ptrs + k, [1, 1, 2, 4, 8])  # see _packed_gemv_kernel
+    if even:
+        tile = tl.load(ptrs, eviction_policy=policy)
+    else:
+        tile = tl.load(ptrs, mask=inside, other=0.0, eviction_policy=policy)
+    return tile
+
+
+@triton.jit
+def _load_scales(
+    ptrs: tl.tensor,  # [1, N, 1, 1]
+    column: tl.tensor,  # [1, 1, G, 1]: the first of each group
+    depth: tl.constexpr,
+    group: tl.constexpr,
+    even: tl.constexpr,
+) -> tl.tensor:
+    """Scales, or zeros, of the groups that begin at these columns, or that these columns are in."""
+    ptrs += column // group
+    return (tl.load(ptrs) if even else tl.load(ptrs, mask=column < depth, other=0.0)).to(tl.float32)
+
+
+@triton.jit
+def _add_chunks(
+    acc: tl.tensor,  # [M, N, G, C]
+    squares: tl.tensor,  # [M, 1, G, C]
+    values: tl.tensor,  # [1, N, G, C, 8], for int4 [1, N, G, C, 4]
+    scale: tl.tensor,  # [1, N, G, 1], or a number
+    zero: tl.tensor,  # as scale
+    x_ptrs: tl.tensor,  # [M, 1, G, C, 8]
+    norm_ptrs: tl.tensor,  # [1, 1, G, C, 8] or None
+    offset: tl.tensor,
+    col: tl.tensor,  # [1, 1, G, C, 8]
+    k: tl.tensor,
+    depth: tl.constexpr,
+    even: tl.constexpr,
+    has_zero: tl.constexpr,
+) -> tl.tensor:
+    """acc + scale * (values * x - zero * x) of each chunk, and squares + x * x."""
+    x = _load(x_ptrs, k, k + col < depth, even, "").to(tl.float32)
+    if norm_ptrs is not None:
+        squares += tl.sum(x * x, axis=4)
+        x *= _load(norm_ptrs, k, k + col < depth, even, "").to(tl.float32) + offset
+    if values.dtype == tl.uint8:  # two of 4 bits; put into the bits of a float they are 128 + v, without a conversion
+        pairs: tl.constexpr = [x.shape[0], 1, x.shape[2], x.shape[3], x.shape[4] // 2, 2]
+        first, second = tl.split(tl.reshape(x, pairs))
+        low = ((values & 15).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)
+        high = ((values >> 4).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)
+        part = tl.sum(first * low + second * high, axis=4)
+        zero = zero + 128.0
+    else:
+        part = tl.sum(x * values.to(tl.float32), axis=4)
+    if has_zero:
+        part -= zero * tl.sum(x, axis=4)
+    return acc + part * scale, squares
+
+
+@triton.jit
+def _packed_gemv_kernel(
+    x_ptr: tl.tensor,  # [M, K]
+    values_ptr: tl.tensor,  # [N, K] or [N, ceil(K / 2)]; gated: 2N rows
+    scale_ptr: tl.tensor,  # [ceil(N / shared_rows), ceil(K / group)]
+    zero_ptr: tl.tensor,  # as scale, or None
+    bias_ptr: tl.tensor,  # [N] or [2N], or None
+    norm_ptr: tl.tensor,  # [K] or None
+    add_ptr: tl.tensor,  # [M, N] or None
+    out_ptr: tl.tensor,  # [M, N]
+    outputs: tl.tensor,
+    x_stride: tl.tensor,
+    values_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    zero_stride: tl.tensor,
+    add_stride: tl.tensor,
+    out_stride: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
+    rows: tl.constexpr,
+    depth: tl.constexpr,
+    group: tl.constexpr,
+    shared_rows: tl.constexpr,
+    default_zero: tl.constexpr,
+    activation: tl.constexpr,
+    pdl: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    chunk: tl.constexpr,
+) -> None:
+    # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
+    tile_n: tl.constexpr = block_n if activation is None else 2 * block_n
+    even: tl.constexpr = depth % block_k == 0
+    last: tl.constexpr = (depth - 1) // block_k * block_k  # where the last tile begins
+    grouped: tl.constexpr = group < depth
+    grouped_zero: tl.constexpr = grouped and zero_ptr is not None
+    columns: tl.constexpr = 2 if values_ptr.dtype.element_ty == tl.uint8 else 1  # of a byte
+    has_zero: tl.constexpr = zero_ptr is not None or columns == 2
+    groups: tl.constexpr = block_k // group if group < block_k else 1  # of a tile
+    chunks: tl.constexpr = block_k // groups // chunk  # of a group in it
+    first = tl.program_id(0) * block_n
+    lane = tl.arange(0, tile_n)
+    if activation is None:
+        row = tl.minimum(first + lane, outputs - 1)
+    else:
+        row = tl.minimum(first + lane // 2, outputs - 1) + lane % 2 * outputs
+    m = tl.minimum(tl.arange(0, block_m), rows - 1).to(tl.int64)[:, None, None, None, None]
+    n = row.to(tl.int64)[None, :, None, None]
+    g = tl.arange(0, groups)[None, None, :, None]
+    begin = (g[:, :, :, :, None] * chunks + tl.arange(0, chunks)[None, None, None, :, None]) * chunk
+    byte = tl.arange(0, chunk // columns)[None, None, None, None, :]
+    col = begin + tl.arange(0, chunk)[None, None, None, None, :]
+    column = g * (chunks * chunk)
+    # G and C are to be dealt to threads before M and N. The compiler deals dimensions in the order of contiguity, and
+    # looks at that of no other than the last for anything else.
+    x_ptrs = tl.max_contiguous(x_ptr + m * x_stride + col, [1, 1, 2, 4, 8])
+    norm_ptrs = None if norm_ptr is None else tl.max_contiguous(norm_ptr + col, [1, 1, 2, 4, 8])
+    values_ptrs = values_ptr + n[:, :, :, :, None] * values_stride + (begin // columns + byte)
+    values_ptrs = tl.max_contiguous(values_ptrs, [1, 1, 2, 4, 8])
+    byte_col = begin + byte * columns
+    scale_ptrs = scale_ptr + n // shared_rows * scale_stride
+    zero_ptrs = None if zero_ptr is None else zero_ptr + n // shared_rows * zero_stride
+    scale = 1.0
+    zero = default_zero + 0.0
+    if zero_ptr is not None and not grouped:
+        zero = tl.load(zero_ptrs).to(tl.float32)
+
+    # The first weights are under way before the wait: the kernel in front writes x and add, never weights.
+    values = _load(values_ptrs, 0, byte_col < depth, even, "evict_first")
+    if grouped:
+        scale = _load_scales(scale_ptrs, column, depth, group, even)
+    if grouped_zero:
+        zero = _load_scales(zero_ptrs, column, depth, group, even)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([block_m, tile_n, groups, chunks], tl.float32)
+    squares = tl.zeros([block_m, 1, groups, chunks], tl.float32)
+    for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
+        at = k + block_k
+        now = values
+        values = _load(values_ptrs, at // columns, at + byte_col < depth, even, "evict_first")
+        if grouped_zero:
+            now_scale, now_zero = scale, zero
+            scale = _load_scales(scale_ptrs, at + column, depth, group, even)
+            zero = _load_scales(zero_ptrs, at + column, depth, group, even)
+            acc, squares = _add_chunks(
+                acc, squares, now, now_scale, now_zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+            )
+        elif grouped:
+            now_scale = scale
+            scale = _load_scales(scale_ptrs, at + column, depth, group, even)
+            acc, squares = _add_chunks(
+                acc, squares, now, now_scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+            )
+        else:
+            acc, squares = _add_chunks(
+                acc, squares, now, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+            )
+    acc, squares = _add_chunks(
+        acc, squares, values, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, last, depth, even, has_zero
+    )
+
+    y = tl.sum(tl.reshape(acc, [block_m, tile_n, groups * chunks]), axis=2)  # [M, N]
+    if not grouped:
+        y *= tl.load(scale_ptr + row.to(tl.int64) // shared_rows * scale_stride).to(tl.float32)[None, :]
+    if norm_ptr is not None:
+        y *= tl.rsqrt(tl.sum(tl.reshape(squares, [block_m, groups * chunks]), axis=1) / depth + eps)[:, None]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+    if activation is not None:
+        gate, up = tl.split(tl.reshape(y, [block_m, block_n, 2]))
+        y = activate(gate, activation) * up
+    out_m = tl.arange(0, block_m)[:, None].to(tl.int64)
+    out_n = first + tl.arange(0, block_n)[None, :]
+    mask = (out_m < rows) & (out_n < outputs)
+    if add_ptr is not None:
+        y += tl.load(add_ptr + out_m * add_stride + out_n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_m * out_stride + out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def packed_gemv_config(kind: str, rows: int, outputs: int, depth: int, gated: bool) -> dict[str, int]:
+    """The default tiles: 32 to 64 bytes under way to every thread. Not measured yet: bench/packed_sweep.py."""
+    width: int = max(CHUNK, triton.next_power_of_2(depth))
+    if rows == 1:
+        block_n, block_k = (4, min(2048, width)) if kind == "int4" else (8, min(1024, width))
+    else:
+        block_n, block_k = 4 if rows == 2 else 2, min(512, width)
+    warps = max(1, min(4, block_k // (32 * CHUNK)))
+    return {"block_n": max(1, min(2, block_n // 2)) if gated else block_n, "block_k": block_k, "num_warps": warps}
+
+
+def takes_chunks(weight: Packed) -> bool:
+    """Whether a chunk of columns never has two scales, which the kernel of few rows relies on."""
+    return weight.group >= weight.shape[1] or weight.group % CHUNK == 0
+
+
+def fitting_depth(weight: Packed, block_k: int) -> int:
+    """The widest tile up to block_k that holds whole groups, or lies within one."""
+    if weight.group >= weight.shape[1] or weight.group & (weight.group - 1) == 0:
+        return block_k
+    return min(block_k, weight.group & -weight.group)  # the power of two in it
+
+
+def row_stride(x: Tensor | None) -> int:
+    """Distance of the rows of x; 0 where there is but one, so that its stride makes no new variant of a kernel."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def check_packed(x: Tensor, weight: Packed, bias: Tensor | None, shape: tuple[int, int], *likes: Tensor | None) -> None:
+    """What the kernels rely on in shapes, dtypes and strides; likes have the shape of the output."""
+    assert weight.experts is None, "a stack of experts is no linear"
+    assert x.shape[1] == weight.shape[1] > 0, (x.shape, weight.shape)
+    assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()), "bias"
+    assert all(t is None or (t.shape, t.dtype) == (shape, x.dtype) for t in likes), f"neither {shape} nor {x.dtype}"
+    rows = (x, weight.values, weight.scale, weight.zero, *likes)
+    assert all(t is None or t.shape[1] == 1 or t.stride(1) == 1 for t in rows), "rows must be contiguous"
+
+
+def packed_gemv_triton(
+    x: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    activation: str | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    pdl: bool | None = None,
+    config: Mapping[str, int] | None = None,
+) -> Tensor:
+    """packed_linear_ref in one kernel for up to MAX_ROWS rows, rounded once. out may be add, never x; pdl: as gemv."""
+    rows, depth = x.shape
+    assert rows <= MAX_ROWS, f"{rows} rows are more than {MAX_ROWS}"
+    assert activation is None or weight.shape[0] % 2 == 0, f"{weight.shape[0]} rows have no two halves"
+    assert takes_chunks(weight), f"groups of {weight.group} columns are no multiple of {CHUNK}"
+    outputs = weight.shape[0] // (1 if activation is None else 2)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    check_packed(x, weight, bias, (rows, outputs), add, out)
+    assert norm_weight is None or (norm_weight.shape == x.shape[1:] and norm_weight.is_contiguous())
+    if out.numel() == 0:
+        return out
+    meta = {**packed_gemv_config(weight.kind, rows, outputs, depth, activation is not None), **(config or {})}
+    meta["block_k"] = fitting_depth(weight, max(CHUNK, meta["block_k"]))
+    pdl = (activation is None and norm_weight is None if pdl is None else pdl) and has_pdl(x.device)
+    _packed_gemv_kernel[(triton.cdiv(outputs, meta["block_n"]),)](
+        *(x, weight.values, weight.scale, weight.zero, bias, norm_weight, add, out, outputs),
+        *(row_stride(x), row_stride(weight.values), row_stride(weight.scale), row_stride(weight.zero)),
+        *(row_stride(add), row_stride(out), eps, weight_offset),
+        rows=rows,
+        depth=depth,
+        group=min(weight.group, depth),
+        shared_rows=weight.block,
+        default_zero=weight.default_zero,
+        activation=None if activation is None else activation_kind(activation),
+        pdl=pdl,
+        block_m=triton.next_power_of_2(rows),
+        chunk=CHUNK,
+        **meta,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

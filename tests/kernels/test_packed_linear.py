@@ -1,0 +1,132 @@
+"""Products with quantized weights, few rows and many, against the formula in fp64 and against the references."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outpace.kernels.gemv import MAX_ROWS
+from outpace.kernels.packed import KINDS, Packed
+from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
+from outpace.kernels.packed_linear import packed_linear_ref
+from tests.kernels.buffers import Output, random_rows
+from tests.kernels.packing import random_packed
+from tests.kernels.test_gemv import oracle, random_options
+from tests.kernels.tolerances import DTYPES, ROUNDING
+
+# (kind, group, rows that share a scale, with zeros)
+FORMS = [
+    ("int8", 10**6, 1, False),
+    ("int8", 10**6, 1, True),
+    ("int8", 32, 1, True),
+    ("int8", 10**6, 10**6, False),
+    ("int4", 64, 1, False),
+    ("int4", 32, 1, True),
+    ("int4", 10**6, 1, True),
+    ("fp8", 10**6, 1, False),
+    ("fp8", 128, 4, False),
+]
+SHAPES = [(1, 3, 17), (1, 5, 1100), (3, 5, 257)]
+
+
+def form(weight: tuple[str, int, int, bool], shape: tuple[int, int], device: torch.device, **options: Any) -> Packed:
+    """A random weight [N, K] of this form."""
+    kind, group, block, zero = weight
+    group, block = min(group, shape[1]), min(block, shape[0])
+    return random_packed(kind, shape, group, block, zero=zero, device=device, **options)
+
+
+def assert_near(got: Tensor, want: Tensor, roundings: float = 1.0) -> None:
+    """Equal up to roundings of the result, and of sums in fp32 of terms that may cancel."""
+    unit = ROUNDING[got.dtype]
+    size = max(1.0, float(want.abs().max()))
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=roundings * unit, atol=roundings * size * unit / 4 + 2e-5
+    )
+
+
+def check(product: Any, x: Tensor, weight: Packed, **options: Any) -> None:
+    """A product against the exact result, and the reference, which rounds the weight and every step, beside it."""
+    kept = x.clone()
+    tiles = {name: options.pop(name) for name in ("config", "tiles") if name in options}
+    want = oracle(x, weight.dequantized(torch.float32), **options)
+    out = Output.like(want.to(x.dtype))
+    assert product(x, weight, out=out.view, **options, **tiles) is out.view
+    assert_near(out.checked(), want, 1.5)
+    assert_near(packed_linear_ref(x, weight, **options), want, 8)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", FORMS, ids=str)
+def test_few_rows_of_odd_shapes(weight: tuple[str, int, int, bool], dtype: torch.dtype, device: torch.device) -> None:
+    for gated, shape in itertools.product((False, True), SHAPES):
+        rows, outputs, depth = shape
+        x = random_rows((rows, depth), dtype, device)
+        packed = form(weight, (outputs * (1 + gated), depth), device)
+        check(packed_gemv_triton, x, packed, **random_options(shape, dtype, device, gated=gated))
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+def test_scales_of_every_dtype(scale_dtype: torch.dtype, device: torch.device) -> None:
+    x = random_rows((2, 200), torch.float32, device)
+    for kind in KINDS:
+        weight = random_packed(kind, (6, 200), 32, zero=True, scale_dtype=scale_dtype, device=device)
+        check(packed_gemv_triton, x, weight)
+
+
+@pytest.mark.parametrize("block_k", [16, 64, 256])
+@pytest.mark.parametrize("group", [8, 24, 64, 96])
+def test_tiles_and_groups_of_any_size(group: int, block_k: int, device: torch.device) -> None:
+    for kind, depth, block_n in itertools.product(("int8", "int4"), (100,), (1, 4)):
+        weight = random_packed(kind, (7, depth), group, zero=kind == "int8", device=device)
+        config = {"block_n": block_n, "block_k": block_k, "num_warps": 1}
+        x = random_rows((2, depth), torch.float32, device)
+        check(
+            packed_gemv_triton, x, weight, config=config, **random_options((2, 7, depth), x.dtype, device, gated=False)
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, MAX_ROWS])
+def test_every_number_of_few_rows(rows: int, device: torch.device) -> None:
+    x = random_rows((rows, 40), torch.float32, device)
+    check(packed_gemv_triton, x, random_packed("int8", (3, 40), 40, device=device))
+
+
+def test_pdl_changes_nothing(device: torch.device) -> None:
+    x, weight = random_rows((1, 300), torch.bfloat16, device), random_packed("int4", (9, 300), 32, device=device)
+    assert torch.equal(packed_gemv_triton(x, weight, pdl=True), packed_gemv_triton(x, weight, pdl=False))
+
+
+def test_zero_scales_and_no_rows(device: torch.device) -> None:
+    weight = random_packed("int4", (4, 24), 8, zero=True, device=device)
+    weight.scale.zero_()
+    assert not packed_gemv_triton(torch.randn(2, 24, device=device), weight).any()
+    assert packed_gemv_triton(torch.empty(0, 24, device=device), weight).shape == (0, 4)
+    assert packed_linear_ref(torch.empty(0, 24, device=device), weight).shape == (0, 4)
+
+
+def test_out_may_be_add(device: torch.device) -> None:
+    x, weight = random_rows((2, 33), torch.float32, device), random_packed("int8", (5, 33), 33, device=device)
+    total = add = random_rows((2, 5), torch.float32, device)
+    total = add.clone()
+    assert packed_gemv_triton(x, weight, add=total, out=total) is total
+    assert_near(total, oracle(x, weight.dequantized(torch.float32), add=add))
+
+
+def test_what_few_rows_refuse(device: torch.device) -> None:
+    x, weight = torch.zeros(1, 24, device=device), random_packed("int8", (4, 24), 6, device=device)
+    assert not takes_chunks(weight)
+    with pytest.raises(AssertionError, match="groups of 6 columns"):
+        packed_gemv_triton(x, weight)
+    weight = random_packed("int8", (3, 24), 24, device=device)
+    for wrong, message in (
+        ({"x": torch.zeros(17, 24, device=device)}, "17 rows"),
+        ({"activation": "silu"}, "no two halves"),
+        ({"add": x}, "neither"),
+        ({"bias": x[0]}, "bias"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            packed_gemv_triton(**{"x": x, "weight": weight, **wrong})  # type: ignore[arg-type]
