@@ -47,6 +47,8 @@ def evaluate(
     """
     if window is not None:
         check_window(window, stride)
+    if type(host_bytes) is not int or host_bytes < 0:
+        raise InputError(f"host_bytes: expected an integer from 0, got {host_bytes!r}")
     name, text = read_text(text)
     subjects = [Subject.of(model, options)]
     if against is not None or against_options is not None:
@@ -121,7 +123,7 @@ def _run(
 ) -> tuple[Perplexity, Scores]:
     progress("starting the model", 0, 0)
     with subject.started() as llm:
-        scores = score(llm, windows, **more, progress=lambda done, total: progress(llm.name, done, total))
+        scores = score(llm, tokens, windows, **more, progress=lambda done, total: progress(llm.name, done, total))
         return _perplexity(subject, llm, tokens, windows, scores), scores
 
 

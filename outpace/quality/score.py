@@ -9,7 +9,7 @@ from torch import Tensor
 from outpace.errors import InputError, ModelError
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
-from outpace.quality.windows import Window
+from outpace.quality.windows import Tokens, Window
 
 CHUNK_BYTES = 2**26
 """Of fp32 log-probabilities that are on the device at a time."""
@@ -17,6 +17,9 @@ HOST_BYTES = 2**30
 """Of the reference's distributions that are kept on the host."""
 KEPT = 1024
 """Likeliest tokens of each position that are kept where the whole vocabulary is too much."""
+
+AT_ONCE = 16
+"""Windows that are in the engine at a time; overlapping ones are many times the text."""
 
 Progress = Callable[[int, int], None]
 """Told how many tokens are done, of how many."""
@@ -111,10 +114,12 @@ class Scores:
 class _Watch:
     """Takes the logits of windows as the steps run."""
 
-    windows: Sequence[Window]
+    tokens: Tokens
     scores: Scores
     reference: Distributions | None
     progress: Progress
+    windows: Sequence[Window] = ()
+    """Those that run."""
     done: int = 0
     failed: Exception | None = None
 
@@ -127,12 +132,12 @@ class _Watch:
                 self.failed = error
 
     def _take(self, window: Window, position: int, logits: Tensor) -> None:
-        skipped = max(0, window.first - position)
+        skipped, ids = max(0, window.first - position), self.tokens.of(window)
         position, logits = position + skipped, logits[skipped:]
         for start, logprobs in _in_chunks(logits):
             at = position + start
             place, rows = window.place + at - window.first, len(logprobs)
-            targets = torch.tensor(window.ids[at : at + rows], device=logits.device)
+            targets = torch.tensor(ids[at : at + rows], device=logits.device)
             self.scores.nats[place : place + rows] = -logprobs.gather(1, targets[:, None])[:, 0].double().cpu()
             self.scores.likeliest[place : place + rows] = logprobs.argmax(1).cpu()
             if self.scores.distributions is not None:
@@ -152,6 +157,7 @@ def _in_chunks(logits: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def score(
     llm: LLM,
+    tokens: Tokens,
     windows: Sequence[Window],
     *,
     keep: Distributions | None = None,
@@ -169,12 +175,15 @@ def score(
         divergence=None if reference is None else torch.zeros(total, dtype=torch.float64),
         distributions=keep,
     )
-    watch = _Watch(windows, scores, reference, progress)
+    watch = _Watch(tokens, scores, reference, progress)
     progress(0, total)
-    llm.prompt_logits([window.ids for window in windows], watch, use_tqdm=False)
-    if watch.failed is not None:
-        raise watch.failed
-    _check_finite(llm, scores.nats)
+    for start in range(0, len(windows), AT_ONCE):
+        watch.windows = windows[start : start + AT_ONCE]
+        llm.prompt_logits([tokens.of(window) for window in watch.windows], watch, use_tqdm=False)
+        if watch.failed is not None:
+            raise watch.failed
+        last = watch.windows[-1]
+        _check_finite(llm, scores.nats[: last.place + last.tokens])
     return scores
 
 

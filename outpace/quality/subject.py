@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.config import LLMConfig
 from outpace.config.sections import SchedulerConfig
-from outpace.errors import InputError
+from outpace.errors import InputError, ModelError
 from outpace.llm import LLM
 from outpace.loading.build import find
 from outpace.loading.inspect import ModelInfo, describe
@@ -42,8 +42,14 @@ class Subject:
             return cls(source, source.config, source.tokenizer, source.max_model_len, None)
         given = dict(options)
         tokenizer, config = given.pop("tokenizer", None), LLMConfig.of(given.pop("config", None), **given)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+            raise InputError(f"tokenizer: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
         if isinstance(source, nn.Module):
             return cls(source, config, tokenizer, *_sizes(describe(source, config.config), config))
+        if not isinstance(source, str | os.PathLike | None):
+            raise ModelError(
+                f"model: expected a name, a path, a torch.nn.Module or an LLM, got {type(source).__name__}"
+            )
         name = None if source is None else os.fspath(source)
         found = find(name, dtype=config.dtype, device=config.torch_device)
         return cls(source, config, tokenizer or found.tokenizer, *_sizes(describe(found.model, config.config), config))

@@ -20,21 +20,24 @@ class Tokens:
     num_bytes: int | None
     """Of the text in UTF-8; None: unknown."""
 
+    def of(self, window: "Window") -> list[int]:
+        """The tokens of a window, special ones first."""
+        return self.prefix + self.ids[window.begin : window.end]
+
 
 @dataclass(frozen=True)
 class Window:
     """A piece of the text that the model reads at once."""
 
-    ids: list[int]
+    begin: int
+    end: int
+    """Where it begins and ends in the text, in tokens."""
     first: int
-    """Position of the first token that counts: those before it are context."""
+    """Position in the window, after special tokens, of the first token that counts; those before it are context."""
     place: int
     """Number of that token among all tokens that count."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that count."""
-        return len(self.ids) - self.first
+    tokens: int
+    """Tokens that count."""
 
 
 def read_tokens(tokenizer: PreTrainedTokenizerBase | None, text: str | Sequence[int], max_tokens: int | None) -> Tokens:
@@ -69,7 +72,7 @@ def make_windows(tokens: Tokens, window: int, stride: int | None = None) -> list
         end = min(begin + room, len(tokens.ids))
         first = max(seen, begin if tokens.prefix else begin + 1)
         if first < end:
-            found.append(Window(tokens.prefix + tokens.ids[begin:end], len(tokens.prefix) + first - begin, place))
+            found.append(Window(begin, end, len(tokens.prefix) + first - begin, place, end - first))
             place, seen = place + end - first, end
         if end == len(tokens.ids):
             break

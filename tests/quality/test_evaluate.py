@@ -131,7 +131,7 @@ def test_special_tokens_before_a_text_begin_every_window(tokenizer: PreTrainedTo
     tokens = read_tokens(with_start, "abcdefg", None)
     assert (tokens.prefix, len(tokens.ids), tokens.num_bytes) == ([end], 7, 7)
     windows = make_windows(tokens, 4)
-    assert [window.ids for window in windows] == [[end, *tokens.ids[n : n + 3]] for n in (0, 3, 6)]
+    assert [tokens.of(window) for window in windows] == [[end, *tokens.ids[n : n + 3]] for n in (0, 3, 6)]
     assert [(window.first, window.place) for window in windows] == [(1, 0), (1, 3), (1, 6)]
     assert read_tokens(tokenizer, "abcdefg", None).prefix == []
 
@@ -172,6 +172,7 @@ def test_progress_is_told_for_each_model(llm: outpace.LLM) -> None:
         ({"window": 8, "stride": 9}, "stride: expected 1 to 8 with window=8, got 9"),
         ({"window": 8, "stride": 0}, "stride: expected 1 to 8 with window=8, got 0"),
         ({"max_tokens": 1}, "max_tokens: expected an integer from 2"),
+        ({"host_bytes": -1}, "host_bytes: expected an integer from 0"),
         ({"dtype": "fp32"}, "dtype: the LLM was made without it"),
         ({"against_options": {"dtype": "fp32"}}, "against: the same model with other options has to be loaded again"),
     ],
@@ -232,6 +233,47 @@ def test_nan_is_an_error_that_says_where() -> None:
         ModelError, match=r"LlamaForCausalLM in float32 gives NaN or infinite losses at \d+ of 49 tokens"
     ):
         perplexity(outpace.LLM(model, **CPU), IDS[:50])
+
+
+@pytest.mark.parametrize("model", [5, ["a"], object()])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(ModelError, match=r"model: expected a name, a path, a torch\.nn\.Module or an LLM, got"):
+        evaluate(model, text="hello world")
+    with pytest.raises(ModelError, match=r"against: expected a name, a path, a torch\.nn\.Module or an LLM, got"):
+        evaluate(tiny("llama"), against=model, text=[1, 2, 3])
+
+
+def test_a_live_module_needs_a_tokenizer_for_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InputError, match="text: the model has no tokenizer; pass token ids, or a tokenizer"):
+        evaluate(tiny("llama", vocab_size=300), text="hello world")
+    with pytest.raises(InputError, match="tokenizer: expected a Hugging Face tokenizer, got str"):
+        evaluate(tiny("llama", vocab_size=300), text="hello world", tokenizer="byte")
+    found = evaluate(tiny("llama", vocab_size=300), text="hello world", tokenizer=tokenizer, **CPU)
+    assert found.model.tokens == 10
+
+
+def test_windows_longer_than_a_step_and_a_piece() -> None:
+    """The logits of a prompt come in pieces, of several steps; those of a preempted request come again."""
+    ids = prompts(700)[0].tolist()
+    model = tiny("llama", max_position_embeddings=600)
+    llm = outpace.LLM(tiny("llama", max_position_embeddings=600), **CPU, max_num_batched_tokens=333, max_num_seqs=2)
+    found, expected = perplexity(llm, ids, 600, 100), logprobs(ids, 600, 100, model)
+    targets = torch.tensor(ids[1:])
+    losses = -torch.cat(expected).gather(1, targets[:, None])
+    assert found.nats == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_on_a_gpu(dtype: str) -> None:
+    found = evaluate(tiny("llama"), against=tiny("llama"), text=IDS, window=40, device="cuda", dtype=dtype,
+                     against_options={"device": "cpu", "dtype": "fp32"})  # fmt: skip
+    assert found.against is not None
+    assert found.agreement is not None
+    close = {"fp32": 1e-3, "bf16": 0.1}[dtype]
+    assert found.model.nats == pytest.approx(found.against.nats, rel=close)
+    assert found.agreement.mean_kl < close
+    assert found.agreement.top1 > {"fp32": 0.97, "bf16": 0.8}[dtype]
 
 
 def test_the_built_in_text_is_small_and_plain() -> None:
