@@ -264,6 +264,7 @@ def test_windows_longer_than_a_step_and_a_piece() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_on_a_gpu(dtype: str) -> None:
     found = evaluate(tiny("llama"), against=tiny("llama"), text=IDS, window=40, device="cuda", dtype=dtype,
