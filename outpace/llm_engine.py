@@ -57,6 +57,11 @@ class LLMEngine:
         return self._started.seconds
 
     @property
+    def step_seconds(self) -> float | None:
+        """What the tokens of a step were chosen for; None: they were not chosen for a time."""
+        return self._started.step_seconds
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a request."""
         return self._started.limits.max_model_len

@@ -167,7 +167,7 @@ class SchedulerConfig(ConfigModel):
     max_num_seqs: int = Field(default=256, ge=1)
     """Most requests in one step."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one step; None: chosen from model and device."""
+    """Most tokens in one step; None: on a GPU what fits in 50 ms, or in the time of 5 steps of max_num_seqs tokens."""
     max_chunk_beside_decodes: int | None = Field(default=None, ge=1)
     """Most tokens of one prompt beside decodes; None: a quarter of max_num_batched_tokens, at most 384."""
     max_waiting: int = Field(default=4096, ge=1)

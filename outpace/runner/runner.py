@@ -84,11 +84,15 @@ class Runner:
         return self._forward(shape)[0]
 
     @torch.no_grad()
-    def trial(self, shape: Shape, vocab_size: int) -> None:
-        """Run a step of different tokens that attend to nothing: experts, which pass over padding, have work to do."""
+    def trial(self, shape: Shape, vocab_size: int) -> Callable[[], Tensor]:
+        """A step to be timed, of different tokens that attend to nothing; it may be captured.
+
+        Experts, which pass over padding, have work to do in it.
+        """
         batch = self._batch(self.rows.send(Layout(), shape.num_seqs, wait=True), shape)
         ids = torch.arange(shape.num_tokens, device=self._model.device) % vocab_size
-        self._model.forward(replace(batch, ids=ids, slots=torch.zeros_like(batch.slots)), self._pages, batch.cu_q[1:])
+        batch = replace(batch, ids=ids, slots=torch.zeros_like(batch.slots))
+        return torch.no_grad()(lambda: self._model.forward(batch, self._pages, batch.cu_q[1:]))
 
     def reset(self) -> None:
         """Forget every request. Pages keep what is in them."""

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,9 @@ from outpace.config import LLMConfig
 from outpace.errors import ConfigError
 from outpace.inject.paged import BatchModel
 from outpace.kernels.compile_ahead import compile_ahead
+from outpace.kernels.library import gemm_library
 from outpace.log import chosen
+from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import FEW, Shape, shapes
 from outpace.sampling import SamplingBatch, sample
@@ -25,6 +27,8 @@ from outpace.types import Request, SamplingParams
 GPU_TOKENS = 2048  # of a step that is timed
 MAX_TOKENS = 8192
 STEP_SECONDS = 0.05
+LEAST_STEPS = 5  # a step may take as long as so many of a token for each request, if that is more
+LEAST_TOKENS = 256  # of such a step, at most
 CPU_TOKENS = 256
 SAMPLED = (SamplingParams(), SamplingParams(top_p=0.9))  # one for each kernel that samples
 GIB = 1 << 30
@@ -38,6 +42,8 @@ class Started:
     limits: Limits
     num_blocks: int
     num_host_blocks: int
+    step_seconds: float | None = None
+    """What the tokens of a step were chosen for; None: they were not chosen for a time."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By part."""
 
@@ -50,31 +56,70 @@ def choose_limits(model: BatchModel, config: LLMConfig, max_model_len: int) -> L
     return Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=max_model_len)
 
 
-def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> Limits:
-    """The tokens of a step: as many as the device computes while a reader does not notice that others wait."""
+def fitting_tokens(guess: int, took: float, allowed: float, max_num_seqs: int) -> int:
+    """The tokens of a step that takes at most so long, if `guess` of them took `took`: a power of two times as many."""
+    fitting = int(guess * 2.0 ** math.floor(math.log2(allowed / took)))
+    return max(max_num_seqs, min(MAX_TOKENS, fitting))
+
+
+def allowed_seconds(least: float) -> tuple[float, str]:
+    """What a step may take if one of a token for each request takes `least`, and why.
+
+    While a reader waits 50 ms he does not notice that others are served. Where the smallest steps are long already,
+    since all experts are read, so short a one would read as much for a few tokens.
+    """
+    if LEAST_STEPS * least <= STEP_SECONDS:
+        return STEP_SECONDS, f"a step should take {STEP_SECONDS * 1e3:.0f}"
+    reason = f"a step should take {LEAST_STEPS * least * 1e3:.0f}, {LEAST_STEPS} times that of a token for each request"
+    return LEAST_STEPS * least, reason
+
+
+def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[Limits, float | None]:
+    """The limits with the tokens of a step, and the seconds that these were chosen for."""
     asked, guess = config.scheduler.max_num_batched_tokens, limits.max_num_batched_tokens
     if asked is not None:
-        return limits
+        return limits, None
     if model.device.type != "cuda":
         chosen("max_num_batched_tokens", guess, "a CPU computes more at once no faster")
-        return limits
-    took = _step_seconds(model, config, limits)
-    fitting = int(guess * 2.0 ** math.floor(math.log2(STEP_SECONDS / took)))
-    tokens = max(limits.max_num_seqs, min(MAX_TOKENS, fitting))
-    chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, a step should take 50")
-    return replace(limits, max_num_batched_tokens=tokens)
+        return limits, None
+    took, least = _step_seconds(model, config, limits)
+    allowed, reason = allowed_seconds(least)
+    tokens = fitting_tokens(guess, took, allowed, limits.max_num_seqs)
+    chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, {reason}")
+    return replace(limits, max_num_batched_tokens=tokens), allowed
 
 
-def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> float:
-    """What a full step takes, attention left out."""
+def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[float, float]:
+    """What a full step takes, and one of a token for each request, attention left out.
+
+    From graphs, as steps will run: otherwise it would be what the host takes to launch them, of the small one at least.
+    Where there are no graphs the small one is not timed, for this reason, and counts as nothing.
+    """
     runner = Runner(model, allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size), limits)
-    shape = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
-    vocab_size = runner.warm_up(shape).shape[1]
-    runner.trial(shape, vocab_size)
-    torch.cuda.synchronize(model.device)
-    begin = time.perf_counter()
-    runner.trial(shape, vocab_size)
-    torch.cuda.synchronize(model.device)
+    full = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
+    vocab_size = runner.warm_up(full).shape[1]
+    few = min(LEAST_TOKENS, limits.max_num_seqs)
+
+    def graph(shape: Shape) -> Callable[[], object]:
+        with CAPTURING, gemm_library(shape.num_tokens):
+            return captured(runner.trial(shape, vocab_size), pool=None, warm_ups=1)
+
+    if config.cuda_graphs and model.capturable:
+        try:
+            return _seconds(graph(full), model.device), _seconds(graph(Shape(few, few, "decode")), model.device)
+        except Uncapturable:
+            mend(model.device)  # the log says so when steps are captured
+    return _seconds(runner.trial(full, vocab_size), model.device), 0.0
+
+
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
+    """What a step takes that has run before: the second time of two."""
+    begin = 0.0
+    for _ in range(2):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        step()
+    torch.cuda.synchronize(device)
     return time.perf_counter() - begin
 
 
@@ -84,7 +129,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     seconds: dict[str, float] = {}
     with _timed(seconds, "kernels"):
         _compile(model, config, limits, _graph_shapes(model, config, limits))
-        limits = _choose_budget(model, config, limits)
+        limits, step_seconds = _choose_budget(model, config, limits)
     wanted, per_block = _graph_shapes(model, config, limits), block_bytes(model.kv_heads, model.dtype, cache.block_size)
     with _timed(seconds, "memory"):
         num_blocks, reason = _num_blocks(model, config, limits, per_block, wanted)
@@ -99,7 +144,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
         captured = all(runner.capture(shape, compiled=True) for shape in wanted)
     if wanted and captured:
         chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
-    return Started(runner, limits, num_blocks, num_host, seconds)
+    return Started(runner, limits, num_blocks, num_host, step_seconds, seconds)
 
 
 def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_blocks: int, per_block: int) -> None:

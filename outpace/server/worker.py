@@ -23,7 +23,6 @@ from outpace.llm_engine import LLMEngine
 from outpace.loading.inspect import embedding_sizes
 from outpace.log import logger
 from outpace.prepare import PagedParts, load_paged
-from outpace.runner.start import STEP_SECONDS
 from outpace.server.channel import Channel
 from outpace.server.engine import STEP_SIZES, ModelCard, StepRecord
 from outpace.server.known_grammars import Learned
@@ -378,8 +377,7 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         "enable_prefix_caching": str(cache.enable_prefix_caching),
         "gpu_memory_utilization": str(cache.gpu_memory_utilization),
     }
-    chosen = parts.config.scheduler.max_num_batched_tokens is None and parts.device.type == "cuda"
-    limit = 1e3 * STEP_SECONDS if chosen else None  # otherwise nobody chose the tokens of a step for a time
+    limit = None if engine.step_seconds is None else 1e3 * engine.step_seconds
     layers = [] if engine.experts is None else list(engine.experts.layers)
     sizes = scheduler.max_num_seqs, scheduler.pool.num_blocks
     return Ready(card, seconds, *sizes, limit, about, answers_pings=True, expert_layers=layers)

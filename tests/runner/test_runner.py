@@ -185,15 +185,58 @@ def test_the_largest_step_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("took", "tokens"), [(0.0004, 8192), (0.02, 4096), (0.05, 2048), (0.051, 1024), (0.7, 128), (9.0, 64)]
+    ("took", "least", "tokens", "allowed"),
+    [
+        (0.0004, 0.0001, 8192, 50),
+        (0.02, 0.003, 4096, 50),
+        (0.045, 0.007, 2048, 50),  # Llama-3.1-8B on an H200
+        (0.05, 0.0, 2048, 50),
+        (0.051, 0.01, 1024, 50),
+        (0.106, 0.022, 2048, 110),  # Mixtral-8x7B: all experts are read from 8 tokens on
+        (0.106, 0.0, 512, 50),  # the same without graphs
+        (0.06, 0.016, 2048, 80),  # like Qwen3-30B-A3B
+        (0.7, 0.01, 128, 50),
+        (0.7, 0.7, 8192, 3500),  # as long for a token as for 2,048
+        (9.0, 0.002, 64, 50),
+    ],
 )
 def test_the_largest_step_on_a_gpu_is_as_large_as_its_time_allows(
-    took: float, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start, "_step_seconds", lambda *_: took)
+    took: float, least: float, tokens: int, allowed: float, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(start, "_step_seconds", lambda *_: (took, least))
     gpu, asked = Counting(device=torch.device("cuda")), config(scheduler={"max_num_seqs": 64})
-    found = start._choose_budget(gpu, asked, choose_limits(gpu, asked, 77)).max_num_batched_tokens
+    with caplog.at_level(logging.INFO, "outpace"):
+        limits, seconds = start._choose_budget(gpu, asked, choose_limits(gpu, asked, 77))
+    found = limits.max_num_batched_tokens
     assert (found, type(found)) == (tokens, int)
+    assert seconds == pytest.approx(allowed / 1e3)
+    assert f"{took * 1e3:.1f} ms, a step should take {allowed}" in caplog.text
+    assert ("5 times that of a token for each request" in caplog.text) == (allowed > 50)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_steps_are_timed_as_graphs_where_steps_will_be_graphs(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the small one would take what the host takes to launch it; it is not timed then."""
+    graphs: list[Any] = []
+    counting = Counting(capturable=captures)
+
+    def seconds(step: Any, device: torch.device) -> float:
+        step()
+        tokens = len(counting.batches[-1].ids)
+        assert counting.batches[-1].slots.tolist() == [0] * tokens, "no token is padding"
+        return float(tokens)
+
+    def capture(step: Any, **options: Any) -> Any:
+        graphs.append(step)
+        return step
+
+    monkeypatch.setattr(start, "captured", capture)
+    monkeypatch.setattr(start, "_seconds", seconds)
+    monkeypatch.setattr(LLMConfig, "cuda_graphs", True)
+    asked = config(scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 32})
+    found = start._step_seconds(counting, asked, choose_limits(counting, asked, 77))
+    assert (*found, len(graphs)) == ((32, 4, 2) if captures else (32, 0, 0))
 
 
 PER_BLOCK = block_bytes(Counting().kv_heads, torch.float32, 16)
