@@ -26,6 +26,7 @@ def test_the_wheel_is_pure_and_holds_the_package_alone(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} <= {"outpace", f"outpace-{outpace.__version__}.dist-info"}
     assert "outpace/inject/policies/llama.py" in names
+    assert "outpace/quality/text.txt" in names
 
 
 @pytest.mark.slow

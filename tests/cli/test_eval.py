@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outpace.cli.eval import _bar
+from outpace.cli.eval import NO_EFFECT, _bar
+from outpace.cli.flags import llm_flags
 from tests.cli.test_cli import Main
 from tests.cli.test_cli import run as outpace
 from tests.cli.test_cli import run_main as run_main
@@ -66,6 +67,7 @@ def test_flags_are_the_options_of_the_model() -> None:
     assert "--max-num-batched-tokens" in shown
     assert "--max-waiting" not in shown  # nothing that would change nothing
     assert outpace("eval", "--wndow", "3").exit_code == 2
+    assert set(NO_EFFECT) <= {flag.path for flag in llm_flags()}
 
 
 def test_the_bar_moves_and_ends_for_each_model() -> None:
