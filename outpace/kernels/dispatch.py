@@ -16,6 +16,7 @@ from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
+from outpace.kernels.packed_linear import packed_linear_invariant, packed_linear_ref, packed_linear_triton
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
 from outpace.kernels.routing import route_ref, route_triton
@@ -40,6 +41,11 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
     "embed": {"torch": embed_ref, "triton": embed_triton},
     "linear": {"torch": matmul_torch, "invariant": matmul_invariant},
     "gemv": {"torch": None, "triton": gemv_triton},
+    "packed_linear": {
+        "torch": packed_linear_ref,
+        "triton": packed_linear_triton,
+        "invariant": packed_linear_invariant,
+    },
     "route": {"torch": route_ref, "triton": route_triton},
     "experts": {"torch": experts_torch, "triton": experts_triton, "invariant": experts_invariant},
 }
@@ -47,6 +53,8 @@ VARIANT = frozenset(
     {
         ("linear", "torch"),
         ("gemv", "triton"),
+        ("packed_linear", "torch"),
+        ("packed_linear", "triton"),
         ("gated_act", "torch"),
         ("bias_act", "torch"),
         ("experts", "torch"),
@@ -71,6 +79,8 @@ class Kernels:
     """The product of every linear layer that no other kernel computes."""
     gemv: Op | None
     """A linear of few rows with norm, activation and sum in one kernel; None: torch's product does them all."""
+    packed_linear: Op
+    """The product of a linear layer with a quantized weight, with norm, activation and sum."""
     route: Op
     """Experts and weights of each token from the router's logits."""
     experts: Op

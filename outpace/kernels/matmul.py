@@ -150,7 +150,7 @@ def _sum_chunk(
 
 
 @triton.jit
-def _add_and_store(
+def add_and_store(
     y: tl.tensor,  # fp32 [M, N], or outputs in a row
     m: tl.tensor,  # [M, 1]
     n: tl.tensor,  # [1, N]
@@ -214,7 +214,7 @@ def _matmul_kernel(
         c = tl.program_id(1)
         y = _sum_chunk(x_ptrs, weight_ptrs, live, col, c * chunk, depth, chunk, even, block_m, block_n, block_k)
         out_ptr += c.to(tl.int64) * rows * out_stride
-        _add_and_store(y, m, n, None, None, out_ptr, rows, outputs, add_stride, out_stride)
+        add_and_store(y, m, n, None, None, out_ptr, rows, outputs, add_stride, out_stride)
     else:
         if one_chunk:
             y = _sum_chunk(x_ptrs, weight_ptrs, live, col, 0, depth, chunk, even, block_m, block_n, block_k)
@@ -222,7 +222,7 @@ def _matmul_kernel(
             y = tl.zeros([block_m, block_n], tl.float32)
             for start in range(0, depth, chunk):
                 y += _sum_chunk(x_ptrs, weight_ptrs, live, col, start, depth, chunk, even, block_m, block_n, block_k)
-        _add_and_store(y, m, n, bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
+        add_and_store(y, m, n, bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -248,7 +248,19 @@ def _add_chunks_kernel(
     for c in tl.static_range(chunks):
         y += tl.load(parts_ptr + tl.cast(size, tl.int64) * c + at, mask=at < size, other=0.0)
     m = (at // outputs).to(tl.int64)
-    _add_and_store(y, m, at % outputs, bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
+    add_and_store(y, m, at % outputs, bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
+
+
+def add_chunks(parts: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor, chunks: int, pdl: bool) -> None:
+    """out = the sum of fp32 parts [chunks * M, N], from the first to the last, + bias + add."""
+    rows, outputs = out.shape
+    _add_chunks_kernel[(triton.cdiv(rows * outputs, ADD_BLOCK),)](
+        *(parts, bias, add, out, rows, outputs, _row_stride(add), _row_stride(out)),
+        chunks=chunks,
+        block=ADD_BLOCK,
+        pdl=pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    )
 
 
 def _row_stride(x: Tensor | None) -> int:
@@ -312,10 +324,5 @@ def matmul_invariant_triton(
         **both,
     )
     if split:
-        _add_chunks_kernel[(triton.cdiv(rows * outputs, ADD_BLOCK),)](
-            *(target, bias, add, out, rows, outputs, _row_stride(add), _row_stride(out)),
-            chunks=chunks,
-            block=ADD_BLOCK,
-            **both,
-        )
+        add_chunks(target, bias, add, out, chunks, pdl)
     return out

@@ -1,11 +1,25 @@
 """A linear layer with a quantized weight: x stays in 16 or 32 bits, and the weight is dequantized on the way."""
 
+from collections.abc import Callable
 from typing import TypedDict, Unpack
 
 from torch import Tensor
 
+from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.gemv import gemv_ref
+from outpace.kernels.invariant import gated_act_invariant
+from outpace.kernels.matmul import matmul_invariant_ref, matmul_torch
 from outpace.kernels.packed import Packed
+from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
+from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, packed_matmul_triton
+from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
+from outpace.kernels.triton_stub import HAS_TRITON
+
+MOST_ROWS = (("few", 4), ("tiles", 256))
+"""The most rows of the kernel of few rows and of the one with matrix units; more: dequantized, for torch's product.
+
+Not measured yet: bench/packed_sweep.py.
+"""
 
 
 class Options(TypedDict, total=False):
@@ -21,6 +35,72 @@ class Options(TypedDict, total=False):
     out: Tensor | None
 
 
+Product = Callable[..., Tensor]
+"""(x, bias=, add=, out=) → x @ weight.T + bias + add."""
+
+
 def packed_linear_ref(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
     """gemv_ref with a quantized weight, dequantized to the dtype of x. x: [M, K], weight: [N, K] → [M, N]."""
     return gemv_ref(x, weight.dequantized(x.dtype), **options)
+
+
+def packed_choice(rows: int, weight: Packed) -> str:
+    """What computes a product of this many rows: few, tiles or dequantize."""
+    for name, most in MOST_ROWS:
+        if rows <= most and (name != "few" or takes_chunks(weight)):
+            return name
+    return "dequantize"
+
+
+def packed_linear_triton(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
+    """packed_linear_ref by our kernels; up to 256 rows a dequantized weight is never in memory."""
+    choice = packed_choice(len(x), weight)
+    if choice == "few":
+        return packed_gemv_triton(x, weight, **options)
+
+    def product(x: Tensor, **rest: Tensor | None) -> Tensor:
+        if choice == "tiles":
+            return packed_matmul_triton(x, weight, **rest)
+        return matmul_torch(x, dequantize_triton(weight, x.dtype), **rest)
+
+    return _around(product, x, (rms_norm_triton, gated_act_triton), **options)
+
+
+def packed_linear_invariant(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
+    """packed_linear_ref, each row bit for bit as if it were alone."""
+    if HAS_TRITON and x.is_cuda:
+        return packed_linear_invariant_triton(x, weight, **options)
+
+    def product(x: Tensor, **rest: Tensor | None) -> Tensor:
+        return matmul_invariant_ref(x, weight.dequantized(x.dtype), **rest)
+
+    return _around(product, x, (rms_norm_ref, gated_act_invariant), **options)
+
+
+def packed_linear_invariant_triton(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
+    """packed_linear_invariant by Triton, with the same tiles for any number of rows."""
+
+    def product(x: Tensor, **rest: Tensor | None) -> Tensor:
+        return packed_matmul_triton(x, weight, tiles=invariant_tiles(*weight.shape), **rest)
+
+    return _around(product, x, (rms_norm_triton, gated_act_triton), **options)
+
+
+def _around(
+    product: Product,
+    x: Tensor,
+    ops: tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]],
+    **options: Unpack[Options],
+) -> Tensor:
+    """The norm before a product and the activation after it, as ops of their own."""
+    norm, act = ops
+    weight, activation = options.get("norm_weight"), options.get("activation")
+    bias, add, out = options.get("bias"), options.get("add"), options.get("out")
+    if weight is not None:
+        offset, first = options.get("weight_offset", 0.0), options.get("round_before_weight", True)
+        x, _ = norm(x, weight, options.get("eps", 0.0), weight_offset=offset, round_before_weight=first)
+    if activation is None:
+        return product(x, bias=bias, add=add, out=out)
+    y = act(product(x, bias=bias), activation)
+    y = y if add is None else y + add
+    return y if out is None else out.copy_(y)

@@ -23,15 +23,20 @@ def _interpret_what_is_loaded() -> None:
 
 
 def _round_to_bfloat16() -> None:
-    """Makes the interpreter round fp32 to bf16 as GPUs do, to the nearest even: it cuts the low bits off."""
+    """Makes the interpreter round to bf16 as GPUs do, to the nearest even.
+
+    It cuts the low bits of fp32 off, and takes integers and fp8 for bits of bf16.
+    """
     from triton.language import bfloat16, float32
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast = InterpreterBuilder.cast_impl
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if (src.dtype.scalar, dst_type.scalar) != (float32, bfloat16):
+        if dst_type.scalar != bfloat16 or src.dtype.scalar == bfloat16:
             return cast(self, src, dst_type)
+        if src.dtype.scalar != float32:
+            src = cast(self, src, float32)
         rounded = torch.tensor(src.data).to(torch.bfloat16)
         return TensorHandle(rounded.view(torch.uint16).numpy(), dst_type.scalar)
 

@@ -20,6 +20,7 @@ from outpace.kernels.layer_norm import layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant_triton
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_gemv import packed_gemv_triton
+from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, packed_matmul_triton
 from outpace.kernels.ragged import ragged_inputs_triton
 from outpace.kernels.rms_norm import rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_triton
@@ -114,6 +115,24 @@ def packed_few() -> None:
     packed_gemv_triton(meta(16, 4096), packed("int8", 4096, 4096, 4096, zero=True))
 
 
+def packed_many() -> None:
+    """Many rows times quantized weights: each kind, with scales by row, by step and by weight."""
+    for rows, weight in (
+        (8, packed("int8", 4096, 4096, 4096)),
+        (16, packed("int4", 4096, 4096, 128)),
+        (64, packed("int4", 28672, 4096, 64, zero=True)),
+        (128, packed("fp8", 6144, 4096, 4096)),
+        (256, packed("fp8", 6144, 4096, 128, 128)),
+        (256, packed("int8", 4096, 4096, 4096, zero=True)),
+        (33, packed("int4", 4096, 4096, 16)),
+    ):
+        packed_matmul_triton(meta(rows, 4096), weight)
+    packed_matmul_triton(meta(100, 577, dtype=FP32), packed("int4", 64, 577, 64))
+    weight = packed("int4", 4096, 14336, 128)
+    packed_matmul_triton(meta(3, 14336), weight, tiles=invariant_tiles(*weight.shape))
+    dequantize_triton(weight, BF16)
+
+
 def rows() -> None:
     """Norms, activations and what else takes rows one by one."""
     x, weight = meta(33, 4096), meta(4096)
@@ -146,4 +165,4 @@ def attention() -> None:
     paged_attention_prefill(meta(300, 32, 128), k, v, table, lens, cu_q, 100, scale=0.1)
 
 
-ALL: tuple[Callable[[], None], ...] = (routing, few, many, products, packed_few, rows, sampling, attention)
+ALL: tuple[Callable[[], None], ...] = (routing, few, many, products, packed_few, packed_many, rows, sampling, attention)

@@ -10,7 +10,14 @@ from torch import Tensor
 from outpace.kernels.gemv import MAX_ROWS
 from outpace.kernels.packed import KINDS, Packed
 from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
-from outpace.kernels.packed_linear import packed_linear_ref
+from outpace.kernels.packed_linear import (
+    packed_choice,
+    packed_linear_invariant,
+    packed_linear_invariant_triton,
+    packed_linear_ref,
+    packed_linear_triton,
+)
+from outpace.kernels.packed_matmul import PackedTiles, dequantize_triton, packed_matmul_triton
 from tests.kernels.buffers import Output, random_rows
 from tests.kernels.packing import random_packed
 from tests.kernels.test_gemv import oracle, random_options
@@ -130,3 +137,71 @@ def test_what_few_rows_refuse(device: torch.device) -> None:
     ):
         with pytest.raises(AssertionError, match=message):
             packed_gemv_triton(**{"x": x, "weight": weight, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("left_to_right")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [*FORMS, ("int4", 6, 1, True), ("int4", 5, 1, False), ("int8", 3, 2, True)], ids=str)
+def test_many_rows_of_odd_shapes(weight: tuple[str, int, int, bool], dtype: torch.dtype, device: torch.device) -> None:
+    for shape, split in (((5, 17, 33), 1), ((19, 20, 300), 3)):
+        rows, outputs, depth = shape
+        x, packed = random_rows((rows, depth), dtype, device), form(weight, (outputs, depth), device)
+        tiles = PackedTiles(16, 16, 32 if split > 1 else 64, num_stages=2, split=split)
+        options = random_options(shape, dtype, device, gated=False, without=("norm_weight", "activation"))
+        options = {name: options[name] for name in ("bias", "add")}
+        check(packed_matmul_triton, x, packed, tiles=tiles, **options)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantized_by_a_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    for group, zero in ((7, True), (32, False), (1500, True)):
+        weight = random_packed(kind, (5, 1500 if group > 7 else 33), group, 2, zero=zero, device=device)
+        assert torch.equal(dequantize_triton(weight, dtype), weight.dequantized(dtype))
+
+
+@pytest.mark.usefixtures("left_to_right")
+@pytest.mark.parametrize("rows", [1, 5, 30, 257])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_choice_has_every_option(rows: int, gated: bool, device: torch.device) -> None:
+    shape = (rows, 4, 40)
+    assert packed_choice(rows, form(FORMS[0], (4, 40), device)) == {1: "few", 257: "dequantize"}.get(rows, "tiles")
+    x, weight = random_rows((rows, 40), torch.float32, device), form(FORMS[4], (4 * (1 + gated), 40), device)
+    for product in (packed_linear_triton, packed_linear_invariant, packed_linear_invariant_triton):
+        check(product, x, weight, **random_options(shape, x.dtype, device, gated=gated))
+    odd = random_packed("int4", (4 * (1 + gated), 40), 5, device=device)  # two halves of a byte with two scales
+    check(packed_linear_triton, x, odd, **random_options(shape, x.dtype, device, gated=gated))
+
+
+@pytest.mark.usefixtures("left_to_right")
+@pytest.mark.parametrize("weight", [FORMS[1], FORMS[5]], ids=str)
+@pytest.mark.parametrize("product", [packed_linear_invariant, packed_linear_invariant_triton])
+def test_rows_do_not_depend_on_the_others(
+    product: Any, weight: tuple[str, int, int, bool], device: torch.device
+) -> None:
+    x, packed = torch.randn(70, 96, device=device), form(weight, (6, 96), device)
+    norm = torch.rand(96, device=device)
+    both = product(x, packed, norm_weight=norm, eps=1e-5, activation="silu")
+    for row in (0, 3, 69):
+        alone = product(x[row : row + 1], packed, norm_weight=norm, eps=1e-5, activation="silu")
+        assert torch.equal(alone, both[row : row + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("weight", FORMS, ids=str)
+def test_layers_of_an_8b(weight: tuple[str, int, int, bool], device: torch.device) -> None:
+    """Real widths in bf16, with the tiles that are used, at every choice; and rows that do not depend on the batch."""
+    kind, group, block, zero = weight
+    for rows, (outputs, depth) in itertools.product(
+        (1, 2, 4, 8, 16, 33, 64, 128, 256, 300), ((4096, 4096), (1030, 14336))
+    ):
+        packed = random_packed(
+            kind, (outputs, depth), max(min(group, depth), 32), min(block, outputs), zero=zero, device=device
+        )
+        x = torch.randn(rows, depth, device=device).bfloat16()
+        want = x.double() @ packed.dequantized(torch.float32).double().T
+        assert_near(packed_linear_triton(x, packed), want, 4)
+        got = packed_linear_invariant_triton(x, packed)
+        assert_near(got, want, 4)
+        assert torch.equal(packed_linear_invariant_triton(x[:1], packed), got[:1])

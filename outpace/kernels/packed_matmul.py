@@ -1,0 +1,198 @@
+"""Many rows times a quantized weight, by matrix units; and the weight dequantized, for products of a library.
+
+A program computes [N, M] of the outputs: with the weight on the left it goes from registers into the matrix unit. The
+depth is cut in parts (`split`) where there would be too few programs; a second kernel adds what they found. As nothing
+but the tiles sets the order of additions, fixed tiles make a row's result independent of the other rows.
+"""
+# mypy: disallow-untyped-decorators=False
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.gemv import has_pdl
+from outpace.kernels.matmul import add_and_store, add_chunks
+from outpace.kernels.packed import Packed
+from outpace.kernels.packed_gemv import check_packed, row_stride
+from outpace.kernels.packed_tile import packed_step, scale_form, step_depth
+from outpace.kernels.triton_stub import tl, triton
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """How the programs of a product work; `split`: programs that share the depth of one tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+    split: int = 1
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _packed_matmul_kernel(
+    x_ptr: tl.tensor,  # [M, K]
+    values_ptr: tl.tensor,  # [N, K] or [N, ceil(K / 2)]
+    scale_ptr: tl.tensor,  # [ceil(N / shared_rows), ceil(K / group)]
+    zero_ptr: tl.tensor,  # as scale, or None
+    bias_ptr: tl.tensor,  # [N] or None
+    add_ptr: tl.tensor,  # [M, N] or None
+    out_ptr: tl.tensor,  # [M, N]; when split: fp32 [split, M, N]
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    depth: tl.tensor,
+    part: tl.tensor,  # the depth of a split, a multiple of block_k
+    x_stride: tl.tensor,
+    values_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    zero_stride: tl.tensor,
+    add_stride: tl.tensor,
+    out_stride: tl.tensor,
+    group: tl.constexpr,
+    shared_rows: tl.constexpr,
+    form: tl.constexpr,
+    even: tl.constexpr,
+    pdl: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    half: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
+    tiles_m = tl.cdiv(rows, block_m)  # those of one weight tile run side by side, and find it in the L2 cache
+    m = (tl.program_id(0) % tiles_m * block_m + tl.arange(0, block_m)).to(tl.int64)[:, None]  # [M, 1]
+    n = (tl.program_id(0) // tiles_m * block_n + tl.arange(0, block_n)).to(tl.int64)  # [N]
+    row = tl.minimum(n, outputs - 1)[:, None]  # beyond the last row lies the last row again
+    x_ptrs = x_ptr + m * x_stride + tl.arange(0, block_k)[None, :]
+    values_ptrs = values_ptr + row * values_stride + tl.arange(0, block_k // 2 if half else block_k)[None, :]
+    scale_ptrs = scale_ptr + row // shared_rows * scale_stride
+    zero_ptrs = None if zero_ptr is None else zero_ptr + row // shared_rows * zero_stride
+    row_zero = None
+    if zero_ptr is not None and form == "row":
+        row_zero = tl.load(zero_ptrs).to(tl.float32)
+    acc = tl.zeros([block_n, block_m], tl.float32)
+    start = tl.program_id(1) * part
+    for k in range(start, tl.minimum(start + part, depth), block_k):
+        acc = packed_step(
+            acc, x_ptrs, m < rows, values_ptrs, scale_ptrs, zero_ptrs, row_zero, k, depth, group, form, even
+        )
+    if form == "row":
+        acc *= tl.load(scale_ptrs).to(tl.float32)
+    out_ptr += tl.program_id(1).to(tl.int64) * rows * out_stride
+    add_and_store(tl.trans(acc), m, n[None, :], bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
+
+
+def packed_tiles(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> PackedTiles:
+    """The default tiles. Not measured yet: bench/packed_sweep.py."""
+    if dtype == torch.float32:  # no matrix instruction
+        return PackedTiles(32, 64, 32)
+    block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    wide = rows > 64
+    block_n = 128 if wide else 64
+    programs = -(-outputs // block_n) * -(-rows // block_m)
+    split = 1
+    while programs * split < 200 and split < 8 and depth // (2 * split) >= 512 and rows <= 64:
+        split *= 2
+    return PackedTiles(block_m, block_n, 64 if wide else 128, num_warps=8 if wide else 4, num_stages=3, split=split)
+
+
+def invariant_tiles(outputs: int, depth: int) -> PackedTiles:
+    """Tiles that do not depend on the rows, so that a row's result does not either."""
+    split = 1
+    while -(-outputs // 64) * split < 200 and split < 4 and depth // (2 * split) >= 512:
+        split *= 2
+    return PackedTiles(64, 64, num_stages=3, split=split)
+
+
+def packed_matmul_triton(
+    x: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    tiles: PackedTiles | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """x @ weight.T + bias + add in one kernel, in two when split, rounded once. out may be add, never x."""
+    (rows, depth), outputs = x.shape, weight.shape[0]
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    check_packed(x, weight, bias, (rows, outputs), add, out)
+    if out.numel() == 0:
+        return out
+    tiles = tiles or packed_tiles(rows, outputs, depth, x.dtype)
+    block_k = step_depth(weight, tiles.block_k)
+    part = triton.cdiv(triton.cdiv(depth, tiles.split), block_k) * block_k
+    split = triton.cdiv(depth, part)
+    pdl = (rows <= 64 if pdl is None else pdl) and has_pdl(x.device)
+    assert split == 1 or rows * outputs < 2**31, "so many rows need no split"
+    target = torch.empty((split * rows, outputs), device=x.device) if split > 1 else out
+    _packed_matmul_kernel[(triton.cdiv(rows, tiles.block_m) * triton.cdiv(outputs, tiles.block_n), split)](
+        *(x, weight.values, weight.scale, weight.zero),
+        *((None, None) if split > 1 else (bias, add)),
+        *(target, rows, outputs, depth, part, row_stride(x), row_stride(weight.values)),
+        *(row_stride(weight.scale), row_stride(weight.zero), row_stride(add), target.stride(0)),
+        group=min(weight.group, depth),
+        shared_rows=weight.block,
+        form=scale_form(weight, block_k),
+        even=depth % block_k == 0,
+        pdl=pdl,
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        block_k=block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    if split > 1:
+        add_chunks(target, bias, add, out, split, pdl)
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(
+    values_ptr: tl.tensor,  # [N, K] or [N, ceil(K / 2)]
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    out_ptr: tl.tensor,  # [N, K]
+    depth: tl.tensor,
+    values_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    zero_stride: tl.tensor,
+    group: tl.constexpr,
+    shared_rows: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    half: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * block + tl.arange(0, block)
+    inside = col < depth
+    w = tl.load(values_ptr + row * values_stride + (col // 2 if half else col), mask=inside, other=0.0)
+    if half:
+        w = (w >> (col % 2 * 4).to(tl.uint8)) & 15
+    w = w.to(tl.float32)
+    at = row // shared_rows
+    if zero_ptr is not None:
+        w -= tl.load(zero_ptr + at * zero_stride + col // group, mask=inside, other=0.0).to(tl.float32)
+    elif half:
+        w -= 8.0
+    w *= tl.load(scale_ptr + at * scale_stride + col // group, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * depth + col, w.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize_triton(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """weight.dequantized(dtype) in one kernel, without anything else in memory."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if out.numel():
+        _dequantize_kernel[(weight.shape[0], triton.cdiv(weight.shape[1], 1024))](
+            *(weight.values, weight.scale, weight.zero, out, weight.shape[1]),
+            *(row_stride(weight.values), row_stride(weight.scale), row_stride(weight.zero)),
+            group=min(weight.group, weight.shape[1]),
+            shared_rows=weight.block,
+            block=1024,
+        )
+    return out
