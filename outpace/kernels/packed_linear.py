@@ -1,7 +1,7 @@
 """A linear layer with a quantized weight: x stays in 16 or 32 bits, and the weight is dequantized on the way."""
 
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def packed_linear_triton(x: Tensor, weight: Packed, **options: Unpack[Options]) 
     if choice == "few":
         return packed_gemv_triton(x, weight, **options)
 
-    def product(x: Tensor, **rest: Tensor | None) -> Tensor:
+    def product(x: Tensor, **rest: Any) -> Tensor:
         if choice == "tiles":
             return packed_matmul_triton(x, weight, **rest)
         return matmul_torch(x, dequantize_triton(weight, x.dtype), **rest)
@@ -71,7 +71,7 @@ def packed_linear_invariant(x: Tensor, weight: Packed, **options: Unpack[Options
     if HAS_TRITON and x.is_cuda:
         return packed_linear_invariant_triton(x, weight, **options)
 
-    def product(x: Tensor, **rest: Tensor | None) -> Tensor:
+    def product(x: Tensor, **rest: Any) -> Tensor:
         return matmul_invariant_ref(x, weight.dequantized(x.dtype), **rest)
 
     return _around(product, x, (rms_norm_ref, gated_act_invariant), **options)
@@ -80,7 +80,7 @@ def packed_linear_invariant(x: Tensor, weight: Packed, **options: Unpack[Options
 def packed_linear_invariant_triton(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
     """packed_linear_invariant by Triton, with the same tiles for any number of rows."""
 
-    def product(x: Tensor, **rest: Tensor | None) -> Tensor:
+    def product(x: Tensor, **rest: Any) -> Tensor:
         return packed_matmul_triton(x, weight, tiles=invariant_tiles(*weight.shape), **rest)
 
     return _around(product, x, (rms_norm_triton, gated_act_triton), **options)
