@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from outpace.errors import NotSupported
+from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile, whole_row
 from outpace.kernels.triton_stub import tl, triton
 
 # Every name an activation is known by (Hugging Face's ACT2FN, and our own) → the kind that computes it.
@@ -51,20 +52,40 @@ def activation_kind(name: str) -> str:
 
 
 def gated_act_ref(
-    x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None, interleaved: bool = False
+    x: torch.Tensor,
+    kind: str,
+    *,
+    out: torch.Tensor | None = None,
+    interleaved: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """act(gate) * up of x: [T, 2I] → [T, I]; gate and up are halves, or even and odd columns when interleaved."""
+    """act(gate) * up of x: [T, 2I] → [T, I]; gate and up are halves, or even and odd columns when interleaved.
+
+    With scales [T, 1] the result is written quantized: out holds int8 or fp8 (see quantize.py).
+    """
     gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=1)
     y = (_TORCH[activation_kind(kind)](gate.float()) * up.float()).to(x.dtype)
-    return y if out is None else out.copy_(y)
+    return _write(y, out, scales)
 
 
 def bias_act_ref(
-    x: torch.Tensor, bias: torch.Tensor | None, kind: str, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    *,
+    out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """act(x + bias). x: [T, I], bias: [I]."""
+    """act(x + bias). x: [T, I], bias: [I]; scales: as gated_act_ref."""
     x32 = x.float() if bias is None else x.float() + bias.float()
     y = _TORCH[activation_kind(kind)](x32).to(x.dtype)
+    return _write(y, out, scales)
+
+
+def _write(y: torch.Tensor, out: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        return quantize_into(y, out, scales)
     return y if out is None else out.copy_(y)
 
 
@@ -104,14 +125,28 @@ def activate_gated(
 
 
 @triton.jit
+def _quantized(
+    y: tl.tensor, mask: tl.tensor, scales_ptr: tl.tensor, row: tl.tensor, dtype: tl.constexpr, largest: tl.constexpr
+) -> tl.tensor:
+    """y, or with scales y rounded to dtype and quantized, whose scale is stored; a tile is then a whole row."""
+    if scales_ptr is not None:
+        whole, scale = quantize_tile(tl.where(mask, y, 0.0).to(dtype).to(tl.float32)[None, :], largest)
+        tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+        y = tl.reshape(whole, y.shape)
+    return y
+
+
+@triton.jit
 def _gated_act_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     kind: tl.constexpr,
     interleaved: tl.constexpr,
+    largest: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -122,6 +157,7 @@ def _gated_act_kernel(
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr, mask=mask, other=0.0).to(tl.float32)
     y = activate(gate, kind) * up
+    y = _quantized(y, mask, scales_ptr, row, x_ptr.dtype.element_ty, largest)
     tl.store(out_ptr + row * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -130,10 +166,12 @@ def _bias_act_kernel(
     x_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     kind: tl.constexpr,
+    largest: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -143,6 +181,7 @@ def _bias_act_kernel(
     if bias_ptr is not None:
         x += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
     y = activate(x, kind)
+    y = _quantized(y, mask, scales_ptr, row, x_ptr.dtype.element_ty, largest)
     tl.store(out_ptr + row * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -152,7 +191,12 @@ def act_config(width: int, interleaved: bool = False) -> dict[str, int]:
     return {"block": min(1024, triton.next_power_of_2(width)), "num_warps": 8 if interleaved else 4}
 
 
-def _check(x: torch.Tensor, out: torch.Tensor | None, width: int) -> torch.Tensor:
+def _check(x: torch.Tensor, out: torch.Tensor | None, width: int, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
+        check_scales(torch.Size((x.shape[0], width)), out, scales)
+        return out
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device) if out is None else out
     assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
     assert (out.shape, out.dtype) == ((x.shape[0], width), x.dtype)
@@ -165,18 +209,26 @@ def gated_act_triton(
     *,
     out: torch.Tensor | None = None,
     interleaved: bool = False,
+    scales: torch.Tensor | None = None,
     config: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """gated_act_ref in one kernel."""
     kind = activation_kind(kind)
     assert x.shape[1] % 2 == 0, f"{x.shape[1]} columns have no two halves"
     width = x.shape[1] // 2
-    out = _check(x, out, width)
+    out = _check(x, out, width, scales)
     if out.numel() == 0:
         return out
-    meta = {**act_config(width, interleaved), **(config or {})}
+    meta = {**(act_config(width, interleaved) if scales is None else whole_row(width)), **(config or {})}
     grid = (x.shape[0], triton.cdiv(width, meta["block"]))
-    _gated_act_kernel[grid](x, out, width, x.stride(0), out.stride(0), kind=kind, interleaved=interleaved, **meta)
+    largest = None if scales is None else LARGEST[out.dtype]
+    _gated_act_kernel[grid](
+        *(x, out, scales, width, x.stride(0), out.stride(0)),
+        kind=kind,
+        interleaved=interleaved,
+        largest=largest,
+        **meta,
+    )
     return out
 
 
@@ -186,16 +238,18 @@ def bias_act_triton(
     kind: str,
     *,
     out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     config: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """bias_act_ref in one kernel; out may be x."""
     kind = activation_kind(kind)
     width = x.shape[1]
-    out = _check(x, out, width)
+    out = _check(x, out, width, scales)
     assert bias is None or (bias.shape == (width,) and bias.is_contiguous())
     if out.numel() == 0:
         return out
-    meta = {**act_config(width), **(config or {})}
+    meta = {**(act_config(width) if scales is None else whole_row(width)), **(config or {})}
     grid = (x.shape[0], triton.cdiv(width, meta["block"]))
-    _bias_act_kernel[grid](x, bias, out, width, x.stride(0), out.stride(0), kind=kind, **meta)
+    largest = None if scales is None else LARGEST[out.dtype]
+    _bias_act_kernel[grid](x, bias, out, scales, width, x.stride(0), out.stride(0), kind=kind, largest=largest, **meta)
     return out

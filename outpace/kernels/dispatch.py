@@ -17,9 +17,11 @@ from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
 from outpace.kernels.packed_linear import packed_linear_invariant, packed_linear_ref, packed_linear_triton
+from outpace.kernels.quantize import quantize_rows_ref, quantize_rows_triton
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
 from outpace.kernels.routing import route_ref, route_triton
+from outpace.kernels.scaled_linear import scaled_linear_invariant, scaled_linear_torch, scaled_linear_triton
 from outpace.kernels.triton_stub import HAS_TRITON
 from outpace.log import chosen
 
@@ -46,6 +48,12 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
         "triton": packed_linear_triton,
         "invariant": packed_linear_invariant,
     },
+    "quantize_rows": {"torch": quantize_rows_ref, "triton": quantize_rows_triton},
+    "scaled_linear": {
+        "torch": scaled_linear_torch,
+        "triton": scaled_linear_triton,
+        "invariant": scaled_linear_invariant,
+    },
     "route": {"torch": route_ref, "triton": route_triton},
     "experts": {"torch": experts_torch, "triton": experts_triton, "invariant": experts_invariant},
 }
@@ -55,6 +63,8 @@ VARIANT = frozenset(
         ("gemv", "triton"),
         ("packed_linear", "torch"),
         ("packed_linear", "triton"),
+        ("scaled_linear", "torch"),
+        ("scaled_linear", "triton"),
         ("gated_act", "torch"),
         ("bias_act", "torch"),
         ("experts", "torch"),
@@ -81,6 +91,10 @@ class Kernels:
     """A linear of few rows with norm, activation and sum in one kernel; None: torch's product does them all."""
     packed_linear: Op
     """The product of a linear layer with a quantized weight, with norm, activation and sum."""
+    quantize_rows: Op
+    """Rows as int8 or fp8 values and a scale each; norms and activations write them too (`scales=`)."""
+    scaled_linear: Op
+    """The product of such rows with a quantized weight."""
     route: Op
     """Experts and weights of each token from the router's logits."""
     experts: Op

@@ -8,21 +8,30 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import bias_act_ref
+from outpace.kernels.quantize import quantize_into
 
 VECTORS = 64  # numbers: a multiple of the vectors of every CPU
 PIECE = 16384  # numbers: half of what torch begins to share among threads
 
 
-def gated_act_invariant(x: Tensor, kind: str, *, out: Tensor | None = None, interleaved: bool = False) -> Tensor:
+def gated_act_invariant(
+    x: Tensor, kind: str, *, out: Tensor | None = None, interleaved: bool = False, scales: Tensor | None = None
+) -> Tensor:
     """gated_act_ref, each row bit for bit as if it were alone. x: [T, 2I] → [T, I]."""
     gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=1)
     y = (_activate(gate, kind) * up.float()).to(x.dtype)
+    if scales is not None and out is not None:
+        return quantize_into(y, out, scales)
     return y if out is None else out.copy_(y)
 
 
-def bias_act_invariant(x: Tensor, bias: Tensor | None, kind: str, *, out: Tensor | None = None) -> Tensor:
+def bias_act_invariant(
+    x: Tensor, bias: Tensor | None, kind: str, *, out: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
     """bias_act_ref, each row bit for bit as if it were alone. x: [T, I], bias: [I]."""
     y = _activate(x.float() if bias is None else x.float() + bias.float(), kind).to(x.dtype)
+    if scales is not None and out is not None:
+        return quantize_into(y, out, scales)
     return y if out is None else out.copy_(y)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile
 from outpace.kernels.rms_norm import MAX_WIDTH, row_config, row_counts, row_strides
 from outpace.kernels.triton_stub import tl, triton
 
@@ -19,8 +20,12 @@ def layer_norm_ref(
     input_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer norm of x (+ input_bias) (+ residual): (y, the sum that was normed). x: [T, H] or [T, N, D]."""
+    """Layer norm of x (+ input_bias) (+ residual): (y, the sum that was normed). x: [T, H] or [T, N, D].
+
+    With scales [T, 1] y is written quantized: out holds int8 or fp8 (see quantize.py).
+    """
     if residual is not None or input_bias is not None:
         total = x.float()
         for term in (input_bias, residual):
@@ -29,6 +34,9 @@ def layer_norm_ref(
     weight = None if weight is None else weight.float()
     bias = None if bias is None else bias.float()
     y = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        return quantize_into(y.to(x.dtype), out, scales), x
     return (y.to(x.dtype) if out is None else out.copy_(y)), x
 
 
@@ -41,6 +49,7 @@ def _layer_norm_kernel(
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sum_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     num_rows: tl.tensor,
     inner: tl.tensor,
     x_outer: tl.tensor,
@@ -53,6 +62,7 @@ def _layer_norm_kernel(
     sum_inner: tl.tensor,
     eps: tl.tensor,
     width: tl.constexpr,
+    largest: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -80,7 +90,10 @@ def _layer_norm_kernel(
         y *= tl.load(weight_ptr + col, mask=col < width, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + col, mask=col < width, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outer * out_outer + head * out_inner + col, y.to(dtype), mask=mask)
+    if scales_ptr is not None:
+        y, scale = quantize_tile(tl.where(mask, y, 0.0).to(dtype).to(tl.float32), largest)
+        tl.store(scales_ptr + row, scale, mask=row < num_rows)
+    tl.store(out_ptr + outer * out_outer + head * out_inner + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def layer_norm_triton(
@@ -93,11 +106,15 @@ def layer_norm_triton(
     input_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     config: Mapping[str, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """layer_norm_ref in one kernel; out may be x, and residual_out may be residual."""
     width = x.shape[-1]
     adds = residual is not None or input_bias is not None
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        check_scales(x.shape, out, scales)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if adds and residual_out is None:
         residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -107,7 +124,8 @@ def layer_norm_triton(
         return out, x if total is None else total
     assert width <= MAX_WIDTH, f"rows of {width} are wider than {MAX_WIDTH}"
     assert all(t is None or (t.shape == (width,) and t.is_contiguous()) for t in (weight, bias, input_bias))
-    assert all(t is None or (t.shape == x.shape and t.dtype == x.dtype) for t in (residual, out, total))
+    plain = (residual, total) if scales is not None else (residual, out, total)
+    assert all(t is None or (t.shape == x.shape and t.dtype == x.dtype) for t in plain)
     meta = {**row_config(width), **(config or {})}
     _layer_norm_kernel[(triton.cdiv(num_rows, meta["rows"]),)](
         x,
@@ -117,6 +135,7 @@ def layer_norm_triton(
         residual,
         out,
         total,
+        scales,
         num_rows,
         inner,
         *row_strides(x),
@@ -125,6 +144,7 @@ def layer_norm_triton(
         *row_strides(total),
         eps,
         width=width,
+        largest=None if scales is None else LARGEST[out.dtype],
         **meta,
     )
     return out, x if total is None else total

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile
 from outpace.kernels.triton_stub import tl, triton
 
 MAX_WIDTH = 65536  # a program holds whole rows in registers
@@ -20,8 +21,12 @@ def rms_norm_ref(
     round_before_weight: bool = True,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm of x (+ residual), times offset + weight: (y, the sum that was normed). x: [T, H] or [T, N, D]."""
+    """Norm of x (+ residual), times offset + weight: (y, the sum that was normed). x: [T, H] or [T, N, D].
+
+    With scales [T, 1] y is written quantized: out holds int8 or fp8 (see quantize.py).
+    """
     if residual is not None:
         x = torch.add(x, residual, out=residual_out)  # rounded to the model's dtype, as Hugging Face's layers do
     x32 = x.float()
@@ -29,6 +34,9 @@ def rms_norm_ref(
     if weight is not None:
         y = (y.to(x.dtype) if round_before_weight else y) * (weight.float() + weight_offset)
     y = y.to(x.dtype)
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        return quantize_into(y, out, scales), x
     return (y if out is None else out.copy_(y)), x
 
 
@@ -49,6 +57,7 @@ def _rms_norm_kernel(
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sum_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     num_rows: tl.tensor,
     inner: tl.tensor,
     x_outer: tl.tensor,
@@ -63,6 +72,7 @@ def _rms_norm_kernel(
     weight_offset: tl.tensor,
     width: tl.constexpr,
     round_first: tl.constexpr,
+    largest: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -83,7 +93,10 @@ def _rms_norm_kernel(
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask=col < width, other=0.0)  # [1, H]
         y = scale_normed(y, weight, weight_offset, dtype, round_first)
-    tl.store(out_ptr + outer * out_outer + head * out_inner + col, y.to(dtype), mask=mask)
+    if scales_ptr is not None:
+        y, scale = quantize_tile(y.to(dtype).to(tl.float32), largest)
+        tl.store(scales_ptr + row, scale, mask=row < num_rows)
+    tl.store(out_ptr + outer * out_outer + head * out_inner + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def row_config(width: int) -> dict[str, int]:
@@ -120,10 +133,14 @@ def rms_norm_triton(
     round_before_weight: bool = True,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     config: Mapping[str, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rms_norm_ref in one kernel; out may be x, and residual_out may be residual."""
     width = x.shape[-1]
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        check_scales(x.shape, out, scales)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if residual is not None and residual_out is None:
         residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -133,7 +150,8 @@ def rms_norm_triton(
         return out, x if total is None else total
     assert width <= MAX_WIDTH, f"rows of {width} are wider than {MAX_WIDTH}"
     assert weight is None or (weight.shape == (width,) and weight.is_contiguous())
-    assert all(t is None or (t.shape == x.shape and t.dtype == x.dtype) for t in (residual, out, total))
+    plain = (residual, total) if scales is not None else (residual, out, total)
+    assert all(t is None or (t.shape == x.shape and t.dtype == x.dtype) for t in plain)
     meta = {**row_config(width), **(config or {})}
     _rms_norm_kernel[(triton.cdiv(num_rows, meta["rows"]),)](
         x,
@@ -141,6 +159,7 @@ def rms_norm_triton(
         residual,
         out,
         total,
+        scales,
         num_rows,
         inner,
         *row_strides(x),
@@ -151,6 +170,7 @@ def rms_norm_triton(
         weight_offset,
         width=width,
         round_first=round_before_weight,
+        largest=None if scales is None else LARGEST[out.dtype],
         **meta,
     )
     return out, x if total is None else total

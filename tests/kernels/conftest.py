@@ -22,31 +22,37 @@ def _interpret_what_is_loaded() -> None:
                 setattr(module, name, InterpretedFunction(value.fn))
 
 
-def _round_to_bfloat16() -> None:
-    """Makes the interpreter round to bf16 as GPUs do, to the nearest even.
+def _round_to_nearest() -> None:
+    """Makes the interpreter round to bf16 and fp8 as GPUs do, to the nearest even.
 
     It cuts the low bits of fp32 off, and takes integers and fp8 for bits of bf16.
     """
-    from triton.language import bfloat16, float32
+    from triton.language import bfloat16, float8e4nv, float32
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast = InterpreterBuilder.cast_impl
+    cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
+    kinds = {bfloat16: (torch.bfloat16, torch.uint16), float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if dst_type.scalar != bfloat16 or src.dtype.scalar == bfloat16:
+        if dst_type.scalar not in kinds or src.dtype.scalar == dst_type.scalar:
             return cast(self, src, dst_type)
         if src.dtype.scalar != float32:
             src = cast(self, src, float32)
-        rounded = torch.tensor(src.data).to(torch.bfloat16)
-        return TensorHandle(rounded.view(torch.uint16).numpy(), dst_type.scalar)
+        dtype, bits = kinds[dst_type.scalar]
+        return TensorHandle(torch.tensor(src.data).to(dtype).view(bits).numpy(), dst_type.scalar)
 
-    InterpreterBuilder.cast_impl = cast_impl
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, *rounding: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (float32, float8e4nv):
+            return convert(self, src, dst_type, *rounding)
+        return cast_impl(self, src, dst_type)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp = cast_impl, create_fp_to_fp
 
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     _interpret_what_is_loaded()
-    _round_to_bfloat16()
+    _round_to_nearest()
 
 
 @pytest.fixture(scope="session")

@@ -21,10 +21,12 @@ from outpace.kernels.matmul import matmul_invariant_triton
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_gemv import packed_gemv_triton
 from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, packed_matmul_triton
+from outpace.kernels.quantize import empty_rows, quantize_rows_triton
 from outpace.kernels.ragged import ragged_inputs_triton
 from outpace.kernels.rms_norm import rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_triton
 from outpace.kernels.routing import Routing, route_triton
+from outpace.kernels.scaled_linear import scaled_matmul_triton
 from outpace.kernels.softmax import softmax_triton
 
 BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
@@ -133,6 +135,28 @@ def packed_many() -> None:
     dequantize_triton(weight, BF16)
 
 
+def quantized_rows() -> None:
+    """Rows quantized by themselves, in norms and in activations, and products with them."""
+    device = torch.device("meta")
+    x, weight = meta(33, 4096), meta(4096)
+    for kind in ("int8", "fp8"):
+        quantize_rows_triton(meta(33, 14336), kind)
+        values, scales = empty_rows(33, 4096, kind, device)
+        rms_norm_triton(x, weight, 1e-5, residual=x, residual_out=x, out=values, scales=scales)
+        layer_norm_triton(x, weight, weight, 1e-5, residual=x, out=values, scales=scales)
+        bias_act_triton(x, weight, "gelu_tanh", out=values, scales=scales)
+        inner = empty_rows(33, 14336, kind, device)
+        gated_act_triton(meta(33, 28672), "silu", out=inner[0], scales=inner[1])
+        for count, depth, group, block in (
+            (1, 4096, 4096, 1),
+            (64, 4096, 128, 128),
+            (256, 4096, 4096, 1),
+            (9, 577, 577, 1),
+        ):
+            values, scales = empty_rows(count, depth, kind, device)
+            scaled_matmul_triton(values, scales, packed(kind, 6144, depth, group, block), dtype=BF16)
+
+
 def rows() -> None:
     """Norms, activations and what else takes rows one by one."""
     x, weight = meta(33, 4096), meta(4096)
@@ -165,4 +189,15 @@ def attention() -> None:
     paged_attention_prefill(meta(300, 32, 128), k, v, table, lens, cu_q, 100, scale=0.1)
 
 
-ALL: tuple[Callable[[], None], ...] = (routing, few, many, products, packed_few, packed_many, rows, sampling, attention)
+ALL: tuple[Callable[[], None], ...] = (
+    routing,
+    few,
+    many,
+    products,
+    packed_few,
+    packed_many,
+    quantized_rows,
+    rows,
+    sampling,
+    attention,
+)

@@ -1,0 +1,102 @@
+"""Activations quantized per token: int8 or fp8 values, and one scale for each row.
+
+The norm and the activation kernels do the same on their way out (`scales=`), so that nothing of 16 bits is written.
+"""
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.packed import KINDS
+from outpace.kernels.triton_stub import tl, triton
+
+LARGEST: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
+"""What the largest number of a row becomes."""
+SMALLEST = 2.0**-120  # of a scale: its reciprocal is a number
+
+
+def empty_rows(rows: int, width: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for quantized rows: values [T, K] of "int8" or "fp8", scales float32 [T, 1]."""
+    assert kind in ("int8", "fp8"), f"activations are quantized to int8 or fp8, not to {kind!r}"
+    values = torch.empty((rows, width), dtype=KINDS[kind], device=device)
+    return values, torch.empty((rows, 1), device=device)
+
+
+def quantize_into(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """Writes x [T, K] as values and scales; returns the values. A row of zeros has the scale 1."""
+    check_scales(x.shape, values, scales)
+    size = x.float().abs().amax(dim=1, keepdim=True) if x.numel() else scales.new_zeros(scales.shape)
+    scale = (size / LARGEST[values.dtype]).clamp(min=SMALLEST).masked_fill(size == 0, 1.0)
+    y = x.float() * scale.reciprocal()
+    scales.copy_(scale)
+    limit = LARGEST[values.dtype]
+    return values.copy_((y.round() if values.dtype == torch.int8 else y).clamp(-limit, limit))
+
+
+def quantize_rows_ref(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """x [T, K] → values of the kind and scales [T, 1] with x ≈ values * scales."""
+    values, scales = empty_rows(x.shape[0], x.shape[1], kind, x.device)
+    return quantize_into(x, values, scales), scales
+
+
+def check_scales(shape: torch.Size, values: Tensor, scales: Tensor) -> None:
+    """What is written instead of rows of this shape."""
+    assert len(shape) == 2, f"rows of shape {tuple(shape)} have no scale each"
+    assert values.dtype in LARGEST, f"values of {values.dtype}: neither int8 nor float8_e4m3fn"
+    assert values.shape == shape, (values.shape, shape)
+    assert (scales.shape, scales.dtype) == ((shape[0], 1), torch.float32), (scales.shape, scales.dtype)
+    assert scales.is_contiguous(), "scales must be contiguous"
+
+
+@triton.jit
+def quantize_tile(y: tl.tensor, largest: tl.constexpr) -> tl.tensor:
+    """(values, still in fp32, scales [R]) of whole rows y [R, K], zero beyond their width."""
+    size = tl.max(tl.abs(y), axis=1)
+    scale = tl.maximum(tl.div_rn(size, tl.full(size.shape, largest, tl.float32)), 7.52316384526264e-37)
+    scale = tl.where(size == 0, 1.0, scale)
+    y *= tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    if largest == 127.0:
+        y = (y + 12582912.0) - 12582912.0  # to the nearest even whole number
+    return tl.minimum(tl.maximum(y, -largest), largest), scale
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    values_stride: tl.tensor,
+    largest: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, block)[None, :]
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
+    y, scale = quantize_tile(x, largest)
+    tl.store(scales_ptr + row + tl.arange(0, 1), scale)
+    tl.store(values_ptr + row * values_stride + col, y.to(values_ptr.dtype.element_ty), mask=col < width)
+
+
+def whole_row(width: int) -> dict[str, int]:
+    """The tile of a kernel that holds a whole row."""
+    block = triton.next_power_of_2(width)
+    return {"block": block, "num_warps": min(16, max(1, block // 512))}
+
+
+def quantize_rows_triton(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """quantize_rows_ref in one kernel."""
+    values, scales = empty_rows(x.shape[0], x.shape[1], kind, x.device)
+    assert x.shape[1] <= 65536, f"rows of {x.shape[1]} are wider than a program"
+    assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be contiguous"
+    if x.numel():
+        _quantize_rows_kernel[(len(x),)](
+            *(x, values, scales, x.shape[1], x.stride(0), values.stride(0)),
+            largest=LARGEST[values.dtype],
+            **whole_row(x.shape[1]),
+        )
+    return values, scales

@@ -1,0 +1,284 @@
+"""Products of quantized activations with quantized weights: int8 by int8 (W8A8) and fp8 by fp8.
+
+x = values * scales, with one scale for each row; the weight is a Packed without zeros. Sums are exact in int8, and of
+fp8 they are taken over in fp32 after every step: the matrix unit itself keeps but 14 bits of them.
+"""
+# mypy: disallow-untyped-decorators=False
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.kernels.gemv import has_pdl
+from outpace.kernels.matmul import add_and_store, matmul_invariant_ref
+from outpace.kernels.packed import Packed
+from outpace.kernels.packed_gemv import row_stride
+from outpace.kernels.packed_linear import packed_linear_invariant_triton, packed_linear_triton
+from outpace.kernels.packed_matmul import PackedTiles
+from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
+
+LIBRARY_ROWS = 256
+"""More rows than these are for torch's own product, where it can. Not measured yet: bench/packed_sweep.py."""
+PADDED_ROWS = 16  # fewer, but more than one, are slower in the library on a CPU
+
+
+def scaled_linear_ref(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(values * scales) @ weight.T + bias + add in dtype. values: int8 or fp8 [M, K], scales: [M, 1] → [M, N]."""
+    y = F.linear(values.float() * scales, weight.dequantized(torch.float32))
+    return _finish(y, bias, add, out, dtype)
+
+
+def _finish(y: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y + bias + add, rounded once."""
+    for term in (bias, add):
+        y = y if term is None else y + term.float()
+    return y.to(dtype) if out is None else out.copy_(y)
+
+
+def scaled_linear_torch(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """scaled_linear_ref by torch's integer product on a CPU, exact in int32; others as the reference."""
+    if values.is_cuda or (values.dtype, weight.kind) != (torch.int8, "int8") or values.numel() == 0:
+        return scaled_linear_ref(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
+    depth, group = weight.shape[1], min(weight.group, weight.shape[1])
+    y = torch.zeros(len(values), weight.shape[0])
+    for number, start in enumerate(range(0, depth, group)):
+        x, w = values[:, start : start + group], weight.values[:, start : start + group]
+        part = _int_product(x, w).float()
+        if weight.zero is not None:
+            part -= x.sum(dim=1, keepdim=True, dtype=torch.int32).float() * _of_rows(weight, weight.zero, number)
+        y += part * _of_rows(weight, weight.scale, number)
+    return _finish(y * scales, bias, add, out, dtype)
+
+
+def _of_rows(weight: Packed, per_block: Tensor, number: int) -> Tensor:
+    """The scale or zero of this group for each row of the weight, [N]."""
+    rows = weight.shape[0]
+    return per_block[:, number].float().repeat_interleave(min(weight.block, rows))[:rows]
+
+
+def _int_product(x: Tensor, w: Tensor) -> Tensor:
+    """x @ w.T in int32, with rows of zeros where few rows are slow."""
+    rows = len(x)
+    if 1 < rows < PADDED_ROWS:
+        x = F.pad(x, (0, 0, 0, PADDED_ROWS - rows))
+    return torch._int_mm(x.contiguous(), w.t())[:rows]
+
+
+def scaled_linear_invariant(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """scaled_linear_ref, each row bit for bit as if it were alone."""
+    if HAS_TRITON and values.is_cuda:
+        return scaled_linear_invariant_triton(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
+    if (values.dtype, weight.kind) == (torch.int8, "int8"):
+        return scaled_linear_torch(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
+    y = matmul_invariant_ref(values.float() * scales, weight.dequantized(torch.float32))
+    return _finish(y, bias, add, out, dtype)
+
+
+def scaled_linear_invariant_triton(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """scaled_linear_invariant by Triton, with the same tiles for any number of rows."""
+    if not takes_scaled(values, weight):
+        x = (values.float() * scales).to(dtype)
+        return packed_linear_invariant_triton(x, weight, bias=bias, add=add, out=out)
+    tiles = PackedTiles(64, 64)
+    return scaled_matmul_triton(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype, tiles=tiles)
+
+
+def takes_scaled(values: Tensor, weight: Packed) -> bool:
+    """Whether our kernel multiplies these: both of one kind, no zeros, scales that last for a step."""
+    same = values.dtype == weight.values.dtype and weight.zero is None
+    return same and (weight.group >= weight.shape[1] or weight.group % 32 == 0)
+
+
+def scaled_linear_triton(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """scaled_linear_ref by our kernel, or by torch's for many rows; what neither takes as x of 16 bits."""
+    if not takes_scaled(values, weight):
+        x = (values.float() * scales).to(dtype)
+        return packed_linear_triton(x, weight, bias=bias, add=add, out=out)
+    if takes_library(values, weight, dtype):
+        return _by_library(values, scales, weight, bias, add, out, dtype)
+    return scaled_matmul_triton(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
+
+
+def takes_library(values: Tensor, weight: Packed, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies so many rows: it wants one scale a row, widths that are multiples of 16, fp8 in bf16."""
+    plain = weight.group >= weight.shape[1] and weight.block == 1 and all(n % 16 == 0 for n in weight.shape)
+    return plain and len(values) > LIBRARY_ROWS and (values.dtype == torch.int8 or dtype == torch.bfloat16)
+
+
+def _by_library(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    add: Tensor | None,
+    out: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product by torch's own kernels, and what they do not do after it."""
+    w, scale = weight.values.t(), weight.scale.float().t()  # [K, N], [1, N]
+    if values.dtype == torch.int8:
+        return _finish(torch._int_mm(values, w).float().mul_(scales).mul_(scale), bias, add, out, dtype)
+    y = torch._scaled_mm(values, w, scales, scale.contiguous(), bias=bias, out_dtype=dtype)
+    return _finish(y, None, add, out, dtype) if add is not None or out is not None else y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _scaled_matmul_kernel(
+    x_ptr: tl.tensor,  # int8 or fp8 [M, K]
+    scales_ptr: tl.tensor,  # fp32 [M]
+    weight_ptr: tl.tensor,  # as x, [N, K]
+    scale_ptr: tl.tensor,  # [ceil(N / shared_rows), ceil(K / group)]
+    bias_ptr: tl.tensor,  # [N] or None
+    add_ptr: tl.tensor,  # [M, N] or None
+    out_ptr: tl.tensor,  # [M, N]
+    rows: tl.tensor,
+    outputs: tl.tensor,
+    depth: tl.tensor,
+    x_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    add_stride: tl.tensor,
+    out_stride: tl.tensor,
+    group: tl.constexpr,
+    grouped: tl.constexpr,
+    shared_rows: tl.constexpr,
+    even: tl.constexpr,
+    pdl: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+) -> None:
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    whole: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    sums: tl.constexpr = tl.int32 if whole else tl.float32
+    tiles_m = tl.cdiv(rows, block_m)
+    m = (tl.program_id(0) % tiles_m * block_m + tl.arange(0, block_m)).to(tl.int64)[:, None]  # [M, 1]
+    n = (tl.program_id(0) // tiles_m * block_n + tl.arange(0, block_n)).to(tl.int64)  # [N]
+    row = tl.minimum(n, outputs - 1)[:, None]  # beyond the last row lies the last row again
+    col = tl.arange(0, block_k)[None, :]
+    x_ptrs = x_ptr + m * x_stride + col
+    weight_ptrs = weight_ptr + row * weight_stride + col
+    scale_ptrs = scale_ptr + row // shared_rows * scale_stride
+    acc = tl.zeros([block_n, block_m], sums if whole and not grouped else tl.float32)
+    for k in range(0, depth, block_k):
+        if even:
+            x = tl.load(x_ptrs + k, mask=m < rows, other=0.0)
+            w = tl.load(weight_ptrs + k)
+        else:
+            x = tl.load(x_ptrs + k, mask=(m < rows) & (k + col < depth), other=0.0)
+            w = tl.load(weight_ptrs + k, mask=k + col < depth, other=0.0)
+        if whole and not grouped:
+            acc = tl.dot(w, tl.trans(x), acc, out_dtype=sums)
+        elif grouped:
+            acc += tl.dot(w, tl.trans(x), out_dtype=sums).to(tl.float32) * tl.load(scale_ptrs + k // group).to(
+                tl.float32
+            )
+        else:
+            acc += tl.dot(w, tl.trans(x), out_dtype=sums)
+    y = acc.to(tl.float32)
+    if not grouped:
+        y *= tl.load(scale_ptrs).to(tl.float32)
+    y = tl.trans(y) * tl.load(scales_ptr + m, mask=m < rows, other=0.0)
+    add_and_store(y, m, n[None, :], bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
+
+
+def scaled_tiles(rows: int, outputs: int) -> PackedTiles:
+    """The default tiles. Not measured yet: bench/packed_sweep.py."""
+    if rows <= 64:
+        return PackedTiles(max(16, triton.next_power_of_2(rows)), 64, 128, num_stages=4)
+    return PackedTiles(min(128, triton.next_power_of_2(rows)), 128, 128, num_warps=8, num_stages=3)
+
+
+def scaled_matmul_triton(
+    values: Tensor,
+    scales: Tensor,
+    weight: Packed,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    tiles: PackedTiles | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """scaled_linear_ref in one kernel, rounded once. out may be add."""
+    (rows, depth), outputs = values.shape, weight.shape[0]
+    out = torch.empty((rows, outputs), dtype=dtype, device=values.device) if out is None else out
+    assert takes_scaled(values, weight), "one kind, no zeros, groups of a multiple of 32 columns"
+    assert weight.experts is None, "a stack of experts is no linear"
+    assert depth == weight.shape[1] > 0, (values.shape, weight.shape)
+    assert (scales.shape, scales.dtype) == ((rows, 1), torch.float32), (scales.shape, scales.dtype)
+    assert scales.is_contiguous(), "scales must be contiguous"
+    assert bias is None or (bias.shape == (outputs,) and bias.is_contiguous()), "bias"
+    assert all(t is None or t.shape == (rows, outputs) for t in (add, out)), (rows, outputs)
+    every = (values, weight.values, weight.scale, add, out)
+    assert all(t is None or t.shape[1] == 1 or t.stride(1) == 1 for t in every), "rows must be contiguous"
+    if out.numel() == 0:
+        return out
+    tiles = tiles or scaled_tiles(rows, outputs)
+    grouped = weight.group < depth
+    block_k = min(tiles.block_k, weight.group & -weight.group) if grouped else tiles.block_k
+    pdl = (rows <= 64 if pdl is None else pdl) and has_pdl(values.device)
+    _scaled_matmul_kernel[(triton.cdiv(rows, tiles.block_m) * triton.cdiv(outputs, tiles.block_n),)](
+        *(values, scales, weight.values, weight.scale, bias, add, out, rows, outputs, depth),
+        *(row_stride(values), row_stride(weight.values), row_stride(weight.scale), row_stride(add), out.stride(0)),
+        group=min(weight.group, depth),
+        grouped=grouped,
+        shared_rows=weight.block,
+        even=depth % block_k == 0,
+        pdl=pdl,
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        block_k=block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
