@@ -1,0 +1,95 @@
+"""Weights to the nearest values of a scheme, a few rows at a time: nothing as large as the weight is made beside it."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.kernels.packed import Packed, pack_nibbles
+from outpace.quant.scheme import Scheme
+
+ELEMENTS = 1 << 22  # of a weight that are rounded together
+SIDE = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}  # 7.5: both ends of -8..7 are half a step away
+LOWEST = {"int8": -128.0, "int4": 0.0}
+
+
+def quantized(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """What a weight [..., N, K] becomes, by what is put behind its name (see `Scheme.tensors`)."""
+    shape = tuple(weight.shape)
+    sizes = scheme.tensors(shape).items()
+    made = {end: torch.empty(size, dtype=dtype, device=weight.device) for end, (size, dtype) in sizes}
+    rows = weight.reshape(-1, shape[-1])
+    flat = {end: tensor.view(-1, tensor.shape[-1]) for end, tensor in made.items()}
+    if scheme.per_tensor:
+        count = shape[-2]
+        for number in range(len(rows) // count):
+            scale, zero = _scales(_ends(rows[number * count : (number + 1) * count]), scheme)
+            _put(flat, slice(number, number + 1), {"_scale": scale, "_zero": zero})
+    step = max(1, ELEMENTS // max(1, shape[-1]))
+    for start in range(0, len(rows), step):
+        chosen = slice(start, min(start + step, len(rows)))
+        groups = _groups(rows[chosen].float(), scheme)
+        if scheme.per_tensor:
+            at = torch.arange(start, chosen.stop, device=weight.device) // shape[-2]
+            scale, zero = flat["_scale"][at].float(), flat["_zero"][at].float() if "_zero" in flat else None
+        else:
+            scale, zero = _scales(groups.aminmax(dim=2), scheme)
+            _put(flat, chosen, {"_scale": scale, "_zero": zero})
+        _put(flat, chosen, {"": _rounded(groups, scale, zero, scheme)[:, : shape[-1]]}, scheme)
+    return made
+
+
+def as_packed(tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Packed:
+    """The same as the kernels take it; shape: (N, K)."""
+    rows, columns = shape
+    group, block = scheme.group or columns, rows if scheme.per_tensor else 1
+    return Packed(tensors[""], tensors["_scale"], tensors.get("_zero"), shape, group=group, block=block)
+
+
+def _groups(rows: Tensor, scheme: Scheme) -> Tensor:
+    """Rows [n, K] as [n, groups, columns of a group], zeros behind the last column."""
+    group = scheme.group or rows.shape[1]
+    return F.pad(rows, (0, -rows.shape[1] % group)).unflatten(1, (-1, group))
+
+
+def _ends(weight: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = weight.aminmax()
+    return low.float().view(1, 1), high.float().view(1, 1)
+
+
+def _scales(ends: tuple[Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero of groups with these least and largest values, as they can be kept."""
+    low, high = ends[0].clamp(max=0.0), ends[1].clamp(min=0.0)
+    if scheme.symmetric:
+        return _kept(torch.maximum(-low, high) / SIDE[scheme.values], scheme), None
+    steps = 255.0 if scheme.values == "int8" else 15.0
+    scale = _kept((high - low) / steps, scheme)
+    return scale, LOWEST[scheme.values] + (-low / scale).round().clamp(max=steps)
+
+
+def _kept(scale: Tensor, scheme: Scheme) -> Tensor:
+    """A scale in the dtype that it is kept in, never smaller than it was: nothing is cut off. That of zeros is 1."""
+    scale = torch.where(scale == 0, 1.0, scale)
+    if scheme.group is None:
+        return scale
+    near = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
+    above = (near.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(near < scale, above, near).float().clamp(max=torch.finfo(torch.float16).max)
+
+
+def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """The values of rows [n, groups, columns], in order [n, K]."""
+    found = groups / scale[:, :, None]
+    if scheme.values == "fp8":
+        return found.clamp(-SIDE["fp8"], SIDE["fp8"]).flatten(1).to(torch.float8_e4m3fn)
+    middle = 8.0 if scheme.values == "int4" else 0.0
+    found = found.round() + (middle if zero is None else zero[:, :, None])
+    low, high = (0.0, 15.0) if scheme.values == "int4" else (-127.0 if zero is None else -128.0, 127.0)
+    return found.clamp(low, high).flatten(1).to(torch.uint8 if scheme.values == "int4" else torch.int8)
+
+
+def _put(flat: dict[str, Tensor], rows: slice, made: dict[str, Tensor | None], scheme: Scheme | None = None) -> None:
+    for end, tensor in made.items():
+        if tensor is not None:
+            flat[end][rows] = pack_nibbles(tensor) if scheme is not None and scheme.values == "int4" else tensor

@@ -1,0 +1,71 @@
+"""Which weight gets which scheme: what the config says, by the part that a weight plays and by its name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from outpace.errors import ConfigError
+from outpace.quant.scheme import Scheme
+
+SMALLEST = 16  # columns of a group
+Role = Literal["qkv", "out", "mlp", "head", "experts", "router", "other"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The schemes of a model's linears."""
+
+    scheme: Scheme | None
+    """Of every linear that nothing else is said of."""
+    groups: int | None = None
+    """Groups of a row (q_groups), instead of a number of columns."""
+    fit: bool = False
+    """Groups become smaller where they do not divide the columns of a weight."""
+    qkv: bool = True
+    """Whether projections to queries, keys and values are quantized."""
+    named: Mapping[str, Scheme | None] = field(default_factory=dict)
+    """Schemes by a part of the names of weights; None: stays as it is."""
+
+    def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
+        """The scheme of a weight that is made of these tensors; None: it stays as it is."""
+        found = {self._named(name) for name in names}
+        if len(found) > 1:
+            raise ConfigError(
+                f"quant: {', '.join(names)} are one weight in the fused layer, and their rules say different things; "
+                "let one rule cover all of them"
+            )
+        (rule,) = found
+        if rule is not None:
+            return None if rule[0] is None else replace(rule[0], group=self._group(rule[0], shape[-1], names[0]))
+        if self.scheme is None or role == "router" or (role == "qkv" and not self.qkv):
+            return None
+        if role == "head" and self.scheme.values == "int4":
+            return Scheme("int8")
+        return replace(self.scheme, group=self._group(self.scheme, shape[-1], names[0]))
+
+    def _named(self, name: str) -> tuple[Scheme | None] | None:
+        """What a rule says of a name; None: none does."""
+        keys = [key for key in self.named if key in name]
+        if len(keys) > 1:
+            raise ConfigError(f"quant: {name} is named by several rules ({', '.join(keys)}); let one name it")
+        return (self.named[keys[0]],) if keys else None
+
+    def _group(self, scheme: Scheme, columns: int, name: str) -> int | None:
+        """Columns of this weight that share a scale."""
+        group = scheme.group if self.groups is None else max(1, columns // self.groups)
+        if group is None or group >= columns:
+            return None
+        while self.fit and columns % group and group > SMALLEST:
+            group //= 2
+        if columns % group == 0 and (self.groups is None or columns % self.groups == 0):
+            return group
+        if self.fit:
+            return None
+        field, value = ("group_size", group) if self.groups is None else ("q_groups", self.groups)
+        raise ConfigError(
+            f"quant.weight.{field}: {value} does not divide the {columns} columns of {name}; give a divisor"
+        )
+
+
+KEEP = Rules(None)
+"""Nothing is quantized."""

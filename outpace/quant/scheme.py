@@ -1,0 +1,42 @@
+"""What a weight is kept as, and what it is multiplied with."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Values = Literal["int8", "int4", "fp8"]
+Activations = Literal["int8", "fp8"]
+
+DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+"""Of the values as they lie in memory: two of 4 bits share a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A form of a weight [N, K]. A weight without one stays in the model's dtype."""
+
+    values: Values
+    group: int | None = None
+    """Columns of a row that share a scale; None: all of them."""
+    per_tensor: bool = False
+    """One scale for the whole weight."""
+    symmetric: bool = True
+    """No zero points."""
+    activations: Activations | None = None
+    """What rows are quantized to before they are multiplied, one by one; None: they are multiplied as they are."""
+
+    def __str__(self) -> str:
+        scales = "per channel" if self.group is None else f"in groups of {self.group}"
+        scales = "per tensor" if self.per_tensor else scales
+        activations = "" if self.activations is None else f", activations {self.activations}"
+        return f"{self.values} {scales}{'' if self.symmetric else ', asymmetric'}{activations}"
+
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what a weight [..., N, K] becomes, by what is put behind its name."""
+        *stack, rows, columns = shape
+        width = -(-columns // 2) if self.values == "int4" else columns
+        scales = (*stack, 1 if self.per_tensor else rows, 1 if self.group is None else -(-columns // self.group))
+        kept = torch.float32 if self.group is None else torch.float16
+        found = {"": ((*stack, rows, width), DTYPES[self.values]), "_scale": (scales, kept)}
+        return found if self.symmetric else {**found, "_zero": (scales, kept)}

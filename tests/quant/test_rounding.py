@@ -1,0 +1,90 @@
+"""Weights rounded by every scheme: within half a step of what they were, whatever their values and sizes."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outpace.quant.rounding import ELEMENTS, as_packed, quantized
+from outpace.quant.scheme import Scheme
+
+INTEGERS = [
+    Scheme(values, group, per_tensor, symmetric)  # type: ignore[arg-type]
+    for values, (group, per_tensor), symmetric in itertools.product(
+        ("int8", "int4"), ((None, False), (16, False), (None, True)), (True, False)
+    )
+]
+FLOATS = [Scheme("fp8"), Scheme("fp8", 16), Scheme("fp8", per_tensor=True)]
+
+
+def restored(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """The weight after a round trip, and the step at each of its places."""
+    made = quantized(weight, scheme)
+    packed = as_packed(made, scheme, (weight.shape[-2], weight.shape[-1]))
+    step = made["_scale"].float()
+    step = step.expand(*weight.shape[:-1], step.shape[-1]).repeat_interleave(scheme.group or weight.shape[-1], dim=-1)
+    return packed.dequantized(torch.float32), step[..., : weight.shape[-1]]
+
+
+def check(weight: Tensor, scheme: Scheme) -> None:
+    """No value is further away than half a step, or than fp8's own rounding."""
+    found, step = restored(weight, scheme)
+    assert found.isfinite().all()
+    error = (found - weight.float()).abs()
+    if scheme.values == "fp8":
+        assert (error <= weight.float().abs() / 16 + step * 2.0**-10 + 1e-30).all()
+        return
+    assert (error <= 0.5001 * step + 1e-37).all()
+
+
+@pytest.mark.parametrize("scheme", [*INTEGERS, *FLOATS], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 33), (64, 48), (3, 7, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_half_a_step(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    check(torch.randn(shape).to(dtype), scheme)
+
+
+@pytest.mark.parametrize("scheme", [*INTEGERS, *FLOATS], ids=str)
+def test_values_that_are_awkward(scheme: Scheme) -> None:
+    rows = [
+        torch.zeros(32),
+        torch.full((32,), 3.0),
+        torch.full((32,), -0.25),
+        torch.full((32,), 1e-40),
+        torch.randn(32) * 1e-5,
+        torch.randn(32).index_fill(0, torch.tensor([7]), 1e4),
+        torch.randn(32).abs(),
+    ]
+    for row in rows:
+        check(row[None], scheme)
+    check(torch.stack(rows), scheme)
+
+
+@given(
+    st.sampled_from([*INTEGERS, *FLOATS]),
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=70),
+    st.integers(1, 4),
+)
+def test_any_values(scheme: Scheme, values: list[float], rows: int) -> None:
+    check(torch.tensor([values] * rows) * torch.arange(1, rows + 1)[:, None], scheme)
+
+
+@pytest.mark.parametrize("scheme", [Scheme("int8"), Scheme("int4", 16), Scheme("fp8", per_tensor=True)], ids=str)
+def test_rows_in_pieces_are_the_rows_at_once(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(2, 37, 48)
+    whole = quantized(weight, scheme)
+    monkeypatch.setattr("outpace.quant.rounding.ELEMENTS", 48 * 5)
+    assert weight.numel() < ELEMENTS
+    for end, tensor in quantized(weight, scheme).items():
+        assert torch.equal(tensor.view(torch.uint8), whole[end].view(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", [*INTEGERS, *FLOATS], ids=str)
+def test_shapes_are_what_the_scheme_says(scheme: Scheme) -> None:
+    made = quantized(torch.randn(3, 6, 40), scheme)
+    assert {end: (tuple(tensor.shape), tensor.dtype) for end, tensor in made.items()} == scheme.tensors((3, 6, 40))
