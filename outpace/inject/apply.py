@@ -15,6 +15,7 @@ from outpace.inject.policy import ModelRoles, Policy, Settings
 from outpace.inject.recipe import RowOrder
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
+from outpace.quant.rules import KEEP, Role, Rules
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -32,10 +33,10 @@ class Injected:
     layers: list[FusedLayer]
 
 
-def inject(model: nn.Module, plan: Plan, kernels: Kernels) -> Injected:
+def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP) -> Injected:
     """Replace the planned layers by fused ones, and embedding and head by ours: all empty, with recipes."""
     classes = {kind: hugging_face_layer(kind) for kind in dict.fromkeys(type(item.layer) for item in plan.layers)}
-    make = Maker(model, kernels)
+    make = Maker(model, kernels, rules)
     layers = []
     for index, item in enumerate(plan.layers):
         fused = classes[type(item.layer)](item.policy, item.settings, index, kernels)
@@ -68,19 +69,19 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> N
     def norm(path: str | None) -> Norm | None:
         return None if path is None else make.norm(part(path), policy)
 
-    def linear(paths: str | tuple[str, ...], order: RowOrder | None = None) -> Linear:
+    def linear(paths: str | tuple[str, ...], role: Role, order: RowOrder | None = None) -> Linear:
         modules = [part(path) for path in ((paths,) if isinstance(paths, str) else paths)]
-        return make.linear(modules, transposed=policy.transposed, order=order)
+        return make.linear(modules, role, transposed=policy.transposed, order=order)
 
     attn_norm = norm(policy.attn_norm)
     assert attn_norm is not None, "every policy names an attention norm"
     fused.attn_norm, fused.mlp_norm = attn_norm, norm(policy.mlp_norm)
     fused.attn_out_norm, fused.mlp_out_norm = norm(policy.attn_out_norm), norm(policy.mlp_out_norm)
     fused.q_norm, fused.k_norm = norm(policy.q_norm), norm(policy.k_norm)
-    fused.qkv = linear(policy.qkv, _order(policy, item.settings))
-    fused.out = linear(policy.out)
-    fused.up = None if policy.up is None else linear(policy.up)
-    fused.down = None if policy.down is None else linear(policy.down)
+    fused.qkv = linear(policy.qkv, "qkv", _order(policy, item.settings))
+    fused.out = linear(policy.out, "out")
+    fused.up = None if policy.up is None else linear(policy.up, "mlp")
+    fused.down = None if policy.down is None else linear(policy.down, "mlp")
     fused.mlp = None if policy.mlp is None else part(policy.mlp)
     fused.mixture = None
     if policy.moe is not None:
@@ -118,7 +119,7 @@ def _replace_ends(model: nn.Module, roles: ModelRoles, config: Any, make: Maker)
     own = 1.0 if type(embedding) is nn.Embedding else roles.embed_scale(config)
     for path, module, made in (
         (roles.embed, embedding, make.embedding(embedding, own)),
-        (roles.head, head, make.linear([head])),
+        (roles.head, head, make.linear([head], "head")),
     ):
         _stand_in(made, module)
         model.set_submodule(path, made.eval())

@@ -1,33 +1,40 @@
 """The one place where modules with weights are made: which kind each is, its scheme says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, NotSupportedYet
 from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
 from outpace.inject.policy import MoERoles, Policy
-from outpace.inject.recipe import Pairs, Recipe, RowOrder, Scheme
+from outpace.inject.quantized import PackedLinear
+from outpace.inject.recipe import Pairs, Recipe, RowOrder
 from outpace.kernels.dispatch import Kernels
+from outpace.quant.rules import KEEP, Role, Rules
 
-LINEARS: Mapping[Scheme, type[Linear]] = {"plain": PlainLinear}
-EXPERTS: Mapping[Scheme, type[Experts]] = {"plain": PlainExperts}
 _EPS_NAMES = ("eps", "variance_epsilon")
 
 
 class Maker:
     """Makes the modules that stand in for those of one model, which knows its tensors by name."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels, rules: Rules = KEEP) -> None:
         tensors = (*model.named_buffers(), *model.named_parameters())
         self._names = {id(tensor): name for name, tensor in tensors}
         self._kernels = kernels
+        self._rules = rules
 
     def linear(
-        self, modules: Sequence[nn.Module], *, transposed: bool = False, order: RowOrder | None = None
+        self,
+        modules: Sequence[nn.Module],
+        role: Role = "other",
+        *,
+        transposed: bool = False,
+        order: RowOrder | None = None,
     ) -> Linear:
         """One linear for several of the model's, whose rows come one below the other."""
         weights = [_parameter(module, "weight") for module in modules]
@@ -41,7 +48,10 @@ class Maker:
             rows = [part.shape_in_weight[0] for part in recipe.parts]
             tensors = [count if each is None else self._tensor(each) for each, count in zip(biases, rows, strict=True)]
             bias = Recipe.joined(tensors, order=order)
-        return LINEARS[recipe.scheme](recipe, bias, self._kernels)
+        scheme = self._rules.of(role, [part.name for part in recipe.parts], recipe.shape)
+        if scheme is None:
+            return PlainLinear(recipe, bias, self._kernels)
+        return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
 
     def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:
         """Router, experts and shared MLP of a layer, or of a module, whose parts are these."""
@@ -55,10 +65,12 @@ class Maker:
         if roles.shared is not None:
             inner = Parts(part(roles.shared))
             names = (roles.shared_up,) if isinstance(roles.shared_up, str) else roles.shared_up
-            up, down = self.linear([inner(name) for name in names]), self.linear([inner(roles.shared_down)])
+            up = self.linear([inner(name) for name in names], "mlp")
+            down = self.linear([inner(roles.shared_down)], "mlp")
             dense = Dense(up, down, act, gated=roles.gated)
         gate, coefficient = (
-            None if path is None else self.linear([part(path)]) for path in (roles.shared_gate, roles.coefficient)
+            None if path is None else self.linear([part(path)], "router")
+            for path in (roles.shared_gate, roles.coefficient)
         )
         return MixtureOfExperts(router, experts, self._kernels, dense, gate, coefficient)
 
@@ -80,7 +92,10 @@ class Maker:
         up, up_bias = find(module, roles.up, roles.transposed, roles.paired)
         down, down_bias = find(module, roles.down, roles.transposed, False)
         limit, alpha = roles.clamp(config) or (None, None)
-        return EXPERTS[up.scheme](
+        for recipe in (up, down):
+            if self._rules.of("experts", [part.name for part in recipe.parts], recipe.shape) is not None:
+                raise NotSupportedYet("quant", "quantized experts")
+        return PlainExperts(
             up, down, up_bias, down_bias, self._kernels, act=act, gated=roles.gated, limit=limit, alpha=alpha
         )
 

@@ -17,6 +17,7 @@ from outpace.inject.prove import Form, Proven, expert_form, linears, routing_of
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.routing import Routing
 from outpace.log import chosen
+from outpace.quant.rules import KEEP, Rules
 
 _GATE, _EXPERTS = "deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts"
 
@@ -59,9 +60,9 @@ def find_mixtures(model: nn.Module, plan: Plan) -> list[Found]:
     return found
 
 
-def replace_mixtures(model: nn.Module, found: Sequence[Found], kernels: Kernels) -> None:
+def replace_mixtures(model: nn.Module, found: Sequence[Found], kernels: Kernels, rules: Rules = KEEP) -> None:
     """Put fused ones in their places, empty, with recipes."""
-    make = Maker(model, kernels)
+    make = Maker(model, kernels, rules)
     for each in found:
         mixture = make.mixture(Parts(each.module), each.roles, None, each.form.act)
         model.set_submodule(each.path, _standing_in(each, mixture))

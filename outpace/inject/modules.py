@@ -61,10 +61,25 @@ class Made(nn.Module):
     def __init__(self, recipes: Mapping[str, Recipe | None]) -> None:
         nn.Module.__init__(self)  # and not that of a class which it passes for
         self.recipes = {name: recipe for name, recipe in recipes.items() if recipe is not None}
-        """By the names of the parameters."""
+        """By the names of the parameters. A weight with a scheme has more of them: scales, zeros."""
         for name, recipe in recipes.items():
-            empty = None if recipe is None else torch.empty(recipe.shape, device="meta")
-            self.register_parameter(name, None if empty is None else nn.Parameter(empty, requires_grad=False))
+            if recipe is None:
+                self.register_parameter(name, None)
+                continue
+            for end, (shape, dtype) in _tensors(recipe).items():
+                empty = torch.empty(shape, dtype=dtype, device="meta")
+                self.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))
+
+    def beside(self) -> frozenset[str]:
+        """Names of the parameters that come with another one."""
+        return frozenset(name + end for name, recipe in self.recipes.items() for end in _tensors(recipe) if end)
+
+
+def _tensors(recipe: Recipe) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """What the weight of a recipe is kept in, by what is put behind its name."""
+    if recipe.scheme is None:
+        return {"": (recipe.shape, None)}
+    return recipe.scheme.tensors(recipe.shape)
 
 
 class Embedding(Made):

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-Scheme = Literal["plain"]
-"""How a weight is kept: as it comes, in the model's dtype."""
+from outpace.quant.scheme import Scheme
+
 Order = Literal["heads", "groups", "quarters"]
 """Rows of a fused qkv that is not stored as all q, all k, all v (see `Policy.qkv_layout`)."""
 
@@ -111,7 +111,8 @@ class Recipe:
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    scheme: Scheme = "plain"
+    scheme: Scheme | None = None
+    """What it becomes once it is whole; None: it stays in the model's dtype."""
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> "Recipe":

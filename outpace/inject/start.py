@@ -19,6 +19,7 @@ from outpace.inject.policies import by_class
 from outpace.inject.policy import Policy
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
+from outpace.quant.rules import KEEP, Rules
 
 Paged = Callable[[int], BatchModel]
 """Makes a model over pages, for sequences of so many tokens."""
@@ -43,15 +44,16 @@ class Injection(Protocol):
 class Fused:
     """A model with fused layers: level 1."""
 
-    def __init__(self, model: nn.Module, plan: Plan, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules) -> None:
         self._model = model
         self._plan = plan
         self._kernels = kernels
+        self._rules = rules
         self._injected: Injected | None = None
 
     def apply(self) -> None:
         """Put the fused layers in."""
-        self._injected = inject(self._model, self._plan, self._kernels)
+        self._injected = inject(self._model, self._plan, self._kernels, self._rules)
 
     def paged(self) -> Paged | None:
         """The fused layers over pages."""
@@ -78,15 +80,18 @@ class Fused:
 class WithMixtures:
     """A model whose mixtures of experts are fused, and whatever else injection makes of it."""
 
-    def __init__(self, model: nn.Module, found: Sequence[Found], kernels: Kernels, inner: Injection | None) -> None:
+    def __init__(
+        self, model: nn.Module, found: Sequence[Found], kernels: Kernels, rules: Rules, inner: Injection | None
+    ) -> None:
         self._model = model
         self._found = found
         self._kernels = kernels
+        self._rules = rules
         self._inner = inner
 
     def apply(self) -> None:
         """Put the mixtures in, then the rest."""
-        replace_mixtures(self._model, self._found, self._kernels)
+        replace_mixtures(self._model, self._found, self._kernels, self._rules)
         if self._inner is not None:
             self._inner.apply()
 
@@ -103,7 +108,9 @@ class WithMixtures:
         return None if self._inner is None else self._inner.varies()
 
 
-def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) -> Injection | None:
+def plan_injection(
+    model: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules = KEEP
+) -> Injection | None:
     """Fused layers where a policy knows them, else the model's own over pages; None: nothing was asked for."""
     mine = config.injection_policy or {}
     policies = {kind.__name__: replace(policy, layers=(kind.__name__,)) for kind, policy in _own(mine).items()}
@@ -119,10 +126,10 @@ def plan_injection(model: nn.Module, config: InferenceConfig, kernels: Kernels) 
     if not config.triangular_masking and all(item.policy.causal for item in plan.layers):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
     if plan.layers:
-        inner: Injection | None = Fused(model, plan, kernels)
+        inner: Injection | None = Fused(model, plan, kernels, rules)
     else:
         inner = _level_0(model, kernels, config, needed=not found)
-    return WithMixtures(model, found, kernels, inner) if found else inner
+    return WithMixtures(model, found, kernels, rules, inner) if found else inner
 
 
 def _level_0(model: nn.Module, kernels: Kernels, config: InferenceConfig, *, needed: bool) -> Interface | None:

@@ -1,7 +1,8 @@
 """Weights to where they run: which parameter is made of which tensors, in which dtype, and live modules' own."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +12,13 @@ from outpace.errors import ModelError
 from outpace.inject.modules import Made
 from outpace.inject.recipe import Part, Recipe
 from outpace.loading.inspect import kept_in_fp32
-from outpace.loading.jobs import jobs
+from outpace.loading.jobs import Job, jobs
 from outpace.loading.read_source import read
 from outpace.loading.skeleton import own_dtypes, set_dtype
 from outpace.loading.stream import Advance, stream
-from outpace.loading.weights import Source
+from outpace.loading.weights import Extent, Piece, Source
 from outpace.log import size_text
+from outpace.quant.rounding import quantized
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,12 @@ class Target:
         return make(self.recipe.shape, dtype=self.dtype, device=device)
 
     def give(self, weight: Tensor) -> None:
-        """Let its owners have it."""
-        own = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-        for module, name in self.owners:
-            module._parameters[name] = own
+        """Let its owners have it, in the form that its scheme says."""
+        made = {"": weight} if self.recipe.scheme is None else quantized(weight, self.recipe.scheme)
+        for end, tensor in made.items():
+            own = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+            for module, name in self.owners:
+                module._parameters[name + end] = own
 
 
 def targets(model: nn.Module, before: Before) -> list[Target]:
@@ -74,8 +78,10 @@ def targets(model: nn.Module, before: Before) -> list[Target]:
     names = {id(tensor): name for name, tensor in before.tensors.items()}
     found: dict[Recipe, Target] = {}
     for module in model.modules():
-        recipes = module.recipes if isinstance(module, Made) else {}
+        recipes, beside = (module.recipes, module.beside()) if isinstance(module, Made) else ({}, frozenset[str]())
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if leaf in beside:
+                continue
             recipe = recipes.get(leaf) or Recipe.whole(names[id(parameter)], tuple(parameter.shape))
             if recipe not in found:
                 kinds = {before.dtypes[part.name] for part in recipe.parts}
@@ -94,7 +100,9 @@ def settle(model: nn.Module, before: Before, device: torch.device | None = None)
 
     device: None leaves each where it is.
     """
-    for target in targets(model, before):
+    found = targets(model, before)
+    uses = Counter(name for target in found for name in {part.name for part in target.recipe.parts})
+    for target in found:
         parts = target.recipe.parts
         if target.recipe.is_whole:
             parameter = before.tensors[parts[0].name]
@@ -107,6 +115,8 @@ def settle(model: nn.Module, before: Before, device: torch.device | None = None)
             parameter = before.tensors[part.name]
             write(part, weight, parameter.data)
             if last[part.name] == number:
+                uses[part.name] -= 1
+            if not uses[part.name]:
                 parameter.data = torch.empty(0)  # the fused copy is the only one
         target.give(weight)
     settle_buffers(model, before, device)
@@ -145,16 +155,22 @@ def fill(
     device: torch.device,
     advance: Advance = lambda count: None,
 ) -> None:
-    """Fill a skeleton, injected or not, from a checkpoint: every byte goes straight to where it stays."""
-    found = targets(model, before)
+    """Fill a skeleton, injected or not, from a checkpoint: every byte goes straight to where it stays.
+
+    A weight with a scheme is put together first, and is quantized as soon as it is whole.
+    """
+    every = targets(model, before)
+    found = [target for target in every if target.recipe.scheme is None]
     weights = _allocated(found, device)
     made = zip(found, weights, strict=True)
     work = [job for target, weight in made for job in jobs(target.recipe, weight, sources)]
     for target, weight in zip(found, weights, strict=True):
-        for part in target.recipe.parts:
-            if part.name not in sources:  # a buffer that the checkpoint left out keeps its value
-                write(part, weight, before.tensors[part.name])
-    stream(work, device, advance)
+        _keep(target, weight, sources, before)
+    waiting = [_Waiting(target, sources, before, device) for target in every if target.recipe.scheme is not None]
+    waiting.sort(key=lambda each: each.place)
+    stream(work, device, advance, waiting)
+    if waiting and device.type == "cuda":
+        torch.cuda.empty_cache()  # what weights were put together in belongs to another stream
     for target, weight in zip(found, weights, strict=True):
         target.give(weight)
     for path, module in model.named_modules():
@@ -162,6 +178,42 @@ def fill(
             if name in sources:
                 module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(before.dtypes[name])
     settle_buffers(model, before, device)
+
+
+def _keep(target: Target, weight: Tensor, sources: Mapping[str, Source], before: Before) -> None:
+    """A buffer that the checkpoint left out keeps its value."""
+    for part in target.recipe.parts:
+        if part.name not in sources:
+            write(part, weight, before.tensors[part.name])
+
+
+class _Waiting:
+    """A weight with a scheme that is not there yet (see `stream.Group`)."""
+
+    def __init__(self, target: Target, sources: Mapping[str, Source], before: Before, device: torch.device) -> None:
+        self._target, self._sources, self._before, self._device = target, sources, before, device
+        self._weight: Tensor | None = None
+        pieces = [piece for part in target.recipe.parts for piece in _pieces_of(part, sources)]
+        self.nbytes = sum(piece.dtype.itemsize * math.prod(piece.shape) for piece in pieces)
+        extents = [piece.place for piece in pieces if isinstance(piece.place, Extent)]
+        self.place = min(((str(extent.path), extent.offset) for extent in extents), default=("", 0))
+        """Where in the files it begins."""
+
+    def begin(self) -> list[Job]:
+        """See `Group`."""
+        (self._weight,) = _allocated([self._target], self._device)
+        _keep(self._target, self._weight, self._sources, self._before)
+        return list(jobs(self._target.recipe, self._weight, self._sources))
+
+    def end(self) -> None:
+        """See `Group`."""
+        assert self._weight is not None, "it has begun"
+        weight, self._weight = self._weight, None
+        self._target.give(weight)
+
+
+def _pieces_of(part: Part, sources: Mapping[str, Source]) -> Sequence[Piece]:
+    return sources[part.name].pieces if part.name in sources else ()
 
 
 def _allocated(found: list[Target], device: torch.device) -> list[Tensor]:

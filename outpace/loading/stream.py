@@ -29,13 +29,29 @@ Read = Callable[[np.ndarray, int], None]
 """Reads bytes of a stored tensor, from an offset on, into an array."""
 
 
-def stream(jobs: Sequence[Job], device: torch.device, advance: Advance = lambda count: None) -> None:
-    """Do all jobs, in the order of the files. All places are on `device`."""
+class Group(Protocol):
+    """Jobs that fill one weight, which then becomes something else: groups come one after the other."""
+
+    nbytes: int
+    """That are read."""
+
+    def begin(self) -> Sequence[Job]:
+        """Make room for the weight; its jobs."""
+
+    def end(self) -> None:
+        """All of them are done."""
+
+
+def stream(
+    jobs: Sequence[Job], device: torch.device, advance: Advance = lambda count: None, groups: Sequence[Group] = ()
+) -> None:
+    """Do all jobs, in the order of the files, then the groups. All places are on `device`."""
     copy = torch.cuda.Stream(device) if device.type == "cuda" else None
-    chunk, total = CHUNK if copy is None else DEVICE_CHUNK, sum(job.nbytes for job in jobs)
+    total = sum(job.nbytes for job in jobs) + sum(group.nbytes for group in groups)
+    chunk = CHUNK if copy is None else DEVICE_CHUNK
     threads = max(1, min(THREADS, len(os.sched_getaffinity(0)), total // chunk))
     with _Files() as files:
-        work = _Work(_tasks(jobs, files, chunk))
+        work = _Work(_tasks(jobs, groups, files, chunk))
         landings: list[_Landing] = [_Host() for _ in range(threads)]
         if copy is not None:
             copy.wait_stream(torch.cuda.current_stream(device))
@@ -186,8 +202,8 @@ Task = Callable[[_Landing], int]
 """A piece of work for one thread; returns the bytes that it put in place."""
 
 
-def _tasks(jobs: Sequence[Job], files: _Files, chunk: int) -> Iterator[Task]:
-    """In the order of the files; tensors that are made on the host come last, one at a time."""
+def _tasks(jobs: Sequence[Job], groups: Sequence[Group], files: _Files, chunk: int) -> Iterator[Task]:
+    """In the order of the files; tensors that are made on the host come last, one at a time; then groups, in order."""
     stored = [(job.piece.place, job) for job in jobs if isinstance(job.piece.place, Extent)]
     for extent, job in sorted(stored, key=lambda pair: (pair[0].path, pair[0].offset)):
         yield from _pieces(job, files.reader(extent), chunk)
@@ -195,6 +211,43 @@ def _tasks(jobs: Sequence[Job], files: _Files, chunk: int) -> Iterator[Task]:
     for job in jobs:
         if not isinstance(job.piece.place, Extent):
             yield _made(job, alone, chunk)
+    for group in groups:
+        yield from _grouped(group, files, alone, chunk)
+
+
+def _grouped(group: Group, files: _Files, alone: threading.Lock, chunk: int) -> Iterator[Task]:
+    """The tasks of a group; the thread that does the last one ends the group."""
+    tasks: list[Task] = []
+    for job in group.begin():
+        extent = job.piece.place
+        tasks += _pieces(job, files.reader(extent), chunk) if isinstance(extent, Extent) else [_made(job, alone, chunk)]
+    if not tasks:
+        group.end()
+    left = _Countdown(len(tasks), group.end)
+    del group  # the last task lets go of it
+    for task in tasks:
+        yield partial(_counted, task=task, left=left)
+
+
+class _Countdown:
+    """Calls something after so many calls of `done`."""
+
+    def __init__(self, count: int, end: Callable[[], None]) -> None:
+        self._count, self._end = count, end
+        self._lock = threading.Lock()
+
+    def done(self) -> None:
+        with self._lock:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._end()
+
+
+def _counted(landing: _Landing, task: Task, left: _Countdown) -> int:
+    count = task(landing)
+    left.done()
+    return count
 
 
 def _pieces(job: Job, read: Read, chunk: int) -> Iterator[Task]:
