@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, as_field
 from outpace.inject.paged import BatchModel
+from outpace.inject.quantize_others import quantize_others
 from outpace.inject.split import known_splits
 from outpace.inject.start import Injection, plan_injection
-from outpace.kernels.dispatch import choose_kernels
+from outpace.kernels.dispatch import Kernels, choose_kernels
 from outpace.loading.bars import progress
 from outpace.loading.build import Found, Loaded, find
 from outpace.loading.dtypes import default_dtype
@@ -35,6 +36,8 @@ from outpace.loading.save import save_shards
 from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
+from outpace.quant.asked import asked_rules
+from outpace.quant.rules import Rules
 
 DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
 
@@ -75,7 +78,8 @@ def prepare(
     weights = asked or weights
     module = check_model(model, empty=weights is not None)
     info = _look_at(module, config)
-    injection = _plan(module, config, deterministic)
+    kernels, rules = choose_kernels(config.torch_device, config.kernels, deterministic), asked_rules(config)
+    injection = _plan(module, config, kernels, rules)
     if check is not None:
         check(info, injection)
     with as_field("model" if asked is None else _named_by(config)):
@@ -91,6 +95,7 @@ def prepare(
     before = Before.of(module, dtype)
     if injection is not None:
         injection.apply()
+    quantize_others(module, kernels, rules)
     if sources is None:
         settle(module, before, device)
         return Prepared(module.eval(), info, injection, dtype, device, {"inject": time.perf_counter() - begin})
@@ -158,7 +163,7 @@ def load_paged(
         raise encoder_decoder(loaded.name)
     if not info.can_generate:
         raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
-    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype})
+    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype, "quant": asked.quantization})
     at_load = time.perf_counter()
 
     def check(info: ModelInfo, injection: Injection | None) -> None:
@@ -195,13 +200,14 @@ def _find(model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bo
     if not isinstance(model, str | os.PathLike | None):
         raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
     source = None if model is None else os.fspath(model)
-    return find(source, dtype=config.dtype, device=config.torch_device, tokenizer=tokenizer)
+    return find(source, dtype=config.compute_dtype, device=config.torch_device, tokenizer=tokenizer)
 
 
 def _live(model: nn.Module, config: LLMConfig) -> Loaded:
     """A module the caller made: its own dtype, unless another is asked for."""
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
-    dtype, reason = (config.dtype, "asked for") if config.dtype else (own, "the module's own")
+    asked = config.compute_dtype
+    dtype, reason = (asked, "asked for") if asked else (own, "the module's own")
     return Loaded(model, None, type(model).__name__, None, dtype, reason)
 
 
@@ -218,11 +224,10 @@ def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
     return info
 
 
-def _plan(module: nn.Module, config: InferenceConfig, deterministic: bool) -> Injection | None:
+def _plan(module: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules) -> Injection | None:
     if not config.replace_with_kernel_inject and not config.injection_policy:
         return None
-    kernels = choose_kernels(config.torch_device, config.kernels, deterministic=deterministic)
-    return plan_injection(module, config, kernels)
+    return plan_injection(module, config, kernels, rules)
 
 
 def _save_to(config: InferenceConfig) -> str | None:
@@ -232,7 +237,8 @@ def _save_to(config: InferenceConfig) -> str | None:
 
 
 def _choose_dtype(config: InferenceConfig) -> torch.dtype:
-    dtype, reason = (config.dtype, "asked for") if config.dtype else default_dtype(config.torch_device)
+    asked = config.compute_dtype
+    dtype, reason = (asked, "asked for") if asked else default_dtype(config.torch_device)
     chosen("dtype", dtype, reason)
     return dtype
 

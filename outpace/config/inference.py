@@ -172,9 +172,17 @@ class InferenceConfig(ConfigModel):
         for path, capability in self.later.items():
             if _at(self, path) != default_of(path, type(self)):
                 raise NotSupportedYet(path, capability)
-        if is_int8(self):
-            raise NotSupportedYet("dtype", "int8 quantization")
         return self
+
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        """How weights are quantized; None: they are not. dtype int8 asks for it too."""
+        return QuantizationConfig() if self.quant is None and is_int8(self) else self.quant
+
+    @property
+    def compute_dtype(self) -> "torch.dtype | None":
+        """The dtype that was asked for to compute in; None: none was."""
+        return None if is_int8(self) else self.dtype
 
     def _problems(self) -> Iterator[str]:
         """What cannot be combined and is."""

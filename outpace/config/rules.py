@@ -1,14 +1,15 @@
 """What cannot be asked for: capabilities that are not in this release, and combinations that cannot work."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from outpace.config.base import ConfigModel
+from outpace.config.quant_rules import QUANT_COMPOSITIONS, changed, says_int8
 
 if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
     from outpace.config.llm import LLMConfig
-    from outpace.config.sections import MoEConfig
+    from outpace.config.sections import MoEConfig, QuantizationConfig
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
@@ -16,7 +17,6 @@ LATER: Mapping[str, str] = {
     "tensor_parallel.tp_grain_size": "tensor parallelism",
     "tensor_parallel.mpu": "tensor parallelism",
     "tensor_parallel.tp_group": "tensor parallelism",
-    "quant": "quantization",
     "moe.ep_size": "expert parallelism",
     "moe.ep_group": "expert parallelism",
     "moe.ep_mp_group": "expert parallelism",
@@ -34,9 +34,8 @@ def is_int8(config: "InferenceConfig") -> bool:
     return str(config.dtype).removeprefix("torch.") == "int8"
 
 
-def _changed(config: ConfigModel, *names: str) -> bool:
-    """Whether one of the fields is not at its default."""
-    return any(getattr(config, name) != type(config).model_fields[name].default for name in names)
+def _of_quant(wrong: "Callable[[QuantizationConfig], bool]", config: "InferenceConfig") -> bool:
+    return config.quant is not None and wrong(config.quant)
 
 
 def _names_checkpoint(config: "InferenceConfig") -> bool:
@@ -44,7 +43,7 @@ def _names_checkpoint(config: "InferenceConfig") -> bool:
 
 
 def _says_experts(moe: "MoEConfig") -> bool:
-    return _changed(moe, "moe_experts", "type")
+    return changed(moe, "moe_experts", "type")
 
 
 Rule = tuple[Callable[["InferenceConfig"], bool], str]
@@ -83,9 +82,11 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too",
     ),
     (
-        lambda c: is_int8(c) and c.quant is not None and c.quant.weight.num_bits != 8,
-        "dtype int8 with quant.weight.num_bits other than 8: they say different things about the weights; give one",
+        lambda c: is_int8(c) and c.quant is not None and not says_int8(c.quant),
+        "dtype int8 with quant.weight.num_bits, quant.weight.enabled or quant.scheme of another kind: they say "
+        "different things about the weights; give one",
     ),
+    *((partial(_of_quant, wrong), message) for wrong, message in QUANT_COMPOSITIONS),
     (
         lambda c: not c.tensor_parallel.enabled and c.tensor_parallel.tp_size > 1,
         "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1",
@@ -121,7 +122,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "save_mp_checkpoint_path with checkpoint_config.save_mp_checkpoint_path: both say where shards go; give one",
     ),
     (
-        lambda c: not _names_checkpoint(c) and _changed(c, "base_dir", "set_empty_params", "training_mp_size"),
+        lambda c: not _names_checkpoint(c) and changed(c, "base_dir", "set_empty_params", "training_mp_size"),
         "base_dir, set_empty_params and training_mp_size concern a checkpoint: name it with checkpoint, or leave them "
         "out",
     ),
@@ -138,7 +139,7 @@ INFERENCE_COMPOSITIONS: tuple[Rule, ...] = (
         "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off",
     ),
     (
-        lambda c: not c.enable_cuda_graph and _changed(c, "graph_output", "max_cuda_graphs"),
+        lambda c: not c.enable_cuda_graph and changed(c, "graph_output", "max_cuda_graphs"),
         "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or leave them out",
     ),
     (
@@ -162,11 +163,11 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "keep_module_on_host: LLM runs the model where it is; leave it out, or give device='cpu'",
     ),
     (
-        lambda c: _changed(c, "graph_output", "max_cuda_graphs"),
+        lambda c: changed(c, "graph_output", "max_cuda_graphs"),
         "graph_output and max_cuda_graphs concern graphs of `forward`, which LLM does not call; leave them out",
     ),
     (
-        lambda c: _changed(c, "min_out_tokens"),
+        lambda c: changed(c, "min_out_tokens"),
         "min_out_tokens: LLM is told so for each request; leave it out, and give SamplingParams(min_tokens=...)",
     ),
     (
@@ -179,16 +180,16 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "raise it, or lower max_num_seqs",
     ),
     (
-        lambda c: c.cache.num_blocks is not None and _changed(c.cache, "gpu_memory_utilization", "cpu_cache_space"),
+        lambda c: c.cache.num_blocks is not None and changed(c.cache, "gpu_memory_utilization", "cpu_cache_space"),
         "cache.num_blocks with cache.gpu_memory_utilization or cache.cpu_cache_space: both say how many pages there "
         "are; give one",
     ),
     (
-        lambda c: _changed(c.cache, "gpu_memory_utilization") and c.device_type == "cpu",
+        lambda c: changed(c.cache, "gpu_memory_utilization") and c.device_type == "cpu",
         "cache.gpu_memory_utilization: the model runs on a CPU; give cache.cpu_cache_space instead",
     ),
     (
-        lambda c: _changed(c.cache, "cpu_cache_space") and c.device_type == "cuda",
+        lambda c: changed(c.cache, "cpu_cache_space") and c.device_type == "cuda",
         "cache.cpu_cache_space: the model runs on a GPU; give cache.gpu_memory_utilization instead",
     ),
 )

@@ -52,21 +52,38 @@ class BaseQuantConfig(ConfigModel):
 
     enabled: bool = True
     """Quantize this kind of tensor."""
-    num_bits: int = Field(default=8, ge=1, le=16)
+    num_bits: Literal[4, 8] = 8
     """Bits per value."""
     q_type: Literal["symmetric", "asymmetric"] = "symmetric"
     """Symmetric keeps no zero point."""
     q_groups: int = Field(default=1, ge=1)
-    """Groups with a scale of their own."""
+    """Groups of a row that have a scale of their own; 1: one scale a row."""
+
+
+class GroupQuantConfig(ConfigModel):
+    """A rule of DeepSpeed's weight-only quantization."""
+
+    num_bits: Literal[4, 8] = 8
+    """Bits per value."""
+    group_size: int | None = Field(default=None, ge=8)
+    """Columns of a row that share a scale; None: the whole row, of 4 bits 128 columns or as many as fit."""
+    group_dim: Literal[1, -1] = 1
+    """Only the columns are grouped."""
+    symmetric: bool = False
+    """Symmetric keeps no zero point."""
 
 
 class WeightQuantConfig(BaseQuantConfig):
     """How weights are quantized."""
 
-    quantized_initialization: dict[str, Any] | None = None
-    """Quantize while the model is being made."""
-    post_init_quant: dict[str, Any] | None = None
-    """Quantize the named modules after the model is made."""
+    group_size: int | None = Field(default=None, ge=8)
+    """Columns of a row that share a scale, instead of `q_groups`."""
+    per_tensor: bool = False
+    """One scale for a whole weight."""
+    quantized_initialization: GroupQuantConfig | None = None
+    """How all weights are quantized, as DeepSpeed's ZeRO-Inference has it."""
+    post_init_quant: dict[str, GroupQuantConfig] | None = None
+    """The same by a part of the name of a weight; weights that are not named stay as they are."""
 
 
 class QKVQuantConfig(ConfigModel):
@@ -81,8 +98,10 @@ class QuantizationConfig(ConfigModel):
 
     enabled: bool = True
     """False: as if `quant` had not been given."""
-    activation: BaseQuantConfig = BaseQuantConfig()
-    """Activations."""
+    scheme: Literal["int8", "int4", "fp8", "w8a8"] | None = None
+    """A usual combination: int8 weights, int4 weights in groups, fp8 or int8 (w8a8) weights and activations."""
+    activation: BaseQuantConfig | None = None
+    """Activations: not quantized unless this is given."""
     weight: WeightQuantConfig = WeightQuantConfig()
     """Weights."""
     qkv: QKVQuantConfig = QKVQuantConfig()

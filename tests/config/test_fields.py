@@ -15,6 +15,7 @@ import torch
 import outpace
 from outpace import ConfigError, InferenceConfig, InputError, ModelError, NotSupported, NotSupportedYet
 from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER
+from outpace.inject.quantized import PackedLinear
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
 from tests.models import prompts, tiny
 
@@ -149,10 +150,71 @@ def triton_autotune_acts() -> None:
     raises("use_triton: Triton kernels run in fused layers on a GPU", triton_autotune=True, use_triton=True)
 
 
+HEAD = "int8 per channel"
+"""What the head becomes where other weights have 4 bits."""
+
+
+def schemes(**quant: Any) -> set[str]:
+    """What the linears of a small model become."""
+    modules = engine(quant=quant).module.modules()
+    return {str(module.scheme) for module in modules if isinstance(module, PackedLinear)}
+
+
 def quant_enabled_acts() -> None:
     assert InferenceConfig.of(quant={"enabled": False, "weight": {"num_bits": 4}}).quant is None
-    with pytest.raises(NotSupportedYet):
-        InferenceConfig.of(quant={"enabled": True})
+    assert schemes(enabled=False) == set()
+    assert schemes(enabled=True) == {"int8 per channel"}
+
+
+def quant_scheme_acts() -> None:
+    assert schemes(scheme="int8") == {"int8 per channel"}
+    assert schemes(scheme="int4") == {"int4 per channel", HEAD}
+    for scheme in ("fp8", "w8a8"):
+        with pytest.raises(NotSupportedYet, match=r"quant\.scheme: quantized activations"):
+            schemes(scheme=scheme)
+
+
+def quant_activation_acts() -> None:
+    assert schemes(activation={"enabled": False}) == {"int8 per channel"}
+    with pytest.raises(NotSupportedYet, match=r"quant\.activation: quantized activations"):
+        schemes(activation={"enabled": True})
+
+
+def quant_weight_acts(expected: str, *head: str, **weight: Any) -> Callable[[], None]:
+    def check() -> None:
+        assert schemes(weight=weight) == ({expected, *head} if expected else set())
+
+    return check
+
+
+def initialized(expected: str, *head: str, **rule: Any) -> Callable[[], None]:
+    return quant_weight_acts(expected, *head, quantized_initialization={"group_size": 16, **rule})
+
+
+def group_dim_acts() -> None:
+    assert schemes(weight={"quantized_initialization": {"group_dim": -1}}) == {"int8 per channel, asymmetric"}
+    raises("quantized_initialization.group_dim", quant={"weight": {"quantized_initialization": {"group_dim": 0}}})
+
+
+def q_groups_act() -> None:
+    assert schemes(weight={"q_groups": 2}) == {"int8 in groups of 16", "int8 in groups of 24"}
+
+
+def quant_activation_refuses(**activation: Any) -> Callable[[], None]:
+    return lambda: raises("quant.activation: activations are quantized to 8 bits", quant={"activation": activation})
+
+
+def post_init_quant_acts() -> None:
+    model = engine(quant={"weight": {"post_init_quant": {"mlp": {"group_size": 16}}}}).module
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) == 6
+    assert all("mlp" in name for name in packed)
+
+
+def quant_qkv_acts() -> None:
+    model = engine(quant={"qkv": {"enabled": False}}).module
+    packed = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, PackedLinear)}
+    assert packed == {"o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
 
 
 @contextmanager
@@ -274,6 +336,23 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "transposed_mode": lambda: raises("transposed_mode: the layout of fused weights", transposed_mode=True),
     "triton_autotune": triton_autotune_acts,
     "quant.enabled": quant_enabled_acts,
+    "quant.scheme": quant_scheme_acts,
+    "quant.activation.enabled": quant_activation_acts,
+    "quant.activation.num_bits": quant_activation_refuses(num_bits=4),
+    "quant.activation.q_type": quant_activation_refuses(q_type="asymmetric"),
+    "quant.activation.q_groups": quant_activation_refuses(q_groups=2),
+    "quant.weight.enabled": quant_weight_acts("", enabled=False),
+    "quant.weight.num_bits": quant_weight_acts("int4 in groups of 8", HEAD, num_bits=4, group_size=8),
+    "quant.weight.q_type": quant_weight_acts("int8 per channel, asymmetric", q_type="asymmetric"),
+    "quant.weight.q_groups": q_groups_act,
+    "quant.weight.group_size": quant_weight_acts("int8 in groups of 16", group_size=16),
+    "quant.weight.per_tensor": quant_weight_acts("int8 per tensor", per_tensor=True),
+    "quant.weight.quantized_initialization.num_bits": initialized("int4 in groups of 16, asymmetric", HEAD, num_bits=4),
+    "quant.weight.quantized_initialization.group_size": initialized("int8 in groups of 8, asymmetric", group_size=8),
+    "quant.weight.quantized_initialization.group_dim": group_dim_acts,
+    "quant.weight.quantized_initialization.symmetric": initialized("int8 in groups of 16", symmetric=True),
+    "quant.weight.post_init_quant": post_init_quant_acts,
+    "quant.qkv.enabled": quant_qkv_acts,
     "save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
     "checkpoint_config.save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
 }
@@ -372,7 +451,34 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     (
         {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}},
         ("dtype int8", "quant.weight.num_bits"),
-        "say different things about the weights; give one",
+        "different things about the weights; give one",
+    ),
+    (
+        {"quant": {"scheme": "int8", "weight": {"group_size": 64}}},
+        ("quant.scheme", "quant.weight"),
+        "how weights are quantized; give one",
+    ),
+    (
+        {"quant": {"weight": {"q_groups": 2, "group_size": 64}}},
+        ("quant.weight.q_groups", "quant.weight.group_size"),
+        "how many scales a weight has; give one",
+    ),
+    (
+        {"quant": {"weight": {"quantized_initialization": {}, "num_bits": 4}}},
+        ("quant.weight.quantized_initialization",),
+        "a whole rule; give one",
+    ),
+    ({"quant": {"weight": {"post_init_quant": {}}}}, ("quant.weight.post_init_quant",), "give some, or leave it out"),
+    (
+        {"quant": {"weight": {"enabled": False}, "activation": {}}},
+        ("quant.weight.enabled=False", "quant.activation"),
+        "enable quant.weight",
+    ),
+    ({"quant": {"activation": {"num_bits": 4}}}, ("quant.activation",), "leave num_bits, q_type and q_groups out"),
+    (
+        {"quant": {"activation": {}, "weight": {"group_size": 64}}},
+        ("quant.activation", "quant.weight"),
+        "leave the fields of quant.weight out",
     ),
     (
         {"tp": {"enabled": False, "tp_size": 2}},

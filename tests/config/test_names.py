@@ -13,7 +13,7 @@ from outpace.config import (
     QuantizationConfig,
     TensorParallelConfig,
 )
-from outpace.config.sections import QKVQuantConfig, WeightQuantConfig
+from outpace.config.sections import BaseQuantConfig, QKVQuantConfig, WeightQuantConfig
 from tests.config.walk import nested
 
 # DeepSpeed 0.19.6, DeepSpeedInferenceConfig. Ours differs where the comment says so.
@@ -90,8 +90,9 @@ def test_defaults_are_deepspeeds() -> None:
         assert {name: at(config, f"{section}.{name}") for name in fields} == fields
     assert list(config.moe.moe_experts) == [1]
     quant = QuantizationConfig()
-    for kind in (quant.activation, quant.weight):
+    for kind in (BaseQuantConfig(), quant.weight):
         assert {name: getattr(kind, name) for name in DEEPSPEED_QUANT} == DEEPSPEED_QUANT
+    assert quant.activation is None  # DeepSpeed: enabled, and nothing reads it; ours quantizes what it is told to
     assert (quant.enabled, quant.qkv) == (True, QKVQuantConfig(enabled=True))
 
 
@@ -106,6 +107,8 @@ def test_every_field_is_deepspeeds_or_known_to_be_ours() -> None:
     assert WeightQuantConfig.model_fields.keys() == DEEPSPEED_QUANT.keys() | {
         "quantized_initialization",
         "post_init_quant",
+        "group_size",  # ours, as the next
+        "per_tensor",
     }
 
 
@@ -172,10 +175,10 @@ def test_a_dtype_by_any_of_its_names(dtype: torch.dtype, name: str | torch.dtype
 
 
 @pytest.mark.parametrize("name", ["int8", "torch.int8", torch.int8], ids=str)
-def test_int8_is_understood_and_refused(name: object) -> None:
-    with pytest.raises(NotSupportedYet, match="dtype: int8 quantization") as caught:
-        InferenceConfig.of(dtype=name)
-    assert caught.value.field == "dtype"
+def test_int8_asks_for_quantized_weights(name: object) -> None:
+    config = InferenceConfig.of(dtype=name)
+    assert config.quantization == QuantizationConfig()
+    assert config.compute_dtype is None
 
 
 def test_a_device_by_name_or_as_torch_has_it() -> None:

@@ -1,0 +1,67 @@
+"""Fields of `quant` that cannot be combined."""
+
+from collections.abc import Callable
+
+from outpace.config.base import ConfigModel
+from outpace.config.sections import QuantizationConfig
+
+_SCALES = ("q_groups", "group_size", "per_tensor")
+_WHOLE_RULES = ("quantized_initialization", "post_init_quant")
+_SINGLE = ("num_bits", "q_type", *_SCALES)
+
+
+def changed(config: ConfigModel, *names: str) -> bool:
+    """Whether one of the fields is not at its default."""
+    return any(getattr(config, name) != type(config).model_fields[name].default for name in names)
+
+
+def says_int8(quant: QuantizationConfig) -> bool:
+    """Whether a section leaves room for int8 weights."""
+    return quant.scheme in (None, "int8", "w8a8") and quant.weight.enabled and quant.weight.num_bits == 8
+
+
+def activates(quant: QuantizationConfig) -> bool:
+    """Whether `activation` asks for quantized activations."""
+    return quant.activation is not None and quant.activation.enabled
+
+
+def _several(config: ConfigModel, *names: str) -> bool:
+    return sum(changed(config, name) for name in names) > 1
+
+
+QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...] = (
+    (
+        lambda q: q.scheme is not None and changed(q, "weight", "activation"),
+        "quant.scheme with quant.weight or quant.activation: both say how weights are quantized; give one",
+    ),
+    (
+        lambda q: _several(q.weight, *_SCALES),
+        "quant.weight.q_groups, quant.weight.group_size and quant.weight.per_tensor: each says how many scales a "
+        "weight has; give one",
+    ),
+    (
+        lambda q: changed(q.weight, *_WHOLE_RULES) and _several(q.weight, *_WHOLE_RULES, *_SINGLE),
+        "quant.weight.quantized_initialization or quant.weight.post_init_quant with another field of quant.weight: "
+        "each of them is a whole rule; give one",
+    ),
+    (
+        lambda q: q.weight.post_init_quant == {},
+        "quant.weight.post_init_quant has no rules: give some, or leave it out",
+    ),
+    (
+        lambda q: not q.weight.enabled and (activates(q) or changed(q.weight, *_WHOLE_RULES, *_SINGLE)),
+        "quant.weight.enabled=False with quant.activation or another field of quant.weight: activations are quantized "
+        "together with weights; enable quant.weight, or leave the others out",
+    ),
+    (
+        lambda q: q.activation is not None and changed(q.activation, "num_bits", "q_type", "q_groups"),
+        "quant.activation: activations are quantized to 8 bits, symmetric, with one scale a token; leave num_bits, "
+        "q_type and q_groups out",
+    ),
+    (
+        lambda q: activates(q) and changed(q.weight, *_WHOLE_RULES, *_SINGLE),
+        "quant.activation with fields of quant.weight: activations are quantized for symmetric int8 weights with one "
+        "scale a row; leave the fields of quant.weight out",
+    ),
+)
+"""(is it wrong?, what to say)."""
