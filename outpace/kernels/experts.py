@@ -19,9 +19,10 @@ from torch import Tensor
 
 from outpace.kernels.activation import bias_act_ref, gated_act_ref
 from outpace.kernels.experts_few import experts_few
-from outpace.kernels.experts_many import experts_many, fixed_tiles
+from outpace.kernels.experts_many import experts_many, fixed_tiles, stack_shape
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.matmul import matmul_invariant_ref
+from outpace.kernels.packed import Packed
 from outpace.kernels.triton_stub import HAS_TRITON
 
 
@@ -44,6 +45,8 @@ class Options(TypedDict, total=False):
     """[T, H]: gets the result. May be `add`, or x, neither of which is read any more when it is written."""
 
 
+Stack = Tensor | Packed
+"""The weights of all experts, [E, N, K], plain or quantized."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -77,31 +80,31 @@ def _clamped(x: Tensor, limit: float, alpha: float, invariant: bool) -> Tensor:
 
 
 def check_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> tuple[Activation, Tensor | None, Tensor | None]:
     """Checks shapes and dtypes; the activation and the two biases."""
     activation = Activation(options["act"], options.get("gated", True), options.get("limit"), options.get("alpha"))
     gate_up_bias, down_bias = options.get("gate_up_bias"), options.get("down_bias")
     likes = options.get("add"), options.get("out")
-    (tokens, hidden), experts, inner = x.shape, gate_up.shape[0], down.shape[2]
+    (tokens, hidden), (experts, *_), (*_, inner) = x.shape, stack_shape(gate_up), stack_shape(down)
     rows = inner * (2 if activation.gated else 1)
-    assert gate_up.shape == (experts, rows, hidden), (gate_up.shape, (experts, rows, hidden))
-    assert down.shape == (experts, hidden, inner), (down.shape, (experts, hidden, inner))
+    assert stack_shape(gate_up) == (experts, rows, hidden), (gate_up.shape, (experts, rows, hidden))
+    assert stack_shape(down) == (experts, hidden, inner), (down.shape, (experts, hidden, inner))
     assert chosen.shape == weights.shape, (chosen.shape, weights.shape)
     assert chosen.shape[0] == tokens, (chosen.shape, tokens)
     assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int32), (weights.dtype, chosen.dtype)
     assert gate_up_bias is None or gate_up_bias.shape == (experts, rows)
     assert down_bias is None or down_bias.shape == (experts, hidden)
     assert all(t is None or t.shape == x.shape for t in likes), "add and out have the shape of x"
-    stacks = gate_up, down, gate_up_bias, down_bias
-    assert all(t is None or t.dtype == x.dtype for t in (*stacks, *likes)), "one dtype for all"
+    plain = [stack for stack in (gate_up, down) if isinstance(stack, Tensor)]
+    assert all(t is None or t.dtype == x.dtype for t in (*plain, gate_up_bias, down_bias, *likes)), "one dtype for all"
     return activation, gate_up_bias, down_bias
 
 
 def experts_ref(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Stack,
+    down: Stack,
     weights: Tensor,
     chosen: Tensor,
     *,
@@ -116,12 +119,23 @@ def experts_ref(
     product: Product = matmul_invariant_ref if invariant else F.linear
     top_k, flat = chosen.shape[1], weights.flatten()
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert, pairs in _by_expert(chosen, len(gate_up)):
+    for expert, pairs in _by_expert(chosen, stack_shape(gate_up)[0]):
         rows = pairs // top_k
-        h = product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        y = product(activation(h, invariant), down[expert], None if down_bias is None else down_bias[expert])
+        h = product(x[rows], _one(gate_up, expert, x.dtype), None if gate_up_bias is None else gate_up_bias[expert])
+        bias = None if down_bias is None else down_bias[expert]
+        y = product(activation(h, invariant), _one(down, expert, x.dtype), bias)
         total.index_add_(0, rows, y.float() * flat[pairs, None])
     return _added(total.to(x.dtype), options)
+
+
+def _one(stack: Stack, expert: int, dtype: torch.dtype) -> Tensor:
+    """The weight of one expert."""
+    return stack[expert].dequantized(dtype) if isinstance(stack, Packed) else stack[expert]
+
+
+def _plain(stack: Stack, dtype: torch.dtype) -> Tensor:
+    """The weights of all experts in dtype."""
+    return stack.dequantized(dtype) if isinstance(stack, Packed) else stack
 
 
 def _added(y: Tensor, options: Options) -> Tensor:
@@ -142,11 +156,12 @@ def _by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def experts_torch(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> Tensor:
     """experts_ref by torch's own products; on a GPU the host waits for nothing, so that a graph can hold it."""
     if not x.is_cuda or len(x) == 0:
         return experts_ref(x, gate_up, down, weights, chosen, **options)
+    gate_up, down = _plain(gate_up, x.dtype), _plain(down, x.dtype)  # quantized ones: slow, but right
     run = experts_grouped if has_grouped_mm(x.device, x.dtype, (x.shape[1], down.shape[2])) else experts_one_by_one
     return run(x, gate_up, down, weights, chosen, **options)
 
@@ -230,18 +245,20 @@ def prefers_few(tokens: int, top_k: int, experts: int) -> bool:
 
 
 def experts_triton(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> Tensor:
-    """experts_ref by our kernels: those of few tokens or those of many."""
+    """experts_ref by our kernels: those of few tokens or those of many, which quantized weights always have."""
     _check_layout(x, gate_up, down, weights, chosen, **options)
-    if min(x.numel(), chosen.numel(), down.numel()) == 0:
+    if min(x.numel(), chosen.numel(), *stack_shape(down)) == 0:
         return _added(torch.zeros_like(x), options)
-    few = prefers_few(len(chosen), chosen.shape[1], len(gate_up))
-    return (experts_few if few else experts_many)(x, gate_up, down, weights, chosen, **options)
+    few = prefers_few(len(chosen), chosen.shape[1], stack_shape(gate_up)[0])
+    if few and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return experts_few(x, gate_up, down, weights, chosen, **options)
+    return experts_many(x, gate_up, down, weights, chosen, **options)
 
 
 def experts_invariant(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> Tensor:
     """experts_ref, each token bit for bit as if it were alone: on a GPU the kernels of many tokens with fixed tiles."""
     if not (HAS_TRITON and x.is_cuda):
@@ -250,20 +267,25 @@ def experts_invariant(
 
 
 def experts_invariant_triton(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> Tensor:
     """experts_invariant by Triton."""
     _check_layout(x, gate_up, down, weights, chosen, **options)
-    if min(x.numel(), chosen.numel(), down.numel()) == 0:
+    if min(x.numel(), chosen.numel(), *stack_shape(down)) == 0:
         return _added(torch.zeros_like(x), options)
     return experts_many(x, gate_up, down, weights, chosen, tiles=fixed_tiles(x.dtype), **options)
 
 
 def _check_layout(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> None:
     """What the kernels rely on beyond what all do."""
     _, *biases = check_experts(x, gate_up, down, weights, chosen, **options)
-    rows = (x, gate_up, down, options.get("add"), options.get("out"))
+    rows = (x, *_tensors(gate_up), *_tensors(down), options.get("add"), options.get("out"))
     assert all(t is None or t.shape[-1] == 1 or t.stride(-1) == 1 for t in rows), "rows must be contiguous"
     assert all(t is None or t.is_contiguous() for t in (weights, chosen, *biases)), "must be contiguous"
+
+
+def _tensors(stack: Stack) -> tuple[Tensor | None, ...]:
+    """What a stack consists of."""
+    return (stack.values, stack.scale, stack.zero) if isinstance(stack, Packed) else (stack,)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from outpace.kernels.activation import activate, activate_gated, activation_kind
 from outpace.kernels.gemv import has_pdl, row_stride
+from outpace.kernels.packed import Packed
+from outpace.kernels.packed_tile import packed_step, scale_form, step_depth
 from outpace.kernels.triton_stub import tl, triton
 
 PLACE_BLOCKS = (256, 1024, 4096)  # pairs that a program looks at together; few sizes, since each is compiled
@@ -34,8 +36,10 @@ class Tiles:
     group_m: int = 8
 
 
-def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype, packed: bool = False) -> Tiles:
     """Tiles by the pairs of an expert, if all had as many: the best of bench.experts_sweep on an H200.
+
+    Those of quantized weights (`packed`) are not measured yet.
 
     Up to 64 rows a tile is as fast as its weights are read. More than one tile for an expert would read them again.
     """
@@ -46,7 +50,7 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
         return Tiles(16, 128, 128, 128)
     if rows <= 96:
         return Tiles(64, 128, 128, 128, num_warps=8)
-    return Tiles(128, 256, 128, num_warps=8)
+    return Tiles(128, 128 if packed else 256, 128, num_warps=8)
 
 
 def fixed_tiles(dtype: torch.dtype) -> Tiles:
@@ -124,10 +128,50 @@ def _place_kernel(
                 place += tl.sum(here, axis=0)
 
 
+@triton.jit
+def _packed_product(
+    x_ptrs: tl.tensor,  # [M, K]
+    live: tl.tensor,  # [M]
+    values_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,  # or None
+    row: tl.tensor,  # [N]
+    values_row: tl.tensor,
+    scale_row: tl.tensor,
+    zero_row: tl.tensor,
+    depth: tl.tensor,
+    group: tl.constexpr,
+    shared_rows: tl.constexpr,
+    form: tl.constexpr,
+    even: tl.constexpr,
+    tile_n: tl.constexpr,
+) -> tl.tensor:
+    """x @ weight.T of these rows of a quantized weight: fp32 [M, N]."""
+    block_k: tl.constexpr = x_ptrs.shape[1]
+    row = row.to(tl.int64)[:, None]
+    byte = tl.arange(0, block_k // 2 if values_ptr.dtype.element_ty == tl.uint8 else block_k)[None, :]
+    values_ptrs = values_ptr + row * values_row + byte
+    scale_ptrs = scale_ptr + row // shared_rows * scale_row
+    zero_ptrs = None if zero_ptr is None else zero_ptr + row // shared_rows * zero_row
+    row_zero = None
+    if zero_ptr is not None and form == "row":
+        row_zero = tl.load(zero_ptrs).to(tl.float32)
+    acc = tl.zeros([tile_n, x_ptrs.shape[0]], tl.float32)
+    for k in range(0, depth, block_k):
+        acc = packed_step(
+            acc, x_ptrs, live[:, None], values_ptrs, scale_ptrs, zero_ptrs, row_zero, k, depth, group, form, even
+        )
+    if form == "row":
+        acc *= tl.load(scale_ptrs).to(tl.float32)
+    return tl.trans(acc)
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _grouped_kernel(
     x_ptr: tl.tensor,  # [T, K]: `gather`; else [pairs, K] in the order of the list
-    weight_ptr: tl.tensor,  # [E, N, K]; gated: [E, 2N, K]
+    weight_ptr: tl.tensor,  # [E, N, K]; gated: [E, 2N, K]; quantized: its values
+    scale_ptr: tl.tensor,  # of a quantized weight, or None
+    zero_ptr: tl.tensor,  # as scale, or None
     bias_ptr: tl.tensor,  # [E, N] or [E, 2N], or None
     order_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
@@ -138,6 +182,13 @@ def _grouped_kernel(
     x_stride: tl.tensor,
     expert_stride: tl.tensor,
     row_stride: tl.tensor,
+    scale_expert: tl.tensor,
+    scale_row: tl.tensor,
+    zero_expert: tl.tensor,
+    zero_row: tl.tensor,
+    group: tl.constexpr,
+    shared_rows: tl.constexpr,
+    form: tl.constexpr,
     gather: tl.constexpr,
     top_k: tl.constexpr,
     activation: tl.constexpr,
@@ -175,16 +226,24 @@ def _grouped_kernel(
         col = tl.arange(0, block_k)[None, :]
         source = pair // top_k if gather else m
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + col
-        weight_ptrs = weight_ptr + far * expert_stride + row.to(tl.int64)[:, None] * row_stride + col
-        y = tl.zeros([block_m, tile_n], tl.float32)
-        for k in range(0, depth, block_k):
-            if even:
-                x = tl.load(x_ptrs + k, mask=live[:, None], other=0.0)
-                weight = tl.load(weight_ptrs + k)
-            else:
-                x = tl.load(x_ptrs + k, mask=live[:, None] & (k + col < depth), other=0.0)
-                weight = tl.load(weight_ptrs + k, mask=k + col < depth, other=0.0)
-            y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+        base = weight_ptr + far * expert_stride
+        if scale_ptr is not None:
+            y = _packed_product(
+                x_ptrs, live, base, scale_ptr + far * scale_expert,
+                None if zero_ptr is None else zero_ptr + far * zero_expert,
+                row, row_stride, scale_row, zero_row, depth, group, shared_rows, form, even, tile_n,
+            )  # fmt: skip
+        else:
+            weight_ptrs = base + row.to(tl.int64)[:, None] * row_stride + col
+            y = tl.zeros([block_m, tile_n], tl.float32)
+            for k in range(0, depth, block_k):
+                if even:
+                    x = tl.load(x_ptrs + k, mask=live[:, None], other=0.0)
+                    weight = tl.load(weight_ptrs + k)
+                else:
+                    x = tl.load(x_ptrs + k, mask=live[:, None] & (k + col < depth), other=0.0)
+                    weight = tl.load(weight_ptrs + k, mask=k + col < depth, other=0.0)
+                y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
         if bias_ptr is not None:
             y += tl.load(bias_ptr + far * (2 * outputs if gated else outputs) + row).to(tl.float32)[None, :]
         if gated:
@@ -259,14 +318,28 @@ def sort_pairs(chosen: Tensor, experts: int, block_m: int, *, pdl: bool = False)
     return order, places
 
 
+def stack_shape(stack: Tensor | Packed) -> tuple[int, int, int]:
+    """(E, N, K) of a stack of weights."""
+    if isinstance(stack, Packed):
+        assert stack.experts is not None, "a single weight is no stack of experts"
+        return stack.experts, *stack.shape
+    experts, rows, columns = stack.shape
+    return experts, rows, columns
+
+
+def _strides(stack: Tensor | Packed | None) -> tuple[int, int]:
+    """Of experts and of rows."""
+    return (stack.stride(0), stack.stride(1)) if isinstance(stack, Tensor) else (0, 0)
+
+
 def _launch(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
 def experts_many(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
     weights: Tensor,
     chosen: Tensor,
     *,
@@ -282,33 +355,41 @@ def experts_many(
     pdl: bool | None = None,
 ) -> Tensor:
     """experts_ref in four or five kernels. pdl: as in gemv_triton; None: for few tokens."""
-    (tokens, hidden), (experts, _, inner), top_k = x.shape, down.shape, chosen.shape[1]
+    (tokens, hidden), (experts, _, inner), top_k = x.shape, stack_shape(down), chosen.shape[1]
     pairs = tokens * top_k
-    tiles = tiles or tiles_for(pairs, experts, x.dtype)
+    tiles = tiles or tiles_for(pairs, experts, x.dtype, isinstance(gate_up, Packed))
     pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
     h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
 
-    def product(a: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor, tile_n: int, first: bool) -> None:
+    def product(
+        a: Tensor, weight: Tensor | Packed, bias: Tensor | None, into: Tensor, tile_n: int, first: bool
+    ) -> None:
         """One of the two products; the first has rows of x, and the activation."""
         (width, depth), count = (into.shape[1], a.shape[1]), places.shape[1]
         halves = 2 if first and gated else 1
+        packed = weight if isinstance(weight, Packed) else None
+        values, scale, zero = (weight, None, None) if packed is None else (packed.values, packed.scale, packed.zero)
+        block_k = tiles.block_k if packed is None else step_depth(packed, tiles.block_k)
         _grouped_kernel[(count * triton.cdiv(width, tile_n // halves),)](
-            *(a, weight, bias, order, places, into, count, width, depth),
-            *(row_stride(a), weight.stride(0), weight.stride(1)),
+            *(a, values, scale, zero, bias, order, places, into, count, width, depth),
+            *(row_stride(a), *_strides(values), *_strides(scale), *_strides(zero)),
+            group=None if packed is None else min(packed.group, depth),
+            shared_rows=None if packed is None else packed.block,
+            form=None if packed is None else scale_form(packed, block_k),
             gather=first,
             top_k=top_k,
             activation=activation_kind(act) if first else None,
             gated=first and gated,
             limit=limit if first else None,
             alpha=alpha if first else None,
-            even=depth % tiles.block_k == 0,
+            even=depth % block_k == 0,
             pdl=pdl,
             group_m=tiles.group_m,
             block_m=tiles.block_m,
             tile_n=tile_n,
-            block_k=tiles.block_k,
+            block_k=block_k,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **_launch(pdl),

@@ -89,6 +89,23 @@ def many() -> None:
         experts_many(*args, **options, tiles=tiles, add=args[0], out=args[0])
 
 
+def packed_experts() -> None:
+    """The kernels of many tokens with quantized experts."""
+    for tokens, kind, group, block, zero in (
+        (16, "int4", 128, 1, False),
+        (64, "int8", 2048, 1, True),
+        (512, "fp8", 128, 128, False),
+        (8192, "int4", 32, 1, True),
+    ):
+        (x, _, _, *routed), options = moe(tokens, QWEN)
+        _, experts, hidden, inner = QWEN
+        gate_up, down = [
+            Packed.empty(kind, shape, min(group, shape[1]), block, experts=experts, with_zero=zero, device="meta")
+            for shape in ((2 * inner, hidden), (hidden, inner))
+        ]
+        experts_many(x, gate_up, down, *routed, **options)
+
+
 def products() -> None:
     """Linear layers of few rows, and those that do not depend on the batch."""
     x, norm = meta(1, 4096), meta(4096)
@@ -193,6 +210,7 @@ ALL: tuple[Callable[[], None], ...] = (
     routing,
     few,
     many,
+    packed_experts,
     products,
     packed_few,
     packed_many,
