@@ -21,15 +21,21 @@ def partial_prefix(target: Path) -> str:
 
 
 @contextmanager
-def new_folder(target: Path, replaces: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
+def new_folder(
+    target: Path,
+    replaces: Callable[[Path], bool] = lambda folder: False,
+    usable: Callable[[Path], bool] = lambda folder: False,
+) -> Iterator[Path]:
     """An empty folder beside `target` that becomes `target` once the block has ended well.
 
     It takes the place of an empty folder, or of one that `replaces` accepts. Anything else at `target`, whenever it
     appeared, is a FileExistsError and stays. After an error nothing is left of the new folder. Folders that a killed
     process left behind are removed first.
+
+    usable: says whether an unfinished folder can be gone on with. One that can stays after an error, and what is left
+    of a killed process is handed out instead of an empty folder.
     """
-    _remove_leftovers(target)
-    partial, lock = _make(target)
+    partial, lock = _taken_up(target, usable) or _make(target)
     try:
         yield partial
         _flush(partial)
@@ -37,7 +43,8 @@ def new_folder(target: Path, replaces: Callable[[Path], bool] = lambda folder: F
         _put(partial, target, replaces)
         _flush_folder(target.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not usable(partial):
+            shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 
@@ -93,16 +100,24 @@ def _make(target: Path) -> tuple[Path, int]:
         os.close(number)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left; a folder that was moved aside and not replaced is put back."""
+def _taken_up(target: Path, usable: Callable[[Path], bool]) -> tuple[Path, int] | None:
+    """What a killed process left and can be gone on with, locked; everything else that such left is removed.
+
+    A folder that was moved aside and not replaced is put back.
+    """
+    taken: tuple[Path, int] | None = None
     for leftover in list(target.parent.iterdir()):
         if not leftover.name.startswith(partial_prefix(target)) or (lock := _lock(leftover)) is None:
+            continue
+        if taken is None and not leftover.name.endswith(_OLD) and usable(leftover):
+            taken = leftover, lock
             continue
         try:
             if not (leftover.name.endswith(_OLD) and not os.path.lexists(target) and _renamed(leftover, target)):
                 shutil.rmtree(leftover, ignore_errors=True)
         finally:
             os.close(lock)
+    return taken
 
 
 def _lock(folder: Path) -> int | None:

@@ -71,11 +71,12 @@ def _scales(ends: tuple[Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor
 def _kept(scale: Tensor, scheme: Scheme) -> Tensor:
     """A scale in the dtype that it is kept in, never smaller than it was: nothing is cut off. That of zeros is 1."""
     scale = torch.where(scale == 0, 1.0, scale)
-    if scheme.group is None:
+    if scheme.kept == torch.float32:
         return scale
-    near = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
-    above = (near.view(torch.int16) + 1).view(torch.float16)
-    return torch.where(near < scale, above, near).float().clamp(max=torch.finfo(torch.float16).max)
+    largest = torch.finfo(scheme.kept).max
+    near = scale.clamp(max=largest).to(scheme.kept)
+    above = (near.view(torch.int16) + 1).view(scheme.kept)
+    return torch.where(near < scale, above, near).float().clamp(max=largest)
 
 
 def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:

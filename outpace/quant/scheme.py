@@ -25,6 +25,8 @@ class Scheme:
     """No zero points."""
     activations: Activations | None = None
     """What rows are quantized to before they are multiplied, one by one; None: they are multiplied as they are."""
+    scales: torch.dtype | None = None
+    """What scales are kept in; None: float16 of groups, else float32."""
 
     def __str__(self) -> str:
         scales = "per channel" if self.group is None else f"in groups of {self.group}"
@@ -32,11 +34,15 @@ class Scheme:
         activations = "" if self.activations is None else f", activations {self.activations}"
         return f"{self.values} {scales}{'' if self.symmetric else ', asymmetric'}{activations}"
 
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype of scales and zeros."""
+        return self.scales or (torch.float32 if self.group is None else torch.float16)
+
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what a weight [..., N, K] becomes, by what is put behind its name."""
         *stack, rows, columns = shape
         width = -(-columns // 2) if self.values == "int4" else columns
         scales = (*stack, 1 if self.per_tensor else rows, 1 if self.group is None else -(-columns // self.group))
-        kept = torch.float32 if self.group is None else torch.float16
-        found = {"": ((*stack, rows, width), DTYPES[self.values]), "_scale": (scales, kept)}
-        return found if self.symmetric else {**found, "_zero": (scales, kept)}
+        found = {"": ((*stack, rows, width), DTYPES[self.values]), "_scale": (scales, self.kept)}
+        return found if self.symmetric else {**found, "_zero": (scales, self.kept)}

@@ -18,6 +18,13 @@ INTEGERS = [
     )
 ]
 FLOATS = [Scheme("fp8"), Scheme("fp8", 16), Scheme("fp8", per_tensor=True)]
+STORED = [
+    Scheme("int8", scales=torch.bfloat16),
+    Scheme("int8", 16, scales=torch.float32),
+    Scheme("int4", 16, symmetric=False, scales=torch.bfloat16),
+    Scheme("fp8", scales=torch.float16),
+]
+"""With scales in another dtype than usual, as checkpoints have them."""
 
 
 def restored(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -40,7 +47,7 @@ def check(weight: Tensor, scheme: Scheme) -> None:
     assert (error <= 0.5001 * step + 1e-37).all()
 
 
-@pytest.mark.parametrize("scheme", [*INTEGERS, *FLOATS], ids=str)
+@pytest.mark.parametrize("scheme", [*INTEGERS, *FLOATS, *STORED], ids=repr)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 33), (64, 48), (3, 7, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_half_a_step(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> None:
