@@ -82,11 +82,12 @@ def prepare(
     injection = _plan(module, config, kernels, rules)
     if check is not None:
         check(info, injection)
+    dtype = _choose_dtype(config)
     with as_field("model" if asked is None else _named_by(config)):
-        sources = None if weights is None else match(module, weights)
+        sources = None if weights is None else match(module, weights, dtype)
     if sources is not None:
         check_buffers(module, sources)
-    dtype, device = _choose_dtype(config), _choose_device(config)
+    device = _choose_device(config)
     if (folder := _save_to(config)) is not None:
         save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
     begin = time.perf_counter()

@@ -75,7 +75,7 @@ def load(
     """Load a model as Hugging Face has it, nothing injected; see `find`."""
     device = device or choose_device()
     found = find(source, dtype=dtype, device=device, tokenizer=tokenizer)
-    sources = match(found.model, found.weights)
+    sources = match(found.model, found.weights, found.dtype)
     with progress(sources) as advance:
         fill(found.model, Before.of(found.model, found.dtype), sources, device, advance)
     model = found.model.eval().requires_grad_(False)
@@ -162,7 +162,8 @@ def _decide_dtype(asked: torch.dtype | None, own: torch.dtype | None, device: to
 
 
 def _own_dtype(config: PreTrainedConfig, weights: Weights) -> torch.dtype:
-    stored = (source.dtype for source in weights.sources.values() if source.dtype.is_floating_point)
+    dtypes = (source.dtype for source in weights.sources.values())
+    stored = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
     own: Any = config.dtype or next(stored, torch.float32)
     own = getattr(torch, own, own) if isinstance(own, str) else own
     if not isinstance(own, torch.dtype) or not own.is_floating_point:

@@ -94,13 +94,20 @@ def may_have(model: nn.Module, name: str) -> bool:
     return _listed(model, "_keys_to_ignore_on_load_unexpected", name)
 
 
-def quantization(model: nn.Module) -> str | None:
-    """The method by which the config says that the checkpoint is quantized."""
+def quantization(model: nn.Module) -> Mapping[str, Any] | None:
+    """How the model's config says that its checkpoint is quantized."""
     found = getattr(getattr(model, "config", None), "quantization_config", None)
-    if found is None:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return str(getattr(method, "value", method) or "unknown method")
+    if found is None or isinstance(found, Mapping):
+        return found
+    described = found.to_dict()  # an object of transformers
+    return {**described, "quant_method": str(getattr(found.quant_method, "value", found.quant_method))}
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Let the config describe the model as it will be: with plain weights."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
 
 
 def _listed(model: nn.Module, attribute: str, name: str) -> bool:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from outpace.errors import ModelError
 from outpace.loading import conversion
 from outpace.loading.dtypes import short
+from outpace.loading.foreign.plain import plain_weights
 from outpace.loading.read_source import same
 from outpace.loading.weights import Source, Weights
 from outpace.log import chosen, logger
@@ -25,16 +26,18 @@ _OTHER_HEADS = re.compile(
 """Parts of other classes on the same base model."""
 
 
-def match(model: nn.Module, weights: Weights) -> dict[str, Source]:
+def match(model: nn.Module, weights: Weights, dtype: torch.dtype = torch.float32) -> dict[str, Source]:
     """A source for every parameter and persistent buffer of a model on the meta device, by the model's names.
 
     Names of one Parameter have one source; what the model ties becomes one Parameter, unless the checkpoint has
     different values for it. What the checkpoint may leave out, and does, is computed as its class does it; a buffer
-    has no source then and keeps its value.
+    has no source then and keeps its value. dtype: what quantized weights become, before they go where they stay.
     """
-    if (method := conversion.quantization(model)) is not None:
-        raise _quantized(weights, method)
     wanted = _tensors(model)
+    settings = conversion.quantization(model) if weights.quantization is None else weights.quantization
+    if settings:
+        weights = plain_weights(weights, settings, wanted, dtype)
+        conversion.forget_quantization(model)
     stored = _unwrapped(weights.sources, wanted)
     if isinstance(model, PreTrainedModel):
         found, extra = conversion.convert(model, wanted, stored)
@@ -180,6 +183,6 @@ def _check(model: nn.Module, weights: Weights, lost: list[str], extra: list[str]
 
 def _quantized(weights: Weights, why: str) -> ModelError:
     return ModelError(
-        f"model: {weights.origin} is quantized ({why}); quantized checkpoints are not in this release yet, "
-        "use one with weights in float16, bfloat16 or float32"
+        f"model: {weights.origin} is quantized ({why}), and its config.json does not say how; put the "
+        "quantization_config of the model there, or use weights in float16, bfloat16 or float32"
     )

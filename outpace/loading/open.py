@@ -7,6 +7,7 @@ from typing import Any
 from outpace.errors import ModelError
 from outpace.loading.checkpoint import local_path
 from outpace.loading.descriptor import Descriptor, read_descriptor
+from outpace.loading.foreign.method import stored_settings
 from outpace.loading.join_ranks import RankPart, Shape, Splits, Wanted, join_parts, join_ranks, read_parts
 from outpace.loading.layout import DESCRIPTOR, SAVE_ID, Layout, find_layout, lone_safetensors, read_index
 from outpace.loading.safetensors_file import sources_of
@@ -72,7 +73,7 @@ def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted,
         return 1, _of_layout(path.parent, read_index(path))
     if path.suffix.lower() == ".json":
         return _of_descriptor(read_descriptor(path, base_dir, takes_base_dir=takes_base_dir), wanted)
-    return 1, Weights(str(path), _of_file(path))
+    return 1, Weights(str(path), _of_file(path), stored_settings(path.parent))
 
 
 def _find(source: str | Path, base_dir: str) -> Path:
@@ -89,7 +90,8 @@ def _find(source: str | Path, base_dir: str) -> Path:
 
 
 def _of_layout(folder: Path, layout: Layout) -> Weights:
-    return Weights(str(folder), _union([(path, _of_file(path)) for path in layout.files], layout.places))
+    sources = _union([(path, _of_file(path)) for path in layout.files], layout.places)
+    return Weights(str(folder), sources, stored_settings(folder))
 
 
 def _of_file(path: Path, remedy: str = "name the folder that holds all of them") -> Mapping[str, Source]:

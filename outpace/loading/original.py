@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from outpace.errors import ModelError
 from outpace.loading.checkpoint import fetch, local_path
 from outpace.loading.default_model import default_model_path
+from outpace.loading.foreign.method import CONFIG_KEYS, OLD_GPTQ
 from outpace.loading.gguf import read_gguf
 from outpace.loading.layout import DESCRIPTOR
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.vocab", "*.bpe", "additional_chat_templates/*")
-_NOT_BESIDE = ("*.index.json", DESCRIPTOR, "outpace.json")
+_NOT_BESIDE = ("*.index.json", DESCRIPTOR, "outpace.json", OLD_GPTQ)
 CONFIG = "config.json"
 
 
@@ -74,6 +75,22 @@ def set_entries(config: Path, **entries: Any) -> None:
     if "dtype" in entries:
         content.pop("torch_dtype", None)  # the older name of it
     config.write_text(json.dumps(content | entries, indent=2) + "\n")
+
+
+def say_plain(config: Path) -> None:
+    """Remove what a config.json says about quantization: weights are written plain."""
+    content = json.loads(config.read_text())
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    removed = [part.pop(key) for part in parts for key in CONFIG_KEYS if key in part]
+    if removed:
+        config.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def own_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """What quantized weights are written in where no dtype is asked for."""
+    own: Any = config.dtype
+    own = getattr(torch, own, own) if isinstance(own, str) else own
+    return own if isinstance(own, torch.dtype) and own.is_floating_point and own.itemsize > 1 else torch.float32
 
 
 def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:

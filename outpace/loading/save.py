@@ -16,7 +16,7 @@ from outpace.loading.dtypes import short
 from outpace.loading.inspect import kept_in_fp32
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
-from outpace.loading.original import CONFIG, find_model, opened, set_entries, skeleton_of
+from outpace.loading.original import CONFIG, find_model, opened, own_dtype, say_plain, set_entries, skeleton_of
 from outpace.loading.out_folder import check_out
 from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Piece, Source
@@ -69,11 +69,13 @@ def shard_model(
     with as_field("tp", known_as="tensor parallelism"):
         splits = split_model(skeleton, ranks)
     shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
-    sources = _own(skeleton, match(skeleton, open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))))
+    weights = open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))
+    sources = _own(skeleton, match(skeleton, weights, dtype or own_dtype(config)))
     keep = kept_in_fp32(skeleton, dtype) if dtype is not None else set()
 
     def write_beside(folder: Path) -> None:
         beside(folder)
+        say_plain(folder / CONFIG)
         if dtype is not None:
             set_entries(folder / CONFIG, dtype=short(dtype))
 
@@ -101,6 +103,7 @@ def _configs_of(module: nn.Module, dtype: torch.dtype | None) -> Callable[[Path]
                 config.save_pretrained(target)
         if isinstance(module, PreTrainedModel):
             set_entries(target / CONFIG, architectures=[type(module).__name__])
+            say_plain(target / CONFIG)
             if dtype is not None:
                 set_entries(target / CONFIG, dtype=short(dtype))
 

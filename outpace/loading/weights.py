@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,3 +66,5 @@ class Weights:
     origin: str
     """What errors call it: a folder or a file."""
     sources: Mapping[str, Source]
+    quantization: Mapping[str, Any] | None = None
+    """The quantization_config that lies beside it, {} if the config there has none; None: there is no config."""

@@ -37,7 +37,7 @@ WRONG: Mapping[str, tuple[dict[str, Tensor | None], str]] = {
     "8 bits": ({NORM: torch.ones(32, dtype=torch.int8)}, r"quantized \(model.norm.weight is stored as int8\)"),
     "float8": (
         {NORM: torch.ones(32).to(torch.float8_e4m3fn)},
-        "stored as float8_e4m3fn.*quantized checkpoints are not in this release yet",
+        "stored as float8_e4m3fn.*, and its config.json does not say how; put the quantization_config",
     ),
 }
 
@@ -91,10 +91,12 @@ def test_a_missing_expert(tmp_path: Path) -> None:
         match(skeleton(model), open_weights(tmp_path))
 
 
-def test_quantized_according_to_the_config() -> None:
+def test_quantized_in_a_way_that_is_not_read() -> None:
     empty, weights = llama()
-    empty.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(ModelError, match=r"memory is quantized \(gptq\)"):
+    empty.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    with pytest.raises(
+        ModelError, match="model: quantization_config: quant_method 'bitsandbytes' is not supported; its"
+    ):
         match(empty, weights)
 
 

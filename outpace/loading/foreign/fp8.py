@@ -1,0 +1,56 @@
+"""fp8 with scales for blocks, rows or the whole tensor: DeepSeek's form, transformers' `fp8` and `fbgemm_fp8`, AutoFP8.
+
+weight float8_e4m3fn [N, K]; weight_scale_inv or weight_scale, by which it is multiplied, whatever the name says:
+[ceil(N / 128), ceil(K / 128)], [N, 1] or one number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from outpace.kernels.packed import Packed
+from outpace.loading.foreign.format import FLOATS, ForeignWeight, PackedFormat, Parts
+from outpace.loading.foreign.scales import CHANNEL, TENSOR, Span, scale_of
+
+_SCALES = ("_scale_inv", "_scale")
+_SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Fp8(PackedFormat):
+    """Settings of `quant_method: fp8` and `fbgemm_fp8`."""
+
+    blocks: tuple[int, int] | None
+    """Rows and columns that share a scale; None: rows or the whole tensor, as the scales are shaped."""
+
+    label = "fp8"
+    endings = ("", *_SCALES)
+    makes = ""
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        """(N, K)."""
+        rows, columns = parts.take("", [(None, None)], torch.float8_e4m3fn).shape
+        ending = self._ending(parts)
+        scale_of(parts, ending, self._span(parts, ending, (rows, columns)), (rows, columns), *_SCALE_DTYPES)
+        return rows, columns
+
+    def packed(self, parts: Parts) -> ForeignWeight:
+        """The weight as it is stored."""
+        shape, ending = self.shape(parts), self._ending(parts)
+        span = self._span(parts, ending, shape)
+        scale = scale_of(parts, ending, span, shape, *_SCALE_DTYPES)
+        block, group = span.of(parts, shape)
+        scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
+        return ForeignWeight(Packed(parts.tensors[""], scale, None, shape, group, block))
+
+    def _ending(self, parts: Parts) -> str:
+        return next((ending for ending in _SCALES if ending in parts.tensors), _SCALES[0])
+
+    def _span(self, parts: Parts, ending: str, shape: tuple[int, int]) -> Span:
+        if self.blocks is not None:
+            return Span(self.blocks[0], self.blocks[1], whole_groups=False)
+        found = parts.tensors.get(ending)
+        if found is None or found.numel() == 1:
+            return TENSOR
+        columns = found.dim() == 2 and found.shape[0] == 1  # experts that are stored [K, N]
+        return Span(None, 1) if columns else CHANNEL
