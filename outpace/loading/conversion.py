@@ -105,7 +105,7 @@ def quantization(model: nn.Module) -> Mapping[str, Any] | None:
 
 def forget_quantization(model: nn.Module) -> None:
     """Let the config describe the model as it will be: with plain weights."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
 

@@ -148,7 +148,7 @@ def fp8(names: tuple[str, str], blocks: tuple[int, int] | None, *, powers: bool 
         high, wide = (size or whole for size, whole in zip(blocks or (0, 0), (rows, columns), strict=True))
         scale: Array = scales_of((-(-rows // high), -(-columns // wide)), random, np.float32) / 16
         if powers:
-            scale = 2.0 ** random.integers(-12, -7, scale.shape).astype(np.float32)
+            scale = np.exp2(random.integers(-12, -7, scale.shape)).astype(np.float32)
         exact = value * scale.astype(np.float64)[np.arange(rows) // high][:, np.arange(columns) // wide]
         kept = torch.from_numpy(scale if blocks else scale.reshape(()))
         kept = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu) if powers else kept
