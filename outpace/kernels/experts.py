@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outpace.kernels.activation import bias_act_ref, gated_act_ref
 from outpace.kernels.experts_few import experts_few
+from outpace.kernels.experts_few_packed import experts_few_packed, takes_few_packed
 from outpace.kernels.experts_many import experts_many, fixed_tiles, stack_shape
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.matmul import matmul_invariant_ref
@@ -247,13 +248,15 @@ def prefers_few(tokens: int, top_k: int, experts: int) -> bool:
 def experts_triton(
     x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
 ) -> Tensor:
-    """experts_ref by our kernels: those of few tokens or those of many, which quantized weights always have."""
+    """experts_ref by our kernels: those of few tokens or those of many."""
     _check_layout(x, gate_up, down, weights, chosen, **options)
     if min(x.numel(), chosen.numel(), *stack_shape(down)) == 0:
         return _added(torch.zeros_like(x), options)
     few = prefers_few(len(chosen), chosen.shape[1], stack_shape(gate_up)[0])
     if few and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         return experts_few(x, gate_up, down, weights, chosen, **options)
+    if few and isinstance(gate_up, Packed) and isinstance(down, Packed) and takes_few_packed(gate_up, down):
+        return experts_few_packed(x, gate_up, down, weights, chosen, **options)
     return experts_many(x, gate_up, down, weights, chosen, **options)
 
 

@@ -79,6 +79,89 @@ def _add_chunks(
 
 
 @triton.jit
+def packed_product(
+    x_rows: tl.tensor,  # [M, 1, 1, 1, 1]: pointers to rows of x
+    norm_ptr: tl.tensor,  # [K] or None
+    values_rows: tl.tensor,  # [1 or M, N, 1, 1, 1]: pointers to rows of values
+    scale_rows: tl.tensor,  # [1 or M, N, 1, 1]
+    zero_rows: tl.tensor,  # as scale_rows, or None
+    weight_offset: tl.tensor,
+    depth: tl.constexpr,
+    group: tl.constexpr,
+    default_zero: tl.constexpr,
+    pdl: tl.constexpr,
+    block_k: tl.constexpr,
+    chunk: tl.constexpr,
+) -> tl.tensor:
+    """(x * norm) @ weight.T [M, N] and the mean square of each row of x [M], in fp32; with pdl it waits for x."""
+    block_m: tl.constexpr = x_rows.shape[0]
+    tile_n: tl.constexpr = values_rows.shape[1]
+    even: tl.constexpr = depth % block_k == 0
+    last: tl.constexpr = (depth - 1) // block_k * block_k  # where the last tile begins
+    grouped: tl.constexpr = group < depth
+    grouped_zero: tl.constexpr = grouped and zero_rows is not None
+    columns: tl.constexpr = 2 if values_rows.dtype.element_ty == tl.uint8 else 1  # of a byte
+    has_zero: tl.constexpr = zero_rows is not None or columns == 2
+    groups: tl.constexpr = block_k // group if group < block_k else 1  # of a tile
+    chunks: tl.constexpr = block_k // groups // chunk  # of a group in it
+    g = tl.arange(0, groups)[None, None, :, None]
+    begin = (g[:, :, :, :, None] * chunks + tl.arange(0, chunks)[None, None, None, :, None]) * chunk
+    byte = tl.arange(0, chunk // columns)[None, None, None, None, :]
+    col = begin + tl.arange(0, chunk)[None, None, None, None, :]
+    column = g * (chunks * chunk)
+    byte_col = begin + byte * columns
+    # G and C are to be dealt to threads before M and N. The compiler deals dimensions in the order of contiguity, and
+    # looks at that of no other than the last for anything else.
+    x_ptrs = tl.max_contiguous(x_rows + col, [1, 1, 2, 4, 8])
+    norm_ptrs = None if norm_ptr is None else tl.max_contiguous(norm_ptr + col, [1, 1, 2, 4, 8])
+    values_ptrs = tl.max_contiguous(values_rows + (begin // columns + byte), [1, 1, 2, 4, 8])
+    scale = 1.0
+    zero = default_zero + 0.0
+    if zero_rows is not None and not grouped:
+        zero = tl.load(zero_rows).to(tl.float32)
+
+    # The first weights are under way before the wait: the kernel in front writes x and add, never weights.
+    values = _load(values_ptrs, 0, byte_col < depth, even, "evict_first")
+    if grouped:
+        scale = _load_scales(scale_rows, column, depth, group, even)
+    if grouped_zero:
+        zero = _load_scales(zero_rows, column, depth, group, even)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([block_m, tile_n, groups, chunks], tl.float32)
+    squares = tl.zeros([block_m, 1, groups, chunks], tl.float32)
+    for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
+        at = k + block_k
+        now = values
+        values = _load(values_ptrs, at // columns, at + byte_col < depth, even, "evict_first")
+        if grouped_zero:
+            now_scale, now_zero = scale, zero
+            scale = _load_scales(scale_rows, at + column, depth, group, even)
+            zero = _load_scales(zero_rows, at + column, depth, group, even)
+            acc, squares = _add_chunks(
+                acc, squares, now, now_scale, now_zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+            )
+        elif grouped:
+            now_scale = scale
+            scale = _load_scales(scale_rows, at + column, depth, group, even)
+            acc, squares = _add_chunks(
+                acc, squares, now, now_scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+            )
+        else:
+            acc, squares = _add_chunks(
+                acc, squares, now, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+            )
+    acc, squares = _add_chunks(
+        acc, squares, values, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, last, depth, even, has_zero
+    )
+    y = tl.sum(tl.reshape(acc, [block_m, tile_n, groups * chunks]), axis=2)  # [M, N]
+    if not grouped:
+        y *= tl.reshape(tl.load(scale_rows), [scale_rows.shape[0], tile_n]).to(tl.float32)
+    return y, tl.sum(tl.reshape(squares, [block_m, groups * chunks]), axis=1) / depth
+
+
+@triton.jit
 def _packed_gemv_kernel(
     x_ptr: tl.tensor,  # [M, K]
     values_ptr: tl.tensor,  # [N, K] or [N, ceil(K / 2)]; gated: 2N rows
@@ -111,14 +194,6 @@ def _packed_gemv_kernel(
 ) -> None:
     # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
     tile_n: tl.constexpr = block_n if activation is None else 2 * block_n
-    even: tl.constexpr = depth % block_k == 0
-    last: tl.constexpr = (depth - 1) // block_k * block_k  # where the last tile begins
-    grouped: tl.constexpr = group < depth
-    grouped_zero: tl.constexpr = grouped and zero_ptr is not None
-    columns: tl.constexpr = 2 if values_ptr.dtype.element_ty == tl.uint8 else 1  # of a byte
-    has_zero: tl.constexpr = zero_ptr is not None or columns == 2
-    groups: tl.constexpr = block_k // group if group < block_k else 1  # of a tile
-    chunks: tl.constexpr = block_k // groups // chunk  # of a group in it
     first = tl.program_id(0) * block_n
     lane = tl.arange(0, tile_n)
     if activation is None:
@@ -127,66 +202,22 @@ def _packed_gemv_kernel(
         row = tl.minimum(first + lane // 2, outputs - 1) + lane % 2 * outputs
     m = tl.minimum(tl.arange(0, block_m), rows - 1).to(tl.int64)[:, None, None, None, None]
     n = row.to(tl.int64)[None, :, None, None]
-    g = tl.arange(0, groups)[None, None, :, None]
-    begin = (g[:, :, :, :, None] * chunks + tl.arange(0, chunks)[None, None, None, :, None]) * chunk
-    byte = tl.arange(0, chunk // columns)[None, None, None, None, :]
-    col = begin + tl.arange(0, chunk)[None, None, None, None, :]
-    column = g * (chunks * chunk)
-    # G and C are to be dealt to threads before M and N. The compiler deals dimensions in the order of contiguity, and
-    # looks at that of no other than the last for anything else.
-    x_ptrs = tl.max_contiguous(x_ptr + m * x_stride + col, [1, 1, 2, 4, 8])
-    norm_ptrs = None if norm_ptr is None else tl.max_contiguous(norm_ptr + col, [1, 1, 2, 4, 8])
-    values_ptrs = values_ptr + n[:, :, :, :, None] * values_stride + (begin // columns + byte)
-    values_ptrs = tl.max_contiguous(values_ptrs, [1, 1, 2, 4, 8])
-    byte_col = begin + byte * columns
-    scale_ptrs = scale_ptr + n // shared_rows * scale_stride
-    zero_ptrs = None if zero_ptr is None else zero_ptr + n // shared_rows * zero_stride
-    scale = 1.0
-    zero = default_zero + 0.0
-    if zero_ptr is not None and not grouped:
-        zero = tl.load(zero_ptrs).to(tl.float32)
-
-    # The first weights are under way before the wait: the kernel in front writes x and add, never weights.
-    values = _load(values_ptrs, 0, byte_col < depth, even, "evict_first")
-    if grouped:
-        scale = _load_scales(scale_ptrs, column, depth, group, even)
-    if grouped_zero:
-        zero = _load_scales(zero_ptrs, column, depth, group, even)
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros([block_m, tile_n, groups, chunks], tl.float32)
-    squares = tl.zeros([block_m, 1, groups, chunks], tl.float32)
-    for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
-        at = k + block_k
-        now = values
-        values = _load(values_ptrs, at // columns, at + byte_col < depth, even, "evict_first")
-        if grouped_zero:
-            now_scale, now_zero = scale, zero
-            scale = _load_scales(scale_ptrs, at + column, depth, group, even)
-            zero = _load_scales(zero_ptrs, at + column, depth, group, even)
-            acc, squares = _add_chunks(
-                acc, squares, now, now_scale, now_zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
-            )
-        elif grouped:
-            now_scale = scale
-            scale = _load_scales(scale_ptrs, at + column, depth, group, even)
-            acc, squares = _add_chunks(
-                acc, squares, now, now_scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
-            )
-        else:
-            acc, squares = _add_chunks(
-                acc, squares, now, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
-            )
-    acc, squares = _add_chunks(
-        acc, squares, values, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, last, depth, even, has_zero
+    y, squares = packed_product(
+        x_ptr + m * x_stride,
+        norm_ptr,
+        values_ptr + n[:, :, :, :, None] * values_stride,
+        scale_ptr + n // shared_rows * scale_stride,
+        None if zero_ptr is None else zero_ptr + n // shared_rows * zero_stride,
+        weight_offset,
+        depth,
+        group,
+        default_zero,
+        pdl,
+        block_k,
+        chunk,
     )
-
-    y = tl.sum(tl.reshape(acc, [block_m, tile_n, groups * chunks]), axis=2)  # [M, N]
-    if not grouped:
-        y *= tl.load(scale_ptr + row.to(tl.int64) // shared_rows * scale_stride).to(tl.float32)[None, :]
     if norm_ptr is not None:
-        y *= tl.rsqrt(tl.sum(tl.reshape(squares, [block_m, groups * chunks]), axis=1) / depth + eps)[:, None]
+        y *= tl.rsqrt(squares + eps)[:, None]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     if activation is not None:

@@ -13,6 +13,7 @@ from outpace.kernels.attention_prefill import paged_attention_prefill
 from outpace.kernels.draw import draw_triton
 from outpace.kernels.embedding import embed_triton
 from outpace.kernels.experts_few import experts_few
+from outpace.kernels.experts_few_packed import experts_few_packed
 from outpace.kernels.experts_many import experts_many, fixed_tiles, tiles_for
 from outpace.kernels.gather import gather_rows_triton
 from outpace.kernels.gemv import gemv_triton
@@ -90,7 +91,7 @@ def many() -> None:
 
 
 def packed_experts() -> None:
-    """The kernels of many tokens with quantized experts."""
+    """The kernels of few and of many tokens with quantized experts."""
     for tokens, kind, group, block, zero in (
         (16, "int4", 128, 1, False),
         (64, "int8", 2048, 1, True),
@@ -104,6 +105,7 @@ def packed_experts() -> None:
             for shape in ((2 * inner, hidden), (hidden, inner))
         ]
         experts_many(x, gate_up, down, *routed, **options)
+        experts_few_packed(x, gate_up, down, *routed, **options)
 
 
 def products() -> None:

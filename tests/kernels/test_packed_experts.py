@@ -13,6 +13,7 @@ from outpace.kernels.experts import (
     experts_torch,
     experts_triton,
 )
+from outpace.kernels.experts_few_packed import experts_few_packed, takes_few_packed
 from outpace.kernels.experts_many import Tiles, experts_many
 from tests.kernels.packing import random_packed
 from tests.kernels.test_experts import Call, call_of, check, exact
@@ -27,7 +28,7 @@ FORMS = [
     ("fp8", 10**6, 1, False),
     ("fp8", 32, 4, False),
 ]
-SHAPE = (5, 2, 4, 40, 36)  # tokens, experts of one, experts, hidden, inner
+SHAPE = (5, 3, 4, 40, 36)  # tokens, experts of one, experts, hidden, inner
 
 
 def packed_call(
@@ -61,6 +62,8 @@ def test_the_kernels(form: tuple[str, int, int, bool], dtype: torch.dtype, devic
         call.chosen[0, 0] = -1
         tiles = Tiles(16, 32, 16, 32, num_stages=2)
         check(run(experts_many, call, stacks, tiles=tiles), exact(call))
+        if takes_few_packed(*stacks.values()):
+            check(run(experts_few_packed, call, stacks), exact(call))
 
 
 @pytest.mark.parametrize("experts", [experts_ref, experts_torch, experts_invariant])
@@ -77,6 +80,9 @@ def test_one_of_the_two_may_be_plain_and_one_token_is_enough(device: torch.devic
     for given in givens:
         one = replace(call, **given).part(slice(0, 1))
         check(one.run(experts_triton), exact(call.part(slice(0, 1))))
+        add = torch.randn(1, 40, device=device)
+        want = exact(call.part(slice(0, 1))) + add.double()
+        check(one.run(experts_triton, add=add, out=add), want)
 
 
 @pytest.mark.usefixtures("left_to_right")
