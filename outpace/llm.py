@@ -62,6 +62,8 @@ class LLM:
         parts = load_paged(model, LLMConfig.of(config, **options))
         self.config, self.name = parts.config, parts.name
         self.dtype, self.dtype_reason, self.device = parts.dtype, parts.dtype_reason, parts.device
+        self.quantized = parts.quantized
+        """What was quantized, and how; None: nothing was."""
         self.tokenizer = tokenizer or parts.tokenizer
         self._engine: LLMEngine | None = LLMEngine(parts, self.tokenizer)
         self.startup_seconds = parts.seconds | self._engine.startup_seconds | {"all": time.perf_counter() - begin}

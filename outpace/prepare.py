@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, as_field
 from outpace.inject.paged import BatchModel
-from outpace.inject.quantize_others import quantize_others
+from outpace.inject.quantize_others import check_rules, quantize_others
+from outpace.inject.quantized import Quantized
 from outpace.inject.split import known_splits
 from outpace.inject.start import Injection, plan_injection
 from outpace.kernels.dispatch import Kernels, choose_kernels
@@ -55,6 +56,8 @@ class Prepared:
     """What this took, by part."""
     weight_bytes: int = 0
     """That were read; 0: the module had its own."""
+    quantized: Quantized | None = None
+    """What became of its weights; None: they are in `dtype`."""
 
 
 Check = Callable[[ModelInfo, Injection | None], None]
@@ -87,6 +90,7 @@ def prepare(
         sources = None if weights is None else match(module, weights, dtype)
     if sources is not None:
         check_buffers(module, sources)
+    check_rules(module, injection, kernels, rules)
     device = _choose_device(config)
     if (folder := _save_to(config)) is not None:
         save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
@@ -97,14 +101,18 @@ def prepare(
     if injection is not None:
         injection.apply()
     quantize_others(module, kernels, rules)
+    if (quantized := Quantized.of(module, dtype)) is not None:
+        chosen("quantization", quantized, "asked for")
     if sources is None:
         settle(module, before, device)
-        return Prepared(module.eval(), info, injection, dtype, device, {"inject": time.perf_counter() - begin})
+        seconds = {"inject": time.perf_counter() - begin}
+        return Prepared(module.eval(), info, injection, dtype, device, seconds, quantized=quantized)
     at_fill = time.perf_counter()
     with progress(sources) as advance:
         fill(module, before, sources, device, advance)
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
-    return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(sources))
+    read = stored_bytes(sources)
+    return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized)
 
 
 def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
@@ -148,6 +156,8 @@ class PagedParts:
     """What requests get where they do not say, by names of SamplingParams."""
     weight_bytes: int = 0
     """That were read to load it."""
+    quantized: Quantized | None = None
+    """What became of its weights; None: they are in `dtype`."""
 
 
 def load_paged(
@@ -164,7 +174,7 @@ def load_paged(
         raise encoder_decoder(loaded.name)
     if not info.can_generate:
         raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
-    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype, "quant": asked.quantization})
+    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype, "quant": asked.asked_quant})
     at_load = time.perf_counter()
 
     def check(info: ModelInfo, injection: Injection | None) -> None:
@@ -194,6 +204,7 @@ def load_paged(
         seconds={"load": at_load - begin, **prepared.seconds},
         sampling=sampling_defaults(config.generation_config, own, loaded.sampling if isinstance(loaded, Found) else {}),
         weight_bytes=prepared.weight_bytes,
+        quantized=prepared.quantized,
     )
 
 

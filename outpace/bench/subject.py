@@ -149,12 +149,12 @@ def _open(
     begin = time.perf_counter()
     if isinstance(model, nn.Module):
         own = next(model.parameters()).dtype
-        return model, None, type(model).__name__, config.dtype or own, 0.0
+        return model, None, type(model).__name__, config.compute_dtype or own, 0.0
     if random or is_shape(model):
         if model is None:
             raise InputError(f"random: name a shape ({', '.join(SHAPES)}) or a folder with a config.json")
-        dtype = config.dtype or choose_dtype(None, config.torch_device)[0]
+        dtype = config.compute_dtype or choose_dtype(None, config.torch_device)[0]
         made = build(model, dtype, config.torch_device, seed)
         return made, None, Path(model).name, dtype, time.perf_counter() - begin
-    loaded = load(model, dtype=config.dtype, device=config.torch_device)
+    loaded = load(model, dtype=config.compute_dtype, device=config.torch_device)
     return loaded.model, loaded.tokenizer, loaded.name, loaded.dtype, time.perf_counter() - begin

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from outpace.cli.model import OnlyModel
-from outpace.cli.talk import Device, DType, GenerationConfig, Temperature, TopP, given, need_tokenizer
+from outpace.cli.talk import Device, DType, GenerationConfig, Quantization, Temperature, TopP, given, need_tokenizer
 from outpace.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def command(
     ] = False,
     generation_config: GenerationConfig = None,
     dtype: DType = None,
+    quantization: Quantization = None,
     device: Device = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Without CUDA graphs: ready sooner, slower.")
@@ -44,7 +45,7 @@ def command(
     SamplingParams(**options)  # wrong values are refused before the model is loaded
     asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
-    more = given(generation_config=generation_config)
+    more = given(generation_config=generation_config, quantization=quantization)
     llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1, **more)
     ready = time.perf_counter() - begin
     need_tokenizer(llm)
@@ -84,7 +85,8 @@ def _write(text: str) -> None:
 def _report(console: Console, llm: "LLM", output: "RequestOutput", ready: float) -> None:
     answer, first, speed = output.outputs[0], output.metrics.time_to_first_token, output.decode_tokens_per_second
     console.print(
-        f"[dim]{llm.name} on {llm.device} in {str(llm.dtype).removeprefix('torch.')} ({llm.dtype_reason})\n"
+        f"[dim]{llm.name} on {llm.device} in {str(llm.dtype).removeprefix('torch.')} ({llm.dtype_reason})"
+        f"{'' if llm.quantized is None else f', weights {llm.quantized}'}\n"
         f"{len(output.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} new ({answer.finish_reason}) · "
         f"{f'{speed:.1f} tokens/s' if speed else 'one token'} · first token after {(first or 0) * 1e3:.0f} ms · "
         f"ready after {ready:.1f} s[/]",

@@ -53,7 +53,7 @@ def _dtype(name: str) -> "torch.dtype":
     except ValueError as error:
         raise ConfigError(f"dtype: {error}") from None
     if not found.is_floating_point:
-        raise NotSupportedYet(f"dtype={name}", "quantization")
+        raise NotSupportedYet(f"dtype={name}", "sharding of quantized weights")
     return found
 
 

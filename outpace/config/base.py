@@ -153,6 +153,10 @@ def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str]
     inner, taken = data, [name] if name in data else []
     if section:
         held = data.get(section, {})
+        if held is None or (value is None and section not in data and owner.model_fields[section].default is None):
+            if value is None:
+                return  # the section stays off
+            held = {}
         if not isinstance(held, Mapping | ConfigModel):
             return  # the section's own error says what is wrong with it
         model = _section(owner, section)
@@ -173,9 +177,8 @@ def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str]
 
 def _section(owner: type[ConfigModel], name: str) -> type[ConfigModel]:
     annotation = owner.model_fields[name].annotation
-    assert isinstance(annotation, type), f"{name} must be a section"
-    assert issubclass(annotation, ConfigModel)
-    return annotation
+    parts = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
+    return next(part for part in parts if issubclass(part, ConfigModel))
 
 
 def _is_number(annotation: object) -> bool:

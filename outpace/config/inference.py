@@ -56,6 +56,7 @@ class InferenceConfig(ConfigModel):
         "enforce_eager": "a name of outpace.LLM alone; use enable_cuda_graph",
         "max_model_len": "a name of outpace.LLM alone; use max_out_tokens",
         "tensor_parallel_size": "a name of outpace.LLM alone; use tensor_parallel.tp_size",
+        "quantization": "a name of outpace.LLM alone; use quant.scheme",
         "generation_config": "outpace.LLM's alone: generate takes the module's own generation_config; leave it out",
         "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; leave it out",
         "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
@@ -175,7 +176,7 @@ class InferenceConfig(ConfigModel):
         return self
 
     @property
-    def quantization(self) -> QuantizationConfig | None:
+    def asked_quant(self) -> QuantizationConfig | None:
         """How weights are quantized; None: they are not. dtype int8 asks for it too."""
         return QuantizationConfig() if self.quant is None and is_int8(self) else self.quant
 

@@ -16,6 +16,7 @@ class LLMConfig(InferenceConfig):
     flat: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "tensor_parallel.tp_size",
         "max_model_len": "max_out_tokens",
+        "quantization": "quant.scheme",
         "num_gpu_blocks_override": "cache.num_blocks",
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},

@@ -58,10 +58,5 @@ QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...]
         "quant.activation: activations are quantized to 8 bits, symmetric, with one scale a token; leave num_bits, "
         "q_type and q_groups out",
     ),
-    (
-        lambda q: activates(q) and changed(q.weight, *_WHOLE_RULES, *_SINGLE),
-        "quant.activation with fields of quant.weight: activations are quantized for symmetric int8 weights with one "
-        "scale a row; leave the fields of quant.weight out",
-    ),
 )
 """(is it wrong?, what to say)."""

@@ -33,33 +33,51 @@ class Injected:
     layers: list[FusedLayer]
 
 
-def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP) -> Injected:
-    """Replace the planned layers by fused ones, and embedding and head by ours: all empty, with recipes."""
+Places = list[tuple[str, nn.Module]]
+"""Modules to be put in, by their paths."""
+
+
+def build(model: nn.Module, plan: Plan, kernels: Kernels, make: Maker) -> tuple[list[FusedLayer], Places]:
+    """Fused layers for the planned ones, embedding and head: all empty, with recipes. The model stays as it is."""
     classes = {kind: hugging_face_layer(kind) for kind in dict.fromkeys(type(item.layer) for item in plan.layers)}
-    make = Maker(model, kernels, rules)
     layers = []
     for index, item in enumerate(plan.layers):
         fused = classes[type(item.layer)](item.policy, item.settings, index, kernels)
         _build(fused, item, make, plan.config)
-        model.set_submodule(item.path, fused)
         layers.append(fused)
-    policy = layers[0].policy
-    if policy.model is not None:
-        _replace_ends(model, policy.model, plan.config, make)
+    roles = layers[0].policy.model
+    return layers, [] if roles is None else _ends(model, roles, plan.config, make)
+
+
+def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP) -> Injected:
+    """Replace the planned layers by fused ones, and embedding and head by ours."""
+    layers, ends = build(model, plan, kernels, Maker(model, kernels, rules))
+    places: Places = [(item.path, fused) for item, fused in zip(plan.layers, layers, strict=True)]
+    for path, made in [*places, *ends]:
+        model.set_submodule(path, made)
+    refuse_to_save(model)
+    names = ", ".join(kind.__name__ for kind in dict.fromkeys(type(item.layer) for item in plan.layers))
+    chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {names}")
+    return Injected(layers[0].policy, plan.config, layers)
+
+
+def refuse_to_save(model: nn.Module) -> None:
+    """Methods of the model that would go wrong with our weights raise."""
     for name, refuse in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
         if hasattr(model, name):
             setattr(model, name, refuse)
-    names = ", ".join(kind.__name__ for kind in classes)
-    chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {names}")
-    return Injected(policy, plan.config, layers)
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
-    raise NotSupported("save_pretrained: nobody could load fused weights by their names; save before injection")
+    raise NotSupported(
+        "save_pretrained: nobody could load fused or quantized weights by their names; save before injection"
+    )
 
 
 def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
-    raise NotSupported("resize_token_embeddings: embedding and head are fused already; resize before injection")
+    raise NotSupported(
+        "resize_token_embeddings: embedding and head are fused or quantized already; resize before injection"
+    )
 
 
 def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> None:
@@ -86,16 +104,16 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> N
     fused.mixture = None
     if policy.moe is not None:
         fused.mixture = make.mixture(part, policy.moe, config, item.settings.activation)
-        _stand_in(fused.mixture.router, part(policy.moe.router))
+        stand_in(fused.mixture.router, part(policy.moe.router))
     fused.sinks = None if policy.sinks is None else part.parameter(policy.sinks)
     table = None if policy.rotary_table is None else part.buffer(policy.rotary_table).float().chunk(2, dim=-1)
     fused.register_buffer("sin", None if table is None else table[0].contiguous(), persistent=False)
     fused.register_buffer("cos", None if table is None else table[1].contiguous(), persistent=False)
-    _stand_in(fused, layer)
+    stand_in(fused, layer)
     fused.eval()
 
 
-def _stand_in(made: nn.Module, module: nn.Module) -> None:
+def stand_in(made: nn.Module, module: nn.Module) -> None:
     """Give a module what others may look for on the one that it replaces: hooks and plain attributes."""
     for name in _HOOKS:  # Hugging Face puts its own there once, when outputs are first recorded
         setattr(made, name, getattr(module, name))
@@ -110,16 +128,14 @@ def _order(policy: Policy, settings: Settings) -> RowOrder | None:
     return RowOrder(policy.qkv_layout, settings.num_heads, settings.num_kv_heads, settings.head_dim)
 
 
-def _replace_ends(model: nn.Module, roles: ModelRoles, config: Any, make: Maker) -> None:
-    """Embedding and head become ours; the model around them calls them as before. One without a head keeps its own."""
+def _ends(model: nn.Module, roles: ModelRoles, config: Any, make: Maker) -> Places:
+    """Our embedding and head; the model around them calls them as before. One without a head keeps its own."""
     part = Parts(model)
     embedding, head = part.optional(roles.embed), part.optional(roles.head)
     if embedding is None or head is None:
-        return
+        return []
     own = 1.0 if type(embedding) is nn.Embedding else roles.embed_scale(config)
-    for path, module, made in (
-        (roles.embed, embedding, make.embedding(embedding, own)),
-        (roles.head, head, make.linear([head], "head")),
-    ):
-        _stand_in(made, module)
-        model.set_submodule(path, made.eval())
+    made = make.embedding(embedding, own), make.linear([head], "head")
+    for ours, module in zip(made, (embedding, head), strict=True):
+        stand_in(ours.eval(), module)
+    return list(zip((roles.embed, roles.head), made, strict=True))

@@ -14,6 +14,7 @@ from outpace.cache.kv_cache import Pages, allocate
 from outpace.errors import ModelError, NotSupported
 from outpace.inject.attention import KEYWORD, PAGED, AttentionLayer, PagedAttention, register, switched
 from outpace.inject.experts_interface import StackedExperts, stacked_experts
+from outpace.inject.make import Maker
 from outpace.inject.paged import Batch, BatchModel
 from outpace.inject.policy import looks_ahead
 from outpace.inject.probe import probe
@@ -38,6 +39,9 @@ class Interface:
         self._experts = experts
         if reason := next((found for check in _CHECKS if (found := check(model))), None):
             raise refused(model, reason)
+
+    def check(self, make: Maker) -> None:
+        """Nothing is made on this level."""
 
     def apply(self) -> None:
         """Nothing is changed on this level."""

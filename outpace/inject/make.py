@@ -15,6 +15,7 @@ from outpace.inject.quantized import PackedLinear
 from outpace.inject.recipe import Pairs, Recipe, RowOrder
 from outpace.kernels.dispatch import Kernels
 from outpace.quant.rules import KEEP, Role, Rules
+from outpace.quant.scheme import Scheme
 
 _EPS_NAMES = ("eps", "variance_epsilon")
 
@@ -25,8 +26,11 @@ class Maker:
     def __init__(self, model: nn.Module, kernels: Kernels, rules: Rules = KEEP) -> None:
         tensors = (*model.named_buffers(), *model.named_parameters())
         self._names = {id(tensor): name for name, tensor in tensors}
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self._kernels = kernels
         self._rules = rules
+        self.schemes: dict[str, Scheme | None] = {}
+        """Of the weights of linears that it made modules for, by the names that rules know them by."""
 
     def linear(
         self,
@@ -48,10 +52,15 @@ class Maker:
             rows = [part.shape_in_weight[0] for part in recipe.parts]
             tensors = [count if each is None else self._tensor(each) for each, count in zip(biases, rows, strict=True)]
             bias = Recipe.joined(tensors, order=order)
-        scheme = self._rules.of(role, [part.name for part in recipe.parts], recipe.shape)
+        scheme = self._scheme(role, [f"{self._paths[id(module)]}.weight" for module in modules], recipe)
         if scheme is None:
             return PlainLinear(recipe, bias, self._kernels)
         return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
+
+    def _scheme(self, role: Role, names: Sequence[str], recipe: Recipe) -> Scheme | None:
+        scheme = self._rules.of(role, names, recipe.shape)
+        self.schemes.update(dict.fromkeys(names, scheme))
+        return scheme
 
     def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:
         """Router, experts and shared MLP of a layer, or of a module, whose parts are these."""
@@ -93,7 +102,7 @@ class Maker:
         down, down_bias = find(module, roles.down, roles.transposed, False)
         limit, alpha = roles.clamp(config) or (None, None)
         for recipe in (up, down):
-            if self._rules.of("experts", [part.name for part in recipe.parts], recipe.shape) is not None:
+            if self._scheme("experts", list(dict.fromkeys(part.name for part in recipe.parts)), recipe) is not None:
                 raise NotSupportedYet("quant", "quantized experts")
         return PlainExperts(
             up, down, up_bias, down_bias, self._kernels, act=act, gated=roles.gated, limit=limit, alpha=alpha

@@ -60,11 +60,14 @@ def find_mixtures(model: nn.Module, plan: Plan) -> list[Found]:
     return found
 
 
+def make_mixtures(found: Sequence[Found], make: Maker) -> list[MixtureOfExperts]:
+    """Fused ones for those that were found. The model stays as it is."""
+    return [make.mixture(Parts(each.module), each.roles, None, each.form.act) for each in found]
+
+
 def replace_mixtures(model: nn.Module, found: Sequence[Found], kernels: Kernels, rules: Rules = KEEP) -> None:
     """Put fused ones in their places, empty, with recipes."""
-    make = Maker(model, kernels, rules)
-    for each in found:
-        mixture = make.mixture(Parts(each.module), each.roles, None, each.form.act)
+    for each, mixture in zip(found, make_mixtures(found, Maker(model, kernels, rules)), strict=True):
         model.set_submodule(each.path, _standing_in(each, mixture))
     kinds = ", ".join(dict.fromkeys(type(each.module).__name__ for each in found))
     chosen("experts", f"{len(found)} fused mixtures of {kinds}", "no token is dropped: capacities are for training")

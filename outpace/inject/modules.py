@@ -1,6 +1,7 @@
 """The fused modules: a linear with what stands before and after it, a norm, an embedding, and the one layer of all."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.gemv import prefers_gemv
+from outpace.kernels.quantize import empty_rows
 
 
 class Attend(Protocol):
@@ -22,6 +24,16 @@ class Attend(Protocol):
 
     def __call__(self, layer: "FusedLayer", qkv: Tensor) -> Tensor:
         """(layer, qkv [T, (Hq + 2 Hkv) * D]) -> [T, Hq * D]."""
+
+
+class Before(Protocol):
+    """What is done to rows before a linear: a norm, or an activation."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows [T, H] -> [T, K]."""
+
+    def quantized(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """The same as values of this kind and scales, in one kernel where there is one."""
 
 
 class Norm(nn.Module):
@@ -53,6 +65,47 @@ class Norm(nn.Module):
             return self._kernels.layer_norm(x, self.weight, self.bias, self.eps)[0]
         options = {"weight_offset": self.offset, "round_before_weight": self.round_before_weight}
         return self._kernels.rms_norm(x, self.weight, self.eps, **options)[0]
+
+    def quantized(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Norm of x [T, H] as values of this kind and scales [T, 1]."""
+        if self.kind == "layer":
+            rows: tuple[Tensor, Tensor] = self._kernels.quantize_rows(self(x), kind)
+            return rows
+        values, scales = empty_rows(x.shape[0], x.shape[1], kind, x.device)
+        options = {"weight_offset": self.offset, "round_before_weight": self.round_before_weight}
+        self._kernels.rms_norm(x, self.weight, self.eps, out=values, scales=scales, **options)
+        return values, scales
+
+
+def fused_norm(norm: Norm) -> dict[str, Any]:
+    """The options of a product that does a norm itself; none where it cannot."""
+    if norm.kind != "rms" or norm.weight is None:
+        return {}
+    options = {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
+    return {**options, "round_before_weight": norm.round_before_weight}
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation before a linear that takes quantized rows: its kernel writes them."""
+
+    name: str
+    gated: bool
+    kernels: Kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, 2K] where gated, else [T, K] -> [T, K]."""
+        y: Tensor = self.kernels.gated_act(x, self.name) if self.gated else self.kernels.bias_act(x, None, self.name)
+        return y
+
+    def quantized(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """The same as values of this kind and scales [T, 1]."""
+        values, scales = empty_rows(len(x), x.shape[1] // (2 if self.gated else 1), kind, x.device)
+        if self.gated:
+            self.kernels.gated_act(x, self.name, out=values, scales=scales)
+        else:
+            self.kernels.bias_act(x, None, self.name, out=values, scales=scales)
+        return values, scales
 
 
 class Made(nn.Module):
@@ -111,6 +164,8 @@ class Linear(Made):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    rows_kind: str | None = None
+    """What rows are quantized to before its product; None: they are not."""
 
     def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels) -> None:
         super().__init__({"weight": weight, "bias": bias})
@@ -121,7 +176,7 @@ class Linear(Made):
         self,
         x: Tensor,
         *,
-        norm: Norm | None = None,
+        norm: Before | None = None,
         act: str | None = None,
         gated: bool = False,
         add: Tensor | None = None,
@@ -146,7 +201,9 @@ class Linear(Made):
         """x @ weight.T + bias + add."""
         raise NotImplementedError
 
-    def at_once(self, x: Tensor, norm: Norm | None, act: str | None, gated: bool, add: Tensor | None) -> Tensor | None:
+    def at_once(
+        self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
+    ) -> Tensor | None:
         """All that `forward` does, for a linear that has one kernel for it at so many rows; None: it has not."""
         return None
 
@@ -161,18 +218,17 @@ class PlainLinear(Linear):
         product: Tensor = self._kernels.linear(x, self.weight, bias, add=add, out=out)
         return product
 
-    def at_once(self, x: Tensor, norm: Norm | None, act: str | None, gated: bool, add: Tensor | None) -> Tensor | None:
+    def at_once(
+        self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
+    ) -> Tensor | None:
         """Few rows in one kernel, which reads the weights once."""
         if self._kernels.gemv is None or (act is not None and not gated):
             return None
         if not prefers_gemv(len(x), self.out_features, self.in_features, gated=gated):
             return None
-        fused: dict[str, Any] = {}
-        if norm is not None and norm.kind == "rms" and norm.weight is not None:
-            fused = {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
-            fused["round_before_weight"] = norm.round_before_weight
-        elif norm is not None:
-            x = norm(x)
+        fused = fused_norm(before) if isinstance(before, Norm) else {}
+        if before is not None and not fused:
+            x = before(x)
         kind = None if act is None else activation_kind(act)
         result: Tensor = self._kernels.gemv(x, self.weight, bias=self.bias, activation=kind, add=add, **fused)
         return result
@@ -238,8 +294,10 @@ class FusedLayer(nn.Module):
             return result[0] if add is None else add + result[0]
         assert self.up is not None, "a layer has an MLP or its projections"
         assert self.down is not None, "a layer has an MLP or its projections"
-        inner = self.up(x, norm=norm, act=self.settings.activation, gated=self.policy.gated)
-        return self.down(inner, add=add, reuse=True)
+        act, gated = self.settings.activation, self.policy.gated
+        if self.down.rows_kind is not None:
+            return self.down(self.up(x, norm=norm), norm=Activation(act, gated, self.kernels), add=add, reuse=True)
+        return self.down(self.up(x, norm=norm, act=act, gated=gated), add=add, reuse=True)
 
 
 def _pre(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:

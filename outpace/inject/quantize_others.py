@@ -1,19 +1,45 @@
 """Quantized linears in the place of those that injection leaves alone: of plain modules, encoders, level 0."""
 
+from collections.abc import Iterator
+
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from outpace.errors import ConfigError
+from outpace.inject.apply import refuse_to_save, stand_in
 from outpace.inject.make import Maker
+from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
-from outpace.log import chosen
 from outpace.quant.rules import KEEP, Role, Rules
 
 ROLES: tuple[tuple[tuple[str, ...], Role], ...] = (
-    (("lm_head", "embed_out", "output_projection"), "head"),
+    (("lm_head", "embed_out", "output_projection", "decoder", "vocab_projector"), "head"),
     (("gate", "router"), "router"),
-    (("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "query_key_value", "q_lin"), "qkv"),
+    (("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "query_key_value"), "qkv"),
+    (("q_lin", "k_lin", "v_lin"), "qkv"),
 )
 """What the last name of a linear says of its part."""
+
+
+def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels, rules: Rules) -> None:
+    """Raise if a rule cannot be followed, or if nothing follows it. Nothing is changed."""
+    if rules is KEEP:
+        return
+    make = Maker(model, kernels, rules)
+    if injection is not None:
+        injection.check(make)
+    for path, module in _linears(model):
+        if f"{path}.weight" not in make.schemes:
+            _quantized(make, path, module)
+    for key in rules.named:
+        if not any(key in name for name in make.schemes):
+            some = ", ".join(list(make.schemes)[:3])
+            raise ConfigError(
+                f"quant.weight.post_init_quant: {key!r} is in the name of no linear of {type(model).__name__}, whose "
+                f"names are like {some or 'nothing: it has none'}; correct it, or remove it"
+            )
+    if not any(scheme is not None for scheme in make.schemes.values()):
+        raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
 
 
 def quantize_others(model: nn.Module, kernels: Kernels, rules: Rules) -> None:
@@ -21,19 +47,31 @@ def quantize_others(model: nn.Module, kernels: Kernels, rules: Rules) -> None:
     if rules is KEEP:
         return
     make = Maker(model, kernels, rules)
-    swapped = 0
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) not in (nn.Linear, Conv1D):
-            continue
-        made = make.linear([module], _role(path), transposed=type(module) is Conv1D)
-        if made.recipes["weight"].scheme is None:
-            continue
-        model.set_submodule(path, made.eval())
-        swapped += 1
-    if swapped:
-        chosen("quantization", f"{swapped} more linears", "not in fused layers")
+    made = [(path, module, _quantized(make, path, module)) for path, module in _linears(model)]
+    for path, module, ours in made:
+        if ours is not None:
+            stand_in(ours, module)
+            model.set_submodule(path, ours)
+    refuse_to_save(model)
 
 
-def _role(path: str) -> Role:
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model's own, by all their names, but those that it wants in fp32.
+
+    Torch's encoder layer reads the weights of its linears itself.
+    """
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for path, module in model.named_modules(remove_duplicate=False):
+        if kept & set(path.split(".")):
+            continue
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if path and type(module) in (nn.Linear, Conv1D) and not isinstance(parent, nn.TransformerEncoderLayer):
+            yield path, module
+
+
+def _quantized(make: Maker, path: str, module: nn.Module) -> nn.Module | None:
+    """The module that takes the place of a linear; None: it stays."""
     name = path.rpartition(".")[2]
-    return next((role for names, role in ROLES if name in names), "other")
+    role: Role = next((role for names, role in ROLES if name in names), "other")
+    made = make.linear([module], role, transposed=type(module) is Conv1D)
+    return None if made.recipes["weight"].scheme is None else made.eval()

@@ -1,11 +1,20 @@
 """Linears whose weight is quantized: they bring a product of their own, what stands around it stays as it is."""
 
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from outpace.inject.modules import Linear
+from outpace.errors import ModelError
+from outpace.inject.modules import Before, Linear, Made, Norm, fused_norm
 from outpace.inject.recipe import Recipe
+from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.packed import Packed
+from outpace.kernels.packed_linear import packed_choice
+from outpace.log import size_text
 from outpace.quant.rounding import as_packed
 
 
@@ -19,6 +28,7 @@ class PackedLinear(Linear):
         super().__init__(weight, bias, kernels)
         assert weight.scheme is not None, "a linear without a scheme is a PlainLinear"
         self.scheme = weight.scheme
+        self.rows_kind = self.scheme.activations
         if self.scheme.symmetric:
             self.weight_zero = None
         self._packed: Packed | None = None
@@ -33,13 +43,85 @@ class PackedLinear(Linear):
             self._packed = as_packed(tensors, self.scheme, (self.out_features, self.in_features))
         return self._packed
 
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """See `Linear`."""
+        if x.dtype.itemsize == 1:
+            raise ModelError(
+                f"quant: a linear of {self.in_features} columns got rows of {x.dtype}: the model casts them to the "
+                "dtype of a weight, which is quantized; name other linears in quant.weight.post_init_quant"
+            )
+        return super().forward(x, **options)
+
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """With the weight as it is kept."""
+        if self.rows_kind is not None:
+            values, scales = self._kernels.quantize_rows(x, self.rows_kind)
+            return self._scaled(values, scales, x.dtype, bias, add, out)
         result: Tensor = self._kernels.packed_linear(x, self.packed, bias=bias, add=add, out=out)
+        return result
+
+    def at_once(
+        self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
+    ) -> Tensor | None:
+        """Rows quantized by what comes before, or few rows in one kernel."""
+        if self.rows_kind is not None:
+            if before is None or act is not None:
+                return None
+            return self._scaled(*before.quantized(x, self.rows_kind), x.dtype, self.bias, add)
+        if (act is not None and not gated) or packed_choice(len(x), self.packed) != "few":
+            return None
+        fused = fused_norm(before) if isinstance(before, Norm) else {}
+        if before is not None and not fused:
+            x = before(x)
+        kind = None if act is None else activation_kind(act)
+        result: Tensor = self._kernels.packed_linear(x, self.packed, bias=self.bias, activation=kind, add=add, **fused)
+        return result
+
+    def _scaled(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        add: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The product of quantized rows."""
+        result: Tensor = self._kernels.scaled_linear(
+            values, scales, self.packed, bias=bias, add=add, out=out, dtype=dtype
+        )
         return result
 
     def extra_repr(self) -> str:
         """What is printed of it."""
         return f"{self.in_features} -> {self.out_features}, {self.scheme}"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What was quantized in a model."""
+
+    schemes: tuple[str, ...]
+    """The one that most weights have first."""
+    weights: int
+    before: int
+    """Bytes of these weights in the model's dtype."""
+    after: int
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> "Quantized | None":
+        """Looks at a model; None: nothing was."""
+        made = [module for module in model.modules() if isinstance(module, Made)]
+        recipes = [recipe for module in made for recipe in module.recipes.values() if recipe.scheme is not None]
+        if not recipes:
+            return None
+        counts = Counter(str(recipe.scheme) for recipe in recipes)
+        before = sum(torch.Size(recipe.shape).numel() for recipe in recipes) * dtype.itemsize
+        after = sum(recipe.scheme.nbytes(recipe.shape) for recipe in recipes if recipe.scheme is not None)
+        return cls(tuple(name for name, _ in counts.most_common()), len(recipes), before, after)
+
+    def __str__(self) -> str:
+        sizes = f"{size_text(self.before)} became {size_text(self.after)}"
+        return f"{'; '.join(self.schemes)} ({self.weights} weights, {sizes})"

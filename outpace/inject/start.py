@@ -9,9 +9,10 @@ from torch import nn
 
 from outpace.config import InferenceConfig
 from outpace.errors import ConfigError, NotSupported
-from outpace.inject.apply import Injected, inject
+from outpace.inject.apply import Injected, build, inject
 from outpace.inject.interface import Interface
-from outpace.inject.mixtures import Found, check_asked, find_mixtures, replace_mixtures
+from outpace.inject.make import Maker
+from outpace.inject.mixtures import Found, check_asked, find_mixtures, make_mixtures, replace_mixtures
 from outpace.inject.paged import BatchModel, PagedModel, check_paged
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, make_plan
@@ -27,6 +28,9 @@ Paged = Callable[[int], BatchModel]
 
 class Injection(Protocol):
     """What injection will make of a model; everything that can be checked beforehand has been."""
+
+    def check(self, make: Maker) -> None:
+        """Make what `apply` will put in, and let go of it: what is wrong with rules for weights is said here."""
 
     def apply(self) -> None:
         """Change the model."""
@@ -50,6 +54,10 @@ class Fused:
         self._kernels = kernels
         self._rules = rules
         self._injected: Injected | None = None
+
+    def check(self, make: Maker) -> None:
+        """Make the fused layers, and let go of them."""
+        build(self._model, self._plan, self._kernels, make)
 
     def apply(self) -> None:
         """Put the fused layers in."""
@@ -88,6 +96,12 @@ class WithMixtures:
         self._kernels = kernels
         self._rules = rules
         self._inner = inner
+
+    def check(self, make: Maker) -> None:
+        """Make the mixtures and the rest, and let go of them."""
+        make_mixtures(self._found, make)
+        if self._inner is not None:
+            self._inner.check(make)
 
     def apply(self) -> None:
         """Put the mixtures in, then the rest."""

@@ -51,7 +51,7 @@ class Subject:
                 f"model: expected a name, a path, a torch.nn.Module or an LLM, got {type(source).__name__}"
             )
         name = None if source is None else os.fspath(source)
-        found = find(name, dtype=config.dtype, device=config.torch_device)
+        found = find(name, dtype=config.compute_dtype, device=config.torch_device)
         return cls(source, config, tokenizer or found.tokenizer, *_sizes(describe(found.model, config.config), config))
 
     @property

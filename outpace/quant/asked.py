@@ -3,9 +3,8 @@
 from outpace.config import InferenceConfig
 from outpace.config.quant_rules import activates
 from outpace.config.sections import GroupQuantConfig, QuantizationConfig
-from outpace.errors import NotSupportedYet
 from outpace.quant.rules import KEEP, Rules
-from outpace.quant.scheme import Scheme, Values
+from outpace.quant.scheme import Activations, Scheme, Values
 
 NAMED: dict[str, Scheme] = {
     "int8": Scheme("int8"),
@@ -17,33 +16,29 @@ NAMED: dict[str, Scheme] = {
 
 def asked_rules(config: InferenceConfig) -> Rules:
     """Which weights become what."""
-    quant = config.quantization
-    rules = KEEP if quant is None else _rules(quant)
-    if rules.scheme is not None and rules.scheme.activations is not None:
-        field = "quant.activation" if quant is None or quant.scheme is None else "quant.scheme"
-        raise NotSupportedYet(field, "quantized activations")
-    return rules
+    quant = config.asked_quant
+    return KEEP if quant is None else _rules(quant)
 
 
 def _rules(quant: QuantizationConfig) -> Rules:
     weight, qkv = quant.weight, quant.qkv.enabled
+    activations: Activations | None = "int8" if activates(quant) else None
     if quant.scheme is not None:
         return Rules(NAMED[quant.scheme], qkv=qkv, fit=True)
     if not weight.enabled:
         return KEEP
     if weight.post_init_quant is not None:
-        return Rules(None, named={name: _grouped(rule) for name, rule in weight.post_init_quant.items()}, qkv=qkv)
+        return Rules(None, named={name: _grouped(rule, activations) for name, rule in weight.post_init_quant.items()})
     if (rule := weight.quantized_initialization) is not None:
-        return Rules(_grouped(rule), qkv=qkv, fit=rule.group_size is None)
-    symmetric, activations = weight.q_type == "symmetric", "int8" if activates(quant) else None
+        return Rules(_grouped(rule, activations), qkv=qkv, fit=rule.group_size is None)
     values: Values = "int8" if weight.num_bits == 8 else "int4"
     fit = values == "int4" and weight.group_size is None and weight.q_groups == 1 and not weight.per_tensor
     group = NAMED["int4"].group if fit else weight.group_size
-    scheme = Scheme(values, group, weight.per_tensor, symmetric, activations)  # type: ignore[arg-type]
+    scheme = Scheme(values, group, weight.per_tensor, weight.q_type == "symmetric", activations)
     return Rules(scheme, groups=weight.q_groups if weight.q_groups > 1 else None, qkv=qkv, fit=fit)
 
 
-def _grouped(rule: GroupQuantConfig) -> Scheme:
+def _grouped(rule: GroupQuantConfig, activations: Activations | None) -> Scheme:
     values: Values = "int8" if rule.num_bits == 8 else "int4"
     group = rule.group_size or (NAMED["int4"].group if values == "int4" else None)
-    return Scheme(values, group, symmetric=rule.symmetric)
+    return Scheme(values, group, symmetric=rule.symmetric, activations=activations)

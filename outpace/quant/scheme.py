@@ -1,5 +1,6 @@
 """What a weight is kept as, and what it is multiplied with."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,10 @@ class Scheme:
     def kept(self) -> torch.dtype:
         """The dtype of scales and zeros."""
         return self.scales or (torch.float32 if self.group is None else torch.float16)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a weight [..., N, K] with its scales and zeros."""
+        return sum(math.prod(size) * dtype.itemsize for size, dtype in self.tensors(shape).values())
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what a weight [..., N, K] becomes, by what is put behind its name."""

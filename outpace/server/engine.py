@@ -111,6 +111,8 @@ class ModelCard:
     """Widths that embeddings may be cut to; none: the model's own alone."""
     weight_bytes: int = 0
     """What was read to load it."""
+    quantization: str | None = None
+    """Schemes of its quantized weights; None: there are none."""
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -309,6 +309,8 @@ class Status(TypedDict):
     sampling: dict[str, float]
     """Sampling defaults of the model's generation config; what is not here is neutral."""
     dtype: str
+    quantization: str | None
+    """Schemes of the weights that are quantized."""
     device: str
     in_flight: int
     """POST requests that have not been answered whole, in whatever state."""

@@ -360,6 +360,7 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         vocab_size=parts.vocab_size or 0,
         eos_token_ids=parts.eos_token_ids,
         dtype=str(parts.dtype).removeprefix("torch."),
+        quantization=None if parts.quantized is None else "; ".join(parts.quantized.schemes),
         device=str(parts.device),
         created=int(time.time()),
         sampling=dict(parts.sampling),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outpace.config import InferenceConfig
 from outpace.engine import InferenceEngine
-from outpace.errors import InputError, ModelError
+from outpace.errors import InputError, ModelError, NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.inject.policies import by_class
 from outpace.loading.build import Loaded, load
@@ -42,6 +42,10 @@ def verify(
     `init_inference`: dtype, device, injection_policy, ... `progress` is called with each step as it begins.
     """
     asked = InferenceConfig.of(None, **options)
+    if asked.asked_quant is not None:
+        raise NotSupported(
+            "quant: verify compares with the model's own weights; measure quantized ones by outpace eval"
+        )
     progress("loading the model")
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
     info = describe(loaded.model)

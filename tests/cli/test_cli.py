@@ -244,7 +244,11 @@ def test_a_wrong_command_is_exit_code_2(args: tuple[str, ...]) -> None:
         (("generate", "hi", "--dtype", "int4"), 2, "error: dtype: 'int4'"),
         (("generate", "hi", "--temperature", "-1"), 2, "error: temperature: "),
         (("shard", "--tp", "2", "--out", "x", "--dtype", "int4"), 2, "error: dtype: 'int4' is not a dtype"),
-        (("shard", "--tp", "2", "--out", "x", "--dtype", "int8"), 2, "error: dtype=int8: quantization is not in"),
+        (
+            ("shard", "--tp", "2", "--out", "x", "--dtype", "int8"),
+            2,
+            "error: dtype=int8: sharding of quantized weights is not in",
+        ),
         (("shard", "--tp", "2", "--out", "/no/such/folder"), 2, "error: out: there is no folder /no/such; make it"),
         (("bench", "serve", "--url", "localhost"), 2, "error: url: expected http"),
     ],

@@ -169,15 +169,14 @@ def quant_enabled_acts() -> None:
 def quant_scheme_acts() -> None:
     assert schemes(scheme="int8") == {"int8 per channel"}
     assert schemes(scheme="int4") == {"int4 per channel", HEAD}
-    for scheme in ("fp8", "w8a8"):
-        with pytest.raises(NotSupportedYet, match=r"quant\.scheme: quantized activations"):
-            schemes(scheme=scheme)
+    assert schemes(scheme="fp8") == {"fp8 per channel, activations fp8"}
+    assert schemes(scheme="w8a8") == {"int8 per channel, activations int8"}
 
 
 def quant_activation_acts() -> None:
     assert schemes(activation={"enabled": False}) == {"int8 per channel"}
-    with pytest.raises(NotSupportedYet, match=r"quant\.activation: quantized activations"):
-        schemes(activation={"enabled": True})
+    assert schemes(activation={}) == {"int8 per channel, activations int8"}
+    assert schemes(activation={}, weight={"group_size": 16}) == {"int8 in groups of 16, activations int8"}
 
 
 def quant_weight_acts(expected: str, *head: str, **weight: Any) -> Callable[[], None]:
@@ -475,11 +474,6 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         "enable quant.weight",
     ),
     ({"quant": {"activation": {"num_bits": 4}}}, ("quant.activation",), "leave num_bits, q_type and q_groups out"),
-    (
-        {"quant": {"activation": {}, "weight": {"group_size": 64}}},
-        ("quant.activation", "quant.weight"),
-        "leave the fields of quant.weight out",
-    ),
     (
         {"tp": {"enabled": False, "tp_size": 2}},
         ("tensor_parallel.enabled", "tensor_parallel.tp_size"),

@@ -25,6 +25,7 @@ VLLM_NAMES: dict[str, tuple[str, Any]] = {
     "async_scheduling": ("scheduler.async_scheduling", False),
     "gpu_memory_utilization": ("cache.gpu_memory_utilization", 0.5),
     "tensor_parallel_size": ("tensor_parallel.tp_size", 2),
+    "quantization": ("quant.scheme", "int4"),
 }
 OUR_NAMES: dict[str, tuple[str, Any]] = {
     "num_blocks": ("cache.num_blocks", 9),
@@ -56,6 +57,7 @@ def test_every_option_of_the_runtime_goes_without_its_section() -> None:
     assert LLMConfig.flat.keys() == FLAT.keys()
     assert {path for name, (path, _) in FLAT.items() if name != "max_model_len"} == {
         "tensor_parallel.tp_size",
+        "quant.scheme",
         *(f"cache.{name}" for name in CacheConfig.model_fields),
         *(f"scheduler.{name}" for name in SchedulerConfig.model_fields),
     }

@@ -177,7 +177,7 @@ def test_a_dtype_by_any_of_its_names(dtype: torch.dtype, name: str | torch.dtype
 @pytest.mark.parametrize("name", ["int8", "torch.int8", torch.int8], ids=str)
 def test_int8_asks_for_quantized_weights(name: object) -> None:
     config = InferenceConfig.of(dtype=name)
-    assert config.quantization == QuantizationConfig()
+    assert config.asked_quant == QuantizationConfig()
     assert config.compute_dtype is None
 
 

@@ -65,11 +65,14 @@ def router(serving: Serving) -> APIRouter:
             "max_model_len": card.max_model_len,
             "sampling": card.sampling,
             "in_flight": request.app.state.running.total(),
+            "dtype": card.dtype,
+            "quantization": card.quantization,
+            "device": card.device,
         }
         # `asdict` makes a copy of each step; as tuples they are arrays in JSON
         numbers = {**asdict(replace(now, expert_load=[])), "step_limit_ms": step_limit_ms(now)}
         del numbers["expert_load"]  # thousands of them, see /status/experts
-        return json_response({**about, "dtype": card.dtype, "device": card.device, **numbers})
+        return json_response({**about, **numbers})
 
     @routes.get("/status/experts", response_model=None, responses=answers(ExpertStatus, "The load."))
     async def experts() -> Response:

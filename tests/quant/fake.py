@@ -1,0 +1,76 @@
+"""Quantized models by separate code: weights are rounded and restored in place, and Hugging Face runs them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+def rounded(weight: Tensor, *, bits: int = 8, group: int | None = None) -> Tensor:
+    """Symmetric: one scale for a row in fp32, or one for a group of its columns in fp16, rounded up."""
+    rows = weight.double().reshape(len(weight), -1, group or weight.shape[1])
+    highest = 2 ** (bits - 1) - 1
+    scale = rows.abs().amax(dim=2, keepdim=True) / (highest if bits == 8 else highest + 0.5)
+    if group is not None:
+        near = scale.half().numpy()
+        above = np.where(near < scale.numpy(), np.nextafter(near, np.float16(np.inf)), near)
+        scale = torch.from_numpy(above).double()
+    lowest = -highest if bits == 8 else -highest - 1
+    return ((rows / scale).round().clamp(lowest, highest) * scale).reshape(weight.shape).to(weight.dtype)
+
+
+def rounded_by_tensor(weight: Tensor) -> Tensor:
+    """Symmetric: one scale for all."""
+    return rounded(weight.reshape(1, -1)).reshape(weight.shape)
+
+
+def rounded_asymmetric(weight: Tensor) -> Tensor:
+    """256 steps from the least to the largest value of a row, 0 among them."""
+    w = weight.double()
+    low, high = w.amin(dim=1, keepdim=True).clamp(max=0), w.amax(dim=1, keepdim=True).clamp(min=0)
+    scale = (high - low) / 255
+    zero = (-low / scale).round()
+    return (((w / scale).round() + zero).clamp(0, 255).sub(zero) * scale).to(weight.dtype)
+
+
+def rounded_fp8(weight: Tensor) -> Tensor:
+    """The largest value of a row is 448."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every linear, by its path."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            yield path, module
+
+
+def untie(model: nn.Module) -> None:
+    """Give linears weights of their own, so that a tied embedding stays as it is."""
+    for _, module in linears(model):
+        module.weight = nn.Parameter(module.weight.detach().clone())
+
+
+@torch.no_grad()
+def fake_quantized(model: Any, how: Any = rounded, activations: Any = None, **options: Any) -> Any:
+    """The model with its linears' weights rounded, and their inputs too where `activations` rounds rows."""
+    untie(model)
+    for path, module in linears(model):
+        if path.rpartition(".")[2] in (getattr(model, "_keep_in_fp32_modules", None) or ()):
+            continue
+        turned = isinstance(module, Conv1D)
+        weight = module.weight.t() if turned else module.weight
+        new = how(weight, **options)
+        module.weight.copy_(new.t() if turned else new)
+        if activations is not None:
+            module.register_forward_pre_hook(lambda _, args: (_by_token(args[0], activations),))
+    return model
+
+
+def _by_token(x: Tensor, how: Any) -> Tensor:
+    result: Tensor = how(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    return result
