@@ -12,6 +12,9 @@ from outpace.errors import ModelError
 from outpace.loading.foreign.format import Format, PackedFormat, Parts
 from outpace.loading.foreign.method import read_method
 from outpace.loading.foreign.mxfp4 import Mxfp4
+from outpace.quant import compressed
+from outpace.quant.rounding import as_packed, quantized
+from outpace.quant.scheme import Scheme
 from tests.loading.packers import CASES, FP8, GPTQ, INT4, Stored, ct_config, gptq, mxfp4
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -219,6 +222,28 @@ def test_groups_of_layers_by_name_pattern_and_class() -> None:
     assert method.find("layers.1.o_proj.weight", torch.bfloat16) is None
     with pytest.raises(ModelError, match=r"o_proj.*_packed is not stored as quantization_config says"):
         method.find("layers.1.o_proj.weight_packed", torch.int32)
+
+
+OURS = {
+    "int4": Scheme("int4", group=32),
+    "int4 with zeros": Scheme("int4", group=32, symmetric=False),
+    "int8": Scheme("int8"),
+    "int8 with zeros": Scheme("int8", symmetric=False),
+    "int8 activations": Scheme("int8", activations="int8"),
+    "fp8": Scheme("fp8", activations="fp8"),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_we_write_ourselves_is_read(name: str) -> None:
+    scheme, weight = OURS[name], torch.randn(21, 96, generator=torch.Generator().manual_seed(0))
+    made = quantized(weight, scheme)
+    tensors = {f".{ending}": tensor for ending, tensor in compressed.stored(made, scheme).items()}
+    if ".weight_packed" in tensors:
+        tensors[".weight_shape"] = torch.tensor(weight.shape)
+    layout, parts = found(compressed.quantization_config({LAYER: scheme}, []), tensors)
+    wanted = as_packed(made, scheme, (21, 96)).dequantized(torch.float32)
+    assert torch.equal(layout.dequantized(parts, torch.float32), wanted)
 
 
 def test_layers_that_the_config_does_not_have() -> None:

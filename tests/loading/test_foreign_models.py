@@ -145,12 +145,15 @@ def test_biases_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
 
 def test_scales_of_the_cache_are_left_out(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
-    more = {f"model.layers.0.self_attn.{part}": torch.ones(1) for part in ("k_scale", "v_scale", "k_proj.output_scale")}
+    more = {
+        f"model.layers.0.self_attn.{part}": torch.ones(1)
+        for part in ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale")
+    }
     check(write_folder(tmp_path, model, "ct fp8 static", **more), model)
 
 
 WRONG: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
-    "a scale is missing": ("gptq", {f"{LAYER}.scales": None}, f"model: {LAYER}: scales is missing"),
+    "a scale is missing": ("gptq", {f"{LAYER}.scales": None}, f"{LAYER}: scales is missing"),
     "another shape": ("awq", {f"{LAYER}.scales": torch.ones(2, 8)}, r"has the shape \[2, 8\] instead of \[2, 96\]"),
     "a weight is missing": ("ct int4", {f"{LAYER}.weight_packed": None}, r"missing: 1 \(model.layers.0.mlp.up_proj.w"),
     "a scale too many": ("ct int4", {"model.norm.weight_scale": torch.ones(1)}, r"extra: 1 \(model.norm.weight_scale"),
@@ -167,8 +170,17 @@ def test_damaged_folders(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPa
     kind, changes, says = WRONG[case]
     folder = write_folder(tmp_path, tiny_model("llama", num_hidden_layers=1), kind, **changes)
     monkeypatch.setattr("outpace.loading.build.fill", None)  # nothing may come this far
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=says) as caught:
         load(folder, device=CPU)
+    assert str(folder) in str(caught.value)
+
+
+def test_what_is_not_read_is_refused_with_the_folder_and_the_remedy(tmp_path: Path) -> None:
+    write_folder(tmp_path, tiny_model("llama", num_hidden_layers=1), "gptq")
+    add_config(tmp_path, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ModelError, match=r"quant_method 'bitsandbytes' is not supported; .*use the original") as caught:
+        load(tmp_path, device=CPU)
+    assert str(caught.value).startswith(f"model: {tmp_path}: ")
 
 
 def test_init_inference_takes_the_folder_as_a_checkpoint(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_quantized_in_a_way_that_is_not_read() -> None:
     empty, weights = llama()
     empty.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     with pytest.raises(
-        ModelError, match="model: quantization_config: quant_method 'bitsandbytes' is not supported; its"
+        ModelError, match="model: memory: quantization_config: quant_method 'bitsandbytes' is not supported; its"
     ):
         match(empty, weights)
 

@@ -39,12 +39,12 @@ class PackQuantized(PackedFormat):
     endings = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", _G_IDX)
 
     @property
-    def label(self) -> str:  # type: ignore[override]
+    def label(self) -> str:
         """What the log calls it."""
         return f"compressed-tensors int{self.bits}"
 
     @property
-    def peeks(self) -> tuple[str, ...]:  # type: ignore[override]
+    def peeks(self) -> tuple[str, ...]:
         """The shape cannot be told from padded words."""
         return (".weight_shape", *([_G_IDX] if self.act_order else ()))
 
@@ -93,12 +93,12 @@ class Quantized(PackedFormat):
     endings = (".weight", ".weight_scale", ".weight_zero_point", _G_IDX)
 
     @property
-    def label(self) -> str:  # type: ignore[override]
+    def label(self) -> str:
         """What the log calls it."""
         return f"compressed-tensors {'int8' if self.dtype == torch.int8 else 'fp8'}"
 
     @property
-    def peeks(self) -> tuple[str, ...]:  # type: ignore[override]
+    def peeks(self) -> tuple[str, ...]:
         """The order of the columns is checked beforehand where it may be another."""
         return (_G_IDX,) if self.act_order else ()
 

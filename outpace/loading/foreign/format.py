@@ -76,18 +76,24 @@ class ForeignWeight:
 class Format(ABC):
     """How one weight is stored. All fields are settings of the checkpoint's config."""
 
-    label: str
-    """What the log calls it."""
     endings: tuple[str, ...]
     """Of the names of the tensors that belong to a weight; the first one is the weight itself."""
     makes: str = ".weight"
     """The ending of the name of the plain weight."""
-    peeks: tuple[str, ...] = ()
-    """Small tensors whose values are needed to check the others."""
     dims: int = 2
     """Of the first tensor; with one more it is a stack of experts."""
     transposed: bool = False
     """Whether the model's own tensor is the transpose of what is stored."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What the log calls it."""
+
+    @property
+    def peeks(self) -> tuple[str, ...]:
+        """Small tensors whose values are needed to check the others."""
+        return ()
 
     @abstractmethod
     def shape(self, parts: Parts) -> tuple[int, int]:

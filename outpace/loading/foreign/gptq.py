@@ -36,12 +36,12 @@ class Gptq(PackedFormat):
     endings = (".qweight", ".scales", ".qzeros", ".g_idx")
 
     @property
-    def label(self) -> str:  # type: ignore[override]
+    def label(self) -> str:
         """What the log calls it."""
         return f"GPTQ int{self.bits}"
 
     @property
-    def peeks(self) -> tuple[str, ...]:  # type: ignore[override]
+    def peeks(self) -> tuple[str, ...]:
         """The order of the columns is checked beforehand where it may be another."""
         return (".g_idx",) if self.act_order else ()
 

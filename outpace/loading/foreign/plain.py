@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.errors import as_field
 from outpace.loading.dtypes import short
 from outpace.loading.foreign.format import Format, Parts
 from outpace.loading.foreign.method import Method, read_method
@@ -17,7 +18,9 @@ from outpace.loading.regions import cut
 from outpace.loading.weights import Piece, Source, Weights, stored_bytes
 from outpace.log import chosen, size_text
 
-_OF_ACTIVATIONS = re.compile(r"\.((input|output|activation)_(scale|zero_point|scale_ub)|[qkv]_(scale|zero_point))$")
+_OF_ACTIVATIONS = re.compile(
+    r"\.((input|output|activation)_(scale|zero_point|scale_ub)|(kv?|[qv])_(scale|zero_point))$"
+)
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,12 @@ def plain_weights(
 
     wanted: the names of the model's tensors. What does not fit its format is an error; no weight is read.
     """
-    method = read_method(settings)
-    found = {weight.stem + weight.layout.makes: weight for weight in _quantized(weights.sources, method)}
+    with as_field(f"model: {weights.origin}", known_as="model"):
+        method = read_method(settings)
+        found = {weight.stem + weight.layout.makes: weight for weight in _quantized(weights.sources, method)}
+        plain = {name: weight.plain(dtype) for name, weight in found.items()}
     if not found:
         return weights
-    plain = {name: weight.plain(dtype) for name, weight in found.items()}
     used = {weight.stem + ending for weight in found.values() for ending in weight.sources}
     rest = {name: source for name, source in weights.sources.items() if name not in used}
     unused = {name for name in rest if name not in wanted and _of_no_use(name, rest[name], found)}
