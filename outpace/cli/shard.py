@@ -36,16 +36,16 @@ def command(
     blocks. The folder appears when it is complete; if something fails, nothing is left.
     """
     name = one_model(model, same_model)
-    wanted = None if dtype is None else _dtype(dtype)
+    wanted = None if dtype is None else float_dtype(dtype)
 
     from outpace.loading.save import shard_model  # imported late: this takes seconds, and bad options fail first
 
-    with _ended_by_signals(), _bar(Console(stderr=True)) as progress:
+    with ended_by_signals(), bar(Console(stderr=True)) as progress:
         written = shard_model(name, tp, out, dtype=wanted, force=force, progress=progress)
     typer.echo(json.dumps(_summary(written)) if as_json else _text(written))
 
 
-def _dtype(name: str) -> "torch.dtype":
+def float_dtype(name: str) -> "torch.dtype":
     from outpace.config.values import parse_dtype
 
     try:
@@ -58,7 +58,7 @@ def _dtype(name: str) -> "torch.dtype":
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+def bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     """Shows GB and GB/s on a terminal, and nothing elsewhere."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -73,7 +73,7 @@ def _summary(written: "Written") -> dict[str, object]:
         "folder": str(written.folder),
         "files": written.files,
         "bytes": written.nbytes,
-        "tokenizer": _has_tokenizer(written),
+        "tokenizer": has_tokenizer(written),
         "seconds": round(written.seconds, 3),
         "gb_per_second": round(written.nbytes / 1e9 / written.seconds, 3),
     }
@@ -83,18 +83,18 @@ def _text(written: "Written") -> str:
     sizes = (f"  {name}  {size_text(size)}" for name, size in written.files.items())
     speed = size_text(written.nbytes / written.seconds)
     total = f"{size_text(written.nbytes)} in {written.seconds:.1f} s ({speed}/s)"
-    missing = [] if _has_tokenizer(written) else ["  no tokenizer: the model has none; put its files into the folder"]
+    missing = [] if has_tokenizer(written) else ["  no tokenizer: the model has none; put its files into the folder"]
     return "\n".join([f"{written.folder}: {total}", *sizes, *missing])
 
 
-def _has_tokenizer(written: "Written") -> bool:
+def has_tokenizer(written: "Written") -> bool:
     from outpace.loading.checkpoint import holds_tokenizer
 
     return holds_tokenizer(written.folder)
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the block like Ctrl-C, so that it removes what it has begun: exit code 128 + N."""
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
 

@@ -33,12 +33,12 @@ def match(model: nn.Module, weights: Weights, dtype: torch.dtype = torch.float32
     different values for it. What the checkpoint may leave out, and does, is computed as its class does it; a buffer
     has no source then and keeps its value. dtype: what quantized weights become, before they go where they stay.
     """
-    wanted = _tensors(model)
+    wanted = tensors_of(model)
     settings = conversion.quantization(model) if weights.quantization is None else weights.quantization
     if settings:
         weights = plain_weights(weights, settings, wanted, dtype)
         conversion.forget_quantization(model)
-    stored = _unwrapped(weights.sources, wanted)
+    stored = unwrapped(weights.sources, wanted)
     if isinstance(model, PreTrainedModel):
         found, extra = conversion.convert(model, wanted, stored)
     else:
@@ -55,32 +55,32 @@ def match(model: nn.Module, weights: Weights, dtype: torch.dtype = torch.float32
     return {name: found[name] for name in wanted if name in found}
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, the very objects."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
-def _unwrapped(stored: Mapping[str, Source], wanted: Mapping[str, Tensor]) -> Mapping[str, Source]:
+def unwrapped(stored: Mapping[str, Source], wanted: Mapping[str, Tensor]) -> Mapping[str, Source]:
     """The stored tensors without a wrapper's prefix, if all of them have it and no name of the model does."""
     for prefix in _WRAPPERS:
         if stored and all(name.startswith(prefix) for name in stored):
             if any(name.startswith(prefix) for name in wanted):
                 return stored
             chosen("weights", f"names without {prefix}", "every stored name begins with it, and none of the model's")
-            return _unwrapped({name.removeprefix(prefix): source for name, source in stored.items()}, wanted)
+            return unwrapped({name.removeprefix(prefix): source for name, source in stored.items()}, wanted)
     return stored
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
     """The names of each weight, after everything that the model ties was made one Parameter."""
-    wanted = _tensors(model)
+    wanted = tensors_of(model)
     ties = conversion.ties(model)
     for target, source in ties.items():
         if target in wanted and source in wanted and wanted[target] is not wanted[source]:
             _put(model, target, wanted[source])
     groups: dict[int, list[str]] = {}
-    for name, value in sorted(_tensors(model).items(), key=lambda item: item[0] in ties):
+    for name, value in sorted(tensors_of(model).items(), key=lambda item: item[0] in ties):
         groups.setdefault(id(value), []).append(name)
     return list(groups.values())
 

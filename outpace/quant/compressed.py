@@ -67,7 +67,8 @@ def _unsigned(values: Tensor, scheme: Scheme) -> Tensor:
 
 def _int32(data: Tensor) -> Tensor:
     """Bytes [n, m] as int32 [n, ceil(m / 4)], the first in the lowest bits."""
-    return torch.nn.functional.pad(data, (0, -data.shape[1] % 4)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(data, (0, -data.shape[1] % 4))
+    return padded.reshape(-1).view(torch.int32).view(padded.shape[0], padded.shape[1] // 4)
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignore: Iterable[str]) -> dict[str, Any]:
