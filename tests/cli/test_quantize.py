@@ -1,0 +1,92 @@
+"""`outpace quantize`: what it says, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outpace.cli.app import app, main
+from outpace.cli.quantize import SCHEMES
+from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.quant.asked import NAMED
+from tests.loading.unpack import config_of, unpacked
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["quantize", *map(str, args)])
+
+
+def test_a_summary_for_people(chain_folder: Path, tmp_path: Path) -> None:
+    result = run(chain_folder, "--scheme", "int8", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "", "no bar where there is no terminal"
+    first, second, *worst = result.stdout.splitlines()
+    sizes = r"\d+\.\d\d [KM]B became \d+\.\d\d [KM]B \(\d+%\) in \d+\.\d s"
+    assert re.fullmatch(rf"{tmp_path / 'out'}: {sizes}", first)
+    assert re.fullmatch(r"  \d+ weights quantized; the largest relative errors of a weight:", second)
+    assert len(worst) == 5
+    assert all(re.fullmatch(r"    \d+\.\d{3}%  [\w.]+\.weight", line) for line in worst)
+
+
+def test_a_summary_for_programs(chain_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--scheme", "int4", "--asymmetric", "--head", "int8", "--exclude", "down_proj")
+    result = run("-m", chain_folder, *options, "--dtype", "bf16", "--out", out, "--json")
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.stdout)
+    sizes = {path.name: path.stat().st_size for path in out.glob("*.safetensors")}
+    assert (found["folder"], found["files"], found["bytes"]) == (str(out), sizes, sum(sizes.values()))
+    assert found["bytes_before"] == (chain_folder / "model.safetensors").stat().st_size
+    assert (found["quantized"], found["tokenizer"], found["taken_up"]) == (len(unpacked(out)), True, [])
+    assert set(found["errors"]) == {f"{name}.weight" for name in unpacked(out)}
+    assert max(found["errors"].values()) == max(found["worst"].values())
+    assert all("down_proj" in name for name in config_of(out)["ignore"])
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_it_is_replaced_only_by_force(
+    chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(chain_folder, "--scheme", "int8", "--out", out).exit_code == 0
+    arguments = ["quantize", str(chain_folder), "--scheme", "fp8", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["outpace", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert f"error: out: {out} holds quantized weights already; give --force" in capsys.readouterr().err
+    assert run(*arguments[1:], "--force").exit_code == 0
+    assert config_of(out)["format"] == "float-quantized"
+
+
+def test_a_signal_before_a_file_is_finished_leaves_nothing(
+    chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SafetensorsWriter, "write", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(chain_folder, "--scheme", "int8", "--out", tmp_path / "out").exit_code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--out", "x"), "Missing option '--scheme'"),
+        (("--scheme", "int8"), "Missing option '--out'"),
+        (("--scheme", "int8", "--out", "x", "--groups", "3"), "Did you mean --group-size?"),
+    ],
+)
+def test_options_that_cannot_work(args: tuple[str, ...], words: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_a_scheme_that_is_not_known(tmp_path: Path) -> None:
+    result = run("x", "--scheme", "int3", "--out", tmp_path / "out")
+    assert str(result.exception) == "scheme: expected one of int8, int4, w8a8, fp8, got 'int3'"
+    assert set(SCHEMES) == set(NAMED)
