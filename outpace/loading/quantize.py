@@ -103,7 +103,8 @@ def quantize_model(
     config, beside = opened(path)
     unchanged = Unchanged.of(weight_files(path))
     skeleton = skeleton_of(config)
-    if (method := quantization(skeleton)) is not None:
+    if (settings := quantization(skeleton)) is not None:
+        method = settings.get("quant_method", "by an unknown method")
         raise ModelError(f"model: {path} is quantized already ({method}); give the model that it was made from")
     shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
     weights = open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))
