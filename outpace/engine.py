@@ -190,4 +190,5 @@ class InferenceEngine(nn.Module):
             max_tokens=min(config.max_out_tokens, self.info.max_positions or config.max_out_tokens),
             graphs=config.enable_cuda_graph,
             measure=lambda: self._profiler.measure("forward"),
+            kv_cache_dtype=config.kv_cache_dtype,
         )

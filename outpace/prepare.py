@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from outpace.cache.kv_cache import check_page_dtype
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, as_field
 from outpace.inject.paged import BatchModel
@@ -77,6 +78,7 @@ def prepare(
 
     weights: what an empty module is filled with; None: it has its own.
     """
+    check_page_dtype(config.kv_cache_dtype, config.torch_device)
     asked = asked_weights(model, config)
     weights = asked or weights
     module = check_model(model, empty=weights is not None)
@@ -167,6 +169,7 @@ def load_paged(
 
     tokenizer: False leaves it out, for an engine that sees token ids alone.
     """
+    check_page_dtype(asked.kv_cache_dtype, asked.torch_device)
     begin = time.perf_counter()
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, tokenizer)
     info = describe(loaded.model, asked.config)
@@ -174,7 +177,7 @@ def load_paged(
         raise encoder_decoder(loaded.name)
     if not info.can_generate:
         raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
-    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype, "quant": asked.asked_quant})
+    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype, "quant": asked.asked_quant or asked.quant})
     at_load = time.perf_counter()
 
     def check(info: ModelInfo, injection: Injection | None) -> None:

@@ -42,11 +42,16 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
-def test_bits_do_not_depend_on_the_batch(family: str) -> None:
+QUANTIZED = (("llama", "int8"), ("gemma3", "fp8"))
+"""Families with a quantized cache."""
+
+
+@pytest.mark.parametrize(("family", "cache"), [*((each, "auto") for each in (*FAMILIES, *EXPERTS)), *QUANTIZED])
+def test_bits_do_not_depend_on_the_batch(family: str, cache: str) -> None:
     work = requests(14, seed=1)
     prompts, params = [prompt for prompt, _ in work], [each for _, each in work]
-    alone = LLM(model(family), **ROOMY, enable_prefix_caching=False, max_num_batched_tokens=300)
+    roomy: dict[str, Any] = {**ROOMY, "kv_cache_dtype": cache}
+    alone = LLM(model(family), **roomy, enable_prefix_caching=False, max_num_batched_tokens=300)
     want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
     for options in (
         {**ROOMY, "max_num_seqs": 14, "max_num_batched_tokens": 64},
@@ -54,7 +59,7 @@ def test_bits_do_not_depend_on_the_batch(family: str) -> None:
         {**TIGHT, "max_num_batched_tokens": 40},
         {**TIGHT, "max_num_batched_tokens": 40, "swap_space": 0.01},
     ):
-        crowd = LLM(model(family), **options)
+        crowd = LLM(model(family), **options, kv_cache_dtype=cache)
         for _ in range(2):  # the second time prefixes are in the cache
             assert answers(crowd.generate(prompts, params, use_tqdm=False)) == want, options
 
@@ -79,11 +84,14 @@ def test_models_that_cannot_promise_it_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt-oss"])
-def test_bits_on_a_gpu(family: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache"), [*((each, "auto") for each in ("llama", "qwen3", "mixtral", "gpt-oss")), *QUANTIZED]
+)
+def test_bits_on_a_gpu(family: str, cache: str, dtype: str) -> None:
     work = requests(40, seed=2)
     prompts, params = [prompt for prompt, _ in work], [each for _, each in work]
     common: dict[str, Any] = {"deterministic": True, "dtype": dtype, "block_size": 16, "max_num_seqs": 64}
+    common["kv_cache_dtype"] = cache
     alone = LLM(model(family), **common, num_blocks=400, enable_prefix_caching=False, enforce_eager=True)
     want = [answers(alone.generate(prompt, each))[0] for prompt, each in work]
     sizes: tuple[dict[str, Any], ...] = (

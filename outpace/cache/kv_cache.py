@@ -1,15 +1,25 @@
 """Keys and values of every layer, in pages of a fixed number of tokens."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.errors import ConfigError
+from outpace.kernels.kv_quant import LIMITS
+
 _CACHE_LINE = 64  # bytes, to which tensors are aligned
 BLOCK_SIZE = 64  # tokens in a page: long enough for whole tiles of the attention kernels
+DTYPES: Mapping[str, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""Values of `kv_cache_dtype` that quantize."""
+FP8_CAPABILITY = (8, 9)  # the first GPUs whose kernels can convert fp8
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,16 @@ class Pages:
     """For each layer [num_blocks, block_size, kv_heads, key_dim]."""
     values: list[Tensor]
     """For each layer [num_blocks, block_size, kv_heads, value_dim]."""
+    scales: list[Tensor] = field(default_factory=list)
+    """Of quantized pages, for each layer float32 [num_blocks, 2, kv_heads, block_size]: keys', then values'."""
+
+    def layer(self, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and scales of one layer."""
+        return self.keys[place], self.values[place], self.scales[place] if self.scales else None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that belongs to a page, as tensors [num_blocks, ...]."""
+        yield from (*self.keys, *self.values, *self.scales)
 
     @property
     def num_blocks(self) -> int:
@@ -39,12 +59,32 @@ def allocate(
     device: torch.device,
     block_size: int = BLOCK_SIZE,
 ) -> Pages:
-    """Pages for layers with these (kv heads, size of a key, size of a value)."""
+    """Pages for layers with these (kv heads, size of a key, size of a value); int8 and fp8 ones with scales."""
 
     def pages(count: int, size: int) -> Tensor:
         return _zeros((num_blocks, block_size, count, size), dtype, device)
 
-    return Pages([pages(count, size) for count, size, _ in heads], [pages(count, size) for count, _, size in heads])
+    def scales(count: int) -> Tensor:
+        return _zeros((num_blocks, 2, count, block_size), torch.float32, device)
+
+    keys, values = [pages(count, size) for count, size, _ in heads], [pages(count, size) for count, _, size in heads]
+    return Pages(keys, values, [scales(count) for count, _, _ in heads] if dtype in LIMITS else [])
+
+
+def page_dtype(asked: str, own: torch.dtype) -> torch.dtype:
+    """The dtype of pages under a `kv_cache_dtype`, for a model with keys and values of dtype `own`."""
+    return DTYPES.get(asked, own)
+
+
+def check_page_dtype(asked: str, device: torch.device) -> None:
+    """Refuse a `kv_cache_dtype` that the device cannot run."""
+    if device.type != "cuda" or DTYPES.get(asked) != torch.float8_e4m3fn:
+        return
+    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype: {asked} needs a GPU of compute capability 8.9 or higher, and "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; give int8, or leave it out"
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,7 +102,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def block_bytes(heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
     """Memory of one page in all layers."""
-    return sum(count * (key + value) for count, key, value in heads) * block_size * dtype.itemsize
+    scales = 2 * torch.float32.itemsize if dtype in LIMITS else 0  # of a token and head
+    return sum(count * ((key + value) * dtype.itemsize + scales) for count, key, value in heads) * block_size
 
 
 class HostPages:
@@ -73,23 +114,19 @@ class HostPages:
             shape = (num_blocks, *pages.shape[1:])
             return torch.empty(shape, dtype=pages.dtype, pin_memory=pages.device.type == "cuda")
 
-        self._pages = Pages([host(pages) for pages in like.keys], [host(pages) for pages in like.values])
+        self._tensors = [host(pages) for pages in like.tensors()]
 
     def store(self, pages: Pages, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block)s out."""
-        for mine, theirs in self._layers(pages):
+        for mine, theirs in zip(self._tensors, pages.tensors(), strict=True):
             for block, host in pairs:
                 mine[host].copy_(theirs[block], non_blocking=True)
 
     def fetch(self, pages: Pages, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (host block, device block)s back in."""
-        for mine, theirs in self._layers(pages):
+        for mine, theirs in zip(self._tensors, pages.tensors(), strict=True):
             for host, block in pairs:
                 theirs[block].copy_(mine[host], non_blocking=True)
-
-    def _layers(self, pages: Pages) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self._pages.keys, pages.keys, strict=True)
-        yield from zip(self._pages.values, pages.values, strict=True)
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:

@@ -72,7 +72,8 @@ def _table(title: str, model: type[ConfigModel], fields: Mapping[str, FieldInfo]
     for name, field in fields.items():
         others = [f"`{alias}`" for alias, target in model.aliases.items() if target == name]
         also = f" (also {', '.join(others)})" if others else ""
-        lines.append(f"| `{name}`{also} | {_default(field)} | {field.description}{_later(path, name)} |")
+        meaning = " ".join(str(field.description).split())
+        lines.append(f"| `{name}`{also} | {_default(field)} | {meaning}{_later(path, name)} |")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from outpace.config.sections import (
     QuantizationConfig,
     SchedulerConfig,
     TensorParallelConfig,
+    WeightQuantConfig,
     ZeroConfig,
 )
 from outpace.config.values import (
@@ -60,6 +61,7 @@ class InferenceConfig(ConfigModel):
         "generation_config": "outpace.LLM's alone: generate takes the module's own generation_config; leave it out",
         "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; leave it out",
         "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
+        "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
     }
     keeps_auto = frozenset({"replace_method"})
     switches = frozenset({"moe"})
@@ -178,7 +180,10 @@ class InferenceConfig(ConfigModel):
     @property
     def asked_quant(self) -> QuantizationConfig | None:
         """How weights are quantized; None: they are not. dtype int8 asks for it too."""
-        return QuantizationConfig() if self.quant is None and is_int8(self) else self.quant
+        if self.quant is not None and not self.quant.only_cache:
+            return self.quant
+        asked = QuantizationConfig(weight=WeightQuantConfig(), kv_cache_dtype=self.kv_cache_dtype)
+        return asked if is_int8(self) else None
 
     @property
     def compute_dtype(self) -> "torch.dtype | None":
@@ -188,6 +193,11 @@ class InferenceConfig(ConfigModel):
     def _problems(self) -> Iterator[str]:
         """What cannot be combined and is."""
         yield from (message for wrong, message in (*COMPOSITIONS, *INFERENCE_COMPOSITIONS) if wrong(self))
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """`quant.kv_cache_dtype`; auto where nothing is quantized."""
+        return "auto" if self.quant is None else self.quant.kv_cache_dtype
 
     @property
     def device_type(self) -> str:

@@ -18,6 +18,7 @@ class LLMConfig(InferenceConfig):
         "max_model_len": "max_out_tokens",
         "quantization": "quant.scheme",
         "num_gpu_blocks_override": "cache.num_blocks",
+        "kv_cache_dtype": "quant.kv_cache_dtype",
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},
     }

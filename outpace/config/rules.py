@@ -88,6 +88,11 @@ COMPOSITIONS: tuple[Rule, ...] = (
     ),
     *((partial(_of_quant, wrong), message) for wrong, message in QUANT_COMPOSITIONS),
     (
+        lambda c: c.kv_cache_dtype != "auto" and not (c.replace_with_kernel_inject or c.injection_policy),
+        "quant.kv_cache_dtype: only fused layers keep keys and values in pages; give replace_with_kernel_inject=True, "
+        "or leave it out",
+    ),
+    (
         lambda c: not c.tensor_parallel.enabled and c.tensor_parallel.tp_size > 1,
         "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1",
     ),

@@ -96,6 +96,8 @@ class QKVQuantConfig(ConfigModel):
 class QuantizationConfig(ConfigModel):
     """Weight and activation quantization."""
 
+    keeps_auto: ClassVar[frozenset[str]] = frozenset({"kv_cache_dtype"})
+
     enabled: bool = True
     """False: as if `quant` had not been given."""
     scheme: Literal["int8", "int4", "fp8", "w8a8"] | None = None
@@ -106,6 +108,14 @@ class QuantizationConfig(ConfigModel):
     """Weights."""
     qkv: QKVQuantConfig = QKVQuantConfig()
     """Attention projections."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
+    """Keys and values in pages: int8 or fp8 (e4m3, the same as fp8_e4m3), with a scale for each token and head; auto:
+    as the model computes them."""
+
+    @property
+    def only_cache(self) -> bool:
+        """Whether the cache is all that was asked to be quantized."""
+        return self.model_fields_set - {"enabled"} == {"kv_cache_dtype"}
 
 
 class CheckpointConfig(ConfigModel):

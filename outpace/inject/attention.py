@@ -87,19 +87,20 @@ class PagedAttention:
         **_: Any,
     ) -> Tensor:
         """[1, T, Hq, Dv]; keys and values go to the layer's pages. The window is the one that the probe saw."""
-        batch, window = self._batch, self._layers[module.layer_idx].window
-        keys, values = self._pages.keys[module.layer_idx], self._pages.values[module.layer_idx]
-        q, k, v = (_rows(part, keys.dtype) for part in (query, key, value))
+        batch, layer = self._batch, self._layers[module.layer_idx]
+        keys, values, scales = self._pages.layer(module.layer_idx)
+        q, k, v = (_rows(part, layer.dtype) for part in (query, key, value))
         self._kernels.rotary(
             (q, k, v), None, None, None, batch.slots, keys, values,
-            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=k.shape[2], rotary_dim=0,
+            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=k.shape[2], rotary_dim=0, scales=scales,
         )  # fmt: skip
         scale = q.shape[2] ** -0.5 if scaling is None else scaling
-        if batch.fresh and not window and softcap is None and s_aux is None:
+        if batch.fresh and scales is None and not layer.window and softcap is None and s_aux is None:
             return causal_attention(q, k, v, scale)[None].to(value.dtype)
         attended: Tensor = self._kernels.attention(
             q.contiguous(), keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
-            scale=scale, window=window, softcap=softcap or 0.0, sinks=s_aux, max_len=batch.max_len, mixed=batch.mixed,
+            scale=scale, window=layer.window, softcap=softcap or 0.0, sinks=s_aux, scales=scales,
+            max_len=batch.max_len, mixed=batch.mixed,
         )  # fmt: skip
         return attended[None].to(value.dtype)
 

@@ -40,7 +40,8 @@ class Batch:
     max_len: int
     """At least as many as any sequence has keys, now or in a later replay."""
     fresh: bool = False
-    """One sequence from its first token on: attention needs no pages. What follows the sequence is padding."""
+    """One sequence from its first token on: attention needs no pages, unless these are quantized: then every step
+    attends to what the pages hold. What follows the sequence is padding."""
     mixed: bool = False
     """Sequences of one token may stand among those of many; which is which, the device finds out."""
 
@@ -125,8 +126,7 @@ class PagedModel:
         A layer's pages and tables are those of its place among them, whatever its number in the whole model.
         """
         for place, layer in enumerate(layers):
-            keys, values = pages.keys[place], pages.values[place]
-            attend = _PagedAttention(batch, keys, values, self._tables[place], self._slopes[place])
+            attend = _PagedAttention(batch, *pages.layer(place), self._tables[place], self._slopes[place])
             x = layer.run(x, attend, reuse=True)
         return x
 
@@ -165,6 +165,7 @@ class _PagedAttention:
     batch: Batch
     keys: Tensor
     values: Tensor
+    scales: Tensor | None
     table: Table
     slopes: Tensor | None
 
@@ -179,14 +180,16 @@ class _PagedAttention:
         q, k, v = layer.kernels.rotary(
             _layer_normed(layer, qkv), cos, sin, batch.positions, batch.slots, keys, values,
             num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim,
-            rotary_dim=0 if cos is None else 2 * cos.shape[1], interleaved=layer.policy.interleaved, **_qk_norms(layer),
+            rotary_dim=0 if cos is None else 2 * cos.shape[1], interleaved=layer.policy.interleaved,
+            scales=self.scales, **_qk_norms(layer),
         )  # fmt: skip
-        if batch.fresh and not (settings.window or settings.softcap or settings.alibi or layer.sinks is not None):
+        plain = not (settings.window or settings.softcap or settings.alibi or layer.sinks is not None)
+        if batch.fresh and plain and self.scales is None:
             return causal_attention(q, k, v, settings.scale).flatten(1)
         attended: Tensor = layer.kernels.attention(
             q, keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
             scale=settings.scale, window=settings.window, softcap=settings.softcap,
-            alibi_slopes=self.slopes, sinks=layer.sinks, max_len=batch.max_len, mixed=batch.mixed,
+            alibi_slopes=self.slopes, sinks=layer.sinks, scales=self.scales, max_len=batch.max_len, mixed=batch.mixed,
         )  # fmt: skip
         return attended.reshape(qkv.shape[0], -1)
 

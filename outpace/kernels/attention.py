@@ -11,6 +11,7 @@ from torch import Tensor
 from outpace.kernels.attention_by_page import attend_by_page
 from outpace.kernels.attention_decode import paged_attention_decode
 from outpace.kernels.attention_prefill import paged_attention_prefill
+from outpace.kernels.kv_quant import Stored, check_scales, stored
 from outpace.kernels.triton_stub import HAS_TRITON
 
 SCORE_BYTES = 256 << 20  # the largest score tensor the reference makes
@@ -35,6 +36,7 @@ def paged_attention_ref(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
     mixed: bool = False,
     invariant: bool = False,
 ) -> Tensor:
@@ -44,18 +46,19 @@ def paged_attention_ref(
     threads, if they are many, page by page: 32 (128) of them, 9/3 heads of 64 over 50 to 500 keys, take 2.8 (11.3) ms
     on one thread and 2.4 (7.9) on two; padded together 3.9 (15.4) and 2.7 (10.2).
     """
+    keys, values = stored(k_pages, v_pages, scales)
     shape = (*q.shape[:2], v_pages.shape[3])
     out = q.new_zeros(shape) if out is None else out.zero_()
     plain = softcap == 0 and alibi_slopes is None and sinks is None and q.dtype == torch.float32 and not invariant
     if plain and len(q) == len(seq_lens) == 1 and int(cu_q[1]) == 1 and int(seq_lens[0]) > 0:
-        return _one_token(q, k_pages, v_pages, block_table[0], int(seq_lens[0]), scale, window, out)
+        return _one_token(q, keys, values, block_table[0], int(seq_lens[0]), scale, window, out)
     options = (scale, window, softcap, alibi_slopes, sinks, out)
     lens, starts, q_lens = seq_lens.long(), cu_q[:-1].long(), cu_q.diff().long()
 
     def attend(function: Callable[..., None], seqs: Tensor) -> None:
         if len(seqs):
             some = (block_table[seqs], lens[seqs], starts[seqs], q_lens[seqs])
-            function(q, k_pages, v_pages, *some, *options)
+            function(q, keys, values, *some, *options)
 
     alive = (q_lens > 0) & (lens > 0)
     if invariant:
@@ -75,7 +78,7 @@ def paged_attention_ref(
 
 
 def _one_token(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: int, scale: float, window: int, out: Tensor
+    q: Tensor, k_pages: Stored, v_pages: Stored, table: Tensor, length: int, scale: float, window: int, out: Tensor
 ) -> Tensor:
     """One query of one sequence: nothing to sort, pad or mask. 0.09 ms against 0.41 for 9/3 heads of 64 on 2 cores."""
     size = k_pages.shape[1]
@@ -83,7 +86,7 @@ def _one_token(
     first = start // size
     pages = table[first : (length - 1) // size + 1].long()
     k, v = (
-        part.index_select(0, pages).flatten(0, 1)[start - first * size : length - first * size].transpose(0, 1)[None]
+        part.blocks(pages, q.dtype).flatten(0, 1)[start - first * size : length - first * size].transpose(0, 1)[None]
         for part in (k_pages, v_pages)
     )  # [1, Hkv, L, D]
     groups = q.shape[1] != k.shape[1]
@@ -93,8 +96,8 @@ def _one_token(
 
 def _attend_singly(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Stored,
+    v_pages: Stored,
     table: Tensor,
     lens: Tensor,
     starts: Tensor,
@@ -118,13 +121,13 @@ def _attend_singly(
         first = start // size
         ids = pages[first : (length - 1) // size + 1]
         seen = slice(start - first * size, length - first * size)
-        k = k_pages.index_select(0, ids).flatten(0, 1)[seen].to(x.dtype)  # [L, Hkv, D]
+        k = k_pages.blocks(ids, x.dtype).flatten(0, 1)[seen]  # [L, Hkv, D]
         scores = torch.bmm(x_i, k.permute(1, 2, 0))  # [Hkv, G, L]
         if softcap > 0:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if slopes is not None:
             scores += slopes * torch.arange(1 - len(k), 1, device=q.device)
-        v = v_pages.index_select(0, ids).flatten(0, 1)[seen].to(x.dtype)
+        v = v_pages.blocks(ids, x.dtype).flatten(0, 1)[seen]
         torch.bmm(scores.softmax(-1), v.transpose(0, 1), out=found_i)
         if sinks is not None:
             found_i *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.view(kv_heads, -1, 1))
@@ -150,22 +153,10 @@ def _pieces(q_lens: Tensor, lens: Tensor, pair_bytes: int, key_bytes: int) -> It
         yield from cut(0, len(lens))
 
 
-def _gather(pages: Tensor, page: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, bs, Hkv, D] at (page, offset) [n, L] -> [n, Hkv, L, D]."""
-    _, size, heads, dim = pages.shape
-    head = torch.arange(heads, device=pages.device)[:, None]  # [Hkv, 1]
-    if pages.is_contiguous():
-        rows = ((page * size + offset) * heads)[:, None] + head  # [n, Hkv, L]
-        found = pages.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)
-    else:
-        found = pages[page[:, None], offset[:, None], head]
-    return found.to(dtype)
-
-
 def _attend(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Stored,
+    v_pages: Stored,
     table: Tensor,
     lens: Tensor,
     starts: Tensor,
@@ -185,8 +176,8 @@ def _attend(
     keys = first[:, None] + index[: int((lens - first).max())]  # [n, L]: positions
     clamped = torch.minimum(keys, lens[:, None] - 1)
     page = table.long().gather(1, clamped // page_size)
-    k = _gather(k_pages, page, clamped % page_size, dtype)  # [n, Hkv, L, D]
-    v = _gather(v_pages, page, clamped % page_size, dtype)
+    k = k_pages.tokens(page, clamped % page_size, dtype)  # [n, Hkv, L, D]
+    v = v_pages.tokens(page, clamped % page_size, dtype)
 
     fused = longest > 1 and softcap == 0 and alibi_slopes is None and sinks is None and q.shape[2] == v.shape[3]
     fresh = fused and window == 0 and bool((q_lens == lens).all())  # no keys but the queries' own
@@ -234,7 +225,15 @@ def _weigh(
     return found
 
 
-def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seq_lens: Tensor, cu_q: Tensor) -> None:
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    scales: Tensor | None,
+) -> None:
     """Refuse what no path can run; the kernels take shapes and strides on trust."""
     batch, kv_heads = seq_lens.shape[0], k_pages.shape[2]
     if q.shape[2] != k_pages.shape[3] or k_pages.shape[:3] != v_pages.shape[:3] or q.shape[1] % kv_heads:
@@ -245,7 +244,9 @@ def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, seq
         )
     if any(x.dtype != torch.int32 for x in (block_table, seq_lens, cu_q)) or block_table.stride(-1) != 1:
         raise ValueError("block_table, seq_lens and cu_q must be int32 with contiguous rows")
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
+    if scales is not None:
+        check_scales(k_pages, v_pages, scales)
+    elif not q.dtype == k_pages.dtype == v_pages.dtype:
         raise ValueError(f"one dtype is needed: q {q.dtype}, k_pages {k_pages.dtype}, v_pages {v_pages.dtype}")
     if any(x.stride(-1) != 1 for x in (q, k_pages, v_pages)):
         raise ValueError("the last dimension of q, k_pages and v_pages must be contiguous")
@@ -271,6 +272,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
     max_len: int = 0,
     mixed: bool = False,
     invariant: bool = False,
@@ -281,16 +283,16 @@ def paged_attention(
     tokens' own included, are in k_pages [N, bs, Hkv, D] and v_pages [N, bs, Hkv, Dv] at the pages block_table[b] names.
     A query sees the `window` newest keys up to itself (0: all). `sinks` is a logit per head that takes probability and
     has no value. Rows of no sequence, and of sequences without keys, become zeros. `max_len` bounds seq_lens (0: what
-    the block table can hold).
+    the block table can hold). Pages of int8 or fp8 come with their `scales` [N, 2, Hkv, bs] (see `kv_quant`).
 
     When `mixed`, sequences of one query go to the split-KV kernel and the others to the ragged one, as the device finds
     them in cu_q: the launches depend on the shapes alone. When `invariant`, a query gets the same bits whatever else is
     in the batch, however its prompt is cut into chunks, and also as a decode. Keys are then not split among programs,
     so that few sequences with long contexts take longer.
     """
-    _check(q, k_pages, v_pages, block_table, seq_lens, cu_q)
+    _check(q, k_pages, v_pages, block_table, seq_lens, cu_q, scales)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    options |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "scales": scales}
     args = (q, k_pages, v_pages, block_table, seq_lens, cu_q, max_q)
     if runs_on_cpu(q):
         return paged_attention_ref(*args, out=out, invariant=invariant, **options)

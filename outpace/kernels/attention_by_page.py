@@ -11,8 +11,12 @@ see, but others of its tile do, have the weight 0: they add zeros, which is exac
 order of their pages.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from outpace.kernels.kv_quant import Stored
 
 SLICE_BYTES = 2 << 20  # keys or values copied at a time
 GROUP_BYTES = 64 << 20  # scores and sums of the items at a time
@@ -28,8 +32,8 @@ def _runs(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 def attend_by_page(
     block: int,
     q: Tensor,  # [T, Hq, D]
-    k_pages: Tensor,  # [N, bs, Hkv, D]
-    v_pages: Tensor,  # [N, bs, Hkv, Dv]
+    k_pages: Stored,  # [N, bs, Hkv, D]
+    v_pages: Stored,  # [N, bs, Hkv, Dv]
     table: Tensor,  # [n, M]
     lens: Tensor,  # [n] keys, at least one
     starts: Tensor,  # [n] rows of the first queries
@@ -72,28 +76,28 @@ def attend_by_page(
         out[rows[real]] = found.transpose(1, 2).flatten(2, 3)[real].to(out.dtype)
 
 
-def _slices(pages: Tensor, items: int) -> list[slice]:
+def _slices(pages: Stored, items: int) -> list[slice]:
     """As many items at a time as stay in the cache."""
-    step = max(1, SLICE_BYTES // (4 * pages[0].numel()))
+    step = max(1, SLICE_BYTES // (4 * math.prod(pages.shape[1:])))
     return [slice(begin, begin + step) for begin in range(0, items, step)]
 
 
-def _scores(x: Tensor, tile: Tensor, pages: Tensor, ids: Tensor) -> Tensor:
+def _scores(x: Tensor, tile: Tensor, pages: Stored, ids: Tensor) -> Tensor:
     """Queries [I, Hkv, R, D] of each item's tile times the keys of its page: [J, Hkv, R, bs]."""
     out = x.new_empty(len(ids), *x.shape[1:3], pages.shape[1])
     for some in _slices(pages, len(ids)):
-        keys = pages.index_select(0, ids[some]).to(x.dtype).transpose(1, 2).flatten(0, 1)  # [j * Hkv, bs, D]
+        keys = pages.blocks(ids[some], x.dtype).transpose(1, 2).flatten(0, 1)  # [j * Hkv, bs, D]
         torch.bmm(x[tile[some]].flatten(0, 1), keys.transpose(1, 2), out=out[some].flatten(0, 1))
     return out
 
 
-def _sums(weights: Tensor, pages: Tensor, ids: Tensor, exists: Tensor) -> Tensor:
+def _sums(weights: Tensor, pages: Stored, ids: Tensor, exists: Tensor) -> Tensor:
     """Weights [J, Hkv, R, bs] times the values of each item's page: [J, Hkv, R, Dv]. What does not exist may be NaN."""
     out = weights.new_empty(*weights.shape[:3], pages.shape[3])
     for some in _slices(pages, len(ids)):
-        values = pages.index_select(0, ids[some])  # [j, bs, Hkv, Dv]
+        values = pages.blocks(ids[some], out.dtype)  # [j, bs, Hkv, Dv]
         values.flatten(0, 1).index_fill_(0, torch.nonzero(~exists[some].flatten()).squeeze(1), 0.0)
-        values = values.to(out.dtype).transpose(1, 2).flatten(0, 1)  # [j * Hkv, bs, Dv]
+        values = values.transpose(1, 2).flatten(0, 1)  # [j * Hkv, bs, Dv]
         torch.bmm(weights[some].flatten(0, 1), values, out=out[some].flatten(0, 1))
     return out
 

@@ -29,10 +29,15 @@ class DecodeTiles:
     num_stages: int = 3
 
 
-def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int) -> DecodeTiles:
-    """The default tiles: a step holds about 32 KiB of keys and values, so that two or more programs share an SM."""
+def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, quantized: bool = False) -> DecodeTiles:
+    """The default tiles: a step holds about 32 KiB of keys and values, so that two or more programs share an SM.
+
+    Quantized ones are converted in registers, so a step has half as many keys, and there is one more in flight. These
+    tiles are chosen by registers (104 to 133 of a thread), not measured yet.
+    """
     width: int = triton.next_power_of_2(max(head_dim, v_head_dim))
-    return DecodeTiles(max(16, min(128, 16384 // (width * itemsize))), num_warps=4 if group <= 64 else 8)
+    keys, num_warps = min(128, 16384 // (width * itemsize)), 4 if group <= 64 else 8
+    return DecodeTiles(max(16, keys // 2), num_warps, 4) if quantized else DecodeTiles(max(16, keys), num_warps)
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> int:
@@ -73,6 +78,7 @@ def _decode_kernel(
     q_ptr: tl.tensor,  # [T, Hq, D]
     k_ptr: tl.tensor,  # [N, page_size, Hkv, D]
     v_ptr: tl.tensor,  # [N, page_size, Hkv, Dv]
+    s_ptr: tl.tensor,  # [N, 2, Hkv, page_size] or None
     table_ptr: tl.tensor,  # [B, M]
     lens_ptr: tl.tensor,  # [B]
     cu_q_ptr: tl.tensor,  # [B + 1]
@@ -94,6 +100,8 @@ def _decode_kernel(
     v_page: tl.constexpr,
     v_row: tl.constexpr,
     v_head: tl.constexpr,
+    s_page: tl.constexpr,
+    s_value: tl.constexpr,
     dim: tl.constexpr,
     v_dim: tl.constexpr,
     page_size: tl.constexpr,
@@ -146,11 +154,13 @@ def _decode_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
+    if s_ptr is not None:
+        s_ptr += kv_head * page_size
     # fmt: off
     acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, length - 1 + m * 0, slopes, k_ptr, v_ptr, table_ptr, first, length,
-        tile_0 + begin, tile_0 + end, window, scale, cap, k_page, k_row, v_page, v_row, dim, v_dim, page_size,
-        block_n, block_d, block_dv, has_window, has_cap, True,
+        acc, m_i, l_i, q, length - 1 + m * 0, slopes, k_ptr, v_ptr, s_ptr, table_ptr, first, length,
+        tile_0 + begin, tile_0 + end, window, scale, cap, k_page, k_row, v_page, v_row, s_page, s_value, dim, v_dim,
+        page_size, block_n, block_d, block_dv, has_window, has_cap, True,
     )
     # fmt: on
     acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
@@ -244,6 +254,7 @@ def paged_attention_decode(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
     max_len: int = 0,
     mixed: bool = False,
     num_splits: int = 0,
@@ -263,11 +274,11 @@ def paged_attention_decode(
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if batch == 0:
         return out
-    given, tiles = tiles, tiles or decode_tiles(num_heads // kv_heads, dim, v_dim, q.element_size())
+    given, tiles = tiles, tiles or decode_tiles(num_heads // kv_heads, dim, v_dim, q.element_size(), scales is not None)
     reach = max_len or block_table.shape[1] * page_size
     reach = min(reach, window + tiles.block_n) if window else reach  # the window may begin inside a tile
     splits = num_splits or decode_splits(batch, kv_heads, reach, sm_count(q.device))
-    if splits == 1 and not given:
+    if splits == 1 and not given and scales is None:
         tiles = replace(tiles, num_stages=2)  # 245 us against 282 for 64 x 4k keys: more programs share an SM
     partial, pdl = splits > 1, has_pdl(q.device) if pdl is None else pdl
     parts = lse = out
@@ -277,11 +288,11 @@ def paged_attention_decode(
         assert parts.numel() >= batch * num_heads * splits * v_dim, (parts.shape, splits)
 
     pre, cap = score_scales(scale, softcap)
-    constants = kernel_constants(q, k_pages, v_pages, out)
+    constants = kernel_constants(q, k_pages, v_pages, out, scales)
     both = {"block_n": tiles.block_n, "has_window": window > 0, "mixed": mixed, "pdl": pdl}
     launch = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(kv_heads, splits, batch)](
-        *(parts, lse, q, k_pages, v_pages, block_table, seq_lens, cu_q, alibi_slopes, sinks),
+        *(parts, lse, q, k_pages, v_pages, scales, block_table, seq_lens, cu_q, alibi_slopes, sinks),
         *(batch, block_table.stride(0), splits, window, pre, cap),
         **constants,
         **both,

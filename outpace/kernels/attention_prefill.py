@@ -37,14 +37,17 @@ class PrefillTiles:
     num_stages: int = 3
 
 
-def prefill_tiles(max_q: int, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> PrefillTiles:
+def prefill_tiles(
+    max_q: int, group: int, head_dim: int, v_head_dim: int, itemsize: int, quantized: bool = False
+) -> PrefillTiles:
     """The default tiles: as many rows as the longest query fills, up to what the registers hold."""
     width = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim))
     group_rows = triton.next_power_of_2(group)
     if itemsize > 2:  # no tensor cores: small tiles
         return PrefillTiles(max(16, group_rows), 32 if width <= 128 else 16, 4, 2)
     rows = max(16, group_rows, min(128, triton.next_power_of_2(max_q * group)))
-    return PrefillTiles(rows, 64 if width <= 128 else 32, 8 if rows >= 128 else 4, 3)
+    many_warps = rows >= 128 or (quantized and width > 128)  # keys are converted in registers
+    return PrefillTiles(rows, 64 if width <= 128 else 32, 8 if many_warps else 4, 3)
 
 
 def score_scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -53,7 +56,7 @@ def score_scales(scale: float, softcap: float) -> tuple[float, float]:
     return (2.0 * log2e * scale / softcap, log2e * softcap) if softcap > 0 else (log2e * scale, 0.0)
 
 
-def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> dict[str, int]:
+def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scales: Tensor | None) -> dict[str, int]:
     """What both attention kernels are compiled for: strides and sizes, so that the compiler sees every alignment."""
     assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1
     names = ("q_row", "q_head", "out_row", "out_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head")
@@ -66,6 +69,8 @@ def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -
         "block_dv": max(16, triton.next_power_of_2(v_dim)),
         "page_size": k_pages.shape[1],
         "group": q.shape[1] // k_pages.shape[2],
+        "s_page": 0 if scales is None else scales.stride(0),
+        "s_value": 0 if scales is None else scales.stride(1),
     }
 
 
@@ -108,6 +113,7 @@ def attend(
     slopes: tl.tensor,  # [M] or None
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    s_ptr: tl.tensor,  # scales of the keys where these are quantized, or None
     table_ptr: tl.tensor,
     first: tl.tensor,  # keys from first to last are seen by some row
     last: tl.tensor,
@@ -120,6 +126,8 @@ def attend(
     k_row: tl.constexpr,
     v_page: tl.constexpr,
     v_row: tl.constexpr,
+    s_page: tl.constexpr,
+    s_value: tl.constexpr,
     dim: tl.constexpr,
     v_dim: tl.constexpr,
     page_size: tl.constexpr,
@@ -130,14 +138,30 @@ def attend(
     has_cap: tl.constexpr,
     masked: tl.constexpr,
 ) -> tl.tensor:
-    """Add key tiles to a running softmax. Unless `masked`, every row sees every key of these tiles."""
+    """Add key tiles to a running softmax. Unless `masked`, every row sees every key of these tiles.
+
+    Quantized keys and values are multiplied as they are stored, which every dtype of q holds exactly; the scale of a
+    key goes to its scores, the scale of a value to its probabilities. These are then bf16, unless q is fp32: the
+    product with a small scale would be a denormal fp16.
+    """
     n = begin * block_n + tl.arange(0, block_n)  # key positions
     exists = (n >= first) & (n < last)
     page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
     for _ in range(begin, end):
         k = _load_rows(k_ptr, page * k_page + n % page_size * k_row, exists, dim, block_d, masked)
         v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
+        if s_ptr is not None:
+            s_at = s_ptr + page * s_page + n % page_size
+            if masked:
+                k_scale = tl.load(s_at, mask=exists, other=0.0)
+                v_scale = tl.load(s_at + s_value, mask=exists, other=0.0)
+            else:
+                k_scale = tl.load(s_at)
+                v_scale = tl.load(s_at + s_value)
+            k = k.to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        if s_ptr is not None:
+            s = s * k_scale[None, :]
         s = shape_scores(s, n[None, :] - pos[:, None], slopes, scale, cap, has_cap)
         if masked:
             sees = n[None, :] <= pos[:, None]
@@ -148,6 +172,9 @@ def attend(
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
+        if s_ptr is not None:
+            p = p * v_scale[None, :]
+            v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)  # here: until now it takes no registers
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
         n += block_n
@@ -179,6 +206,7 @@ def _prefill_kernel(
     q_ptr: tl.tensor,  # [T, Hq, D]
     k_ptr: tl.tensor,  # [N, page_size, Hkv, D]
     v_ptr: tl.tensor,  # [N, page_size, Hkv, Dv]
+    s_ptr: tl.tensor,  # [N, 2, Hkv, page_size] or None
     table_ptr: tl.tensor,  # [B, M]
     lens_ptr: tl.tensor,  # [B]
     cu_q_ptr: tl.tensor,  # [B + 1]
@@ -201,6 +229,8 @@ def _prefill_kernel(
     v_page: tl.constexpr,
     v_row: tl.constexpr,
     v_head: tl.constexpr,
+    s_page: tl.constexpr,
+    s_value: tl.constexpr,
     dim: tl.constexpr,
     v_dim: tl.constexpr,
     page_size: tl.constexpr,
@@ -260,12 +290,14 @@ def _prefill_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
+    if s_ptr is not None:
+        s_ptr += kv_head * page_size
     for phase in tl.static_range(0 if has_window else 1, 3):
         # fmt: off
         acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, pos, slopes, k_ptr, v_ptr, table_ptr, first, last,
+            acc, m_i, l_i, q, pos, slopes, k_ptr, v_ptr, s_ptr, table_ptr, first, last,
             lead if phase == 0 else begin if phase == 1 else end, begin if phase == 0 else end if phase == 1 else tail,
-            window, scale, cap, k_page, k_row, v_page, v_row, dim, v_dim, page_size,
+            window, scale, cap, k_page, k_row, v_page, v_row, s_page, s_value, dim, v_dim, page_size,
             block_n, block_d, block_dv, has_window, has_cap, phase != 1,
         )
         # fmt: on
@@ -289,6 +321,7 @@ def paged_attention_prefill(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
     mixed: bool = False,
     invariant: bool = False,
     tiles: PrefillTiles | None = None,
@@ -301,14 +334,14 @@ def paged_attention_prefill(
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if rows == 0:
         return out
-    constants = kernel_constants(q, k_pages, v_pages, out)
+    constants = kernel_constants(q, k_pages, v_pages, out, scales)
     group = constants["group"]
     filled = max(1, INVARIANT_ROWS // group) if invariant else max_q
-    tiles = tiles or prefill_tiles(filled, group, dim, v_dim, q.element_size())
+    tiles = tiles or prefill_tiles(filled, group, dim, v_dim, q.element_size(), scales is not None)
     block_q = tiles.block_m // group
     num_tiles = rows // block_q + batch + 1  # each sequence, and the padding, may end in a tile of its own
     _prefill_kernel[(num_tiles * kv_heads,)](
-        *(out, q, k_pages, v_pages, block_table, seq_lens, cu_q, alibi_slopes, sinks),
+        *(out, q, k_pages, v_pages, scales, block_table, seq_lens, cu_q, alibi_slopes, sinks),
         *(rows, batch, num_tiles, block_table.stride(0), window, *score_scales(scale, softcap)),
         **constants,
         kv_heads=kv_heads,

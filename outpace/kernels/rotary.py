@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from outpace.kernels.kv_quant import check_scales, quantize, scale_of, stored, write_tokens
 from outpace.kernels.rms_norm import rms_norm_ref, scale_normed
 from outpace.kernels.triton_stub import tl, triton
 
@@ -54,10 +55,12 @@ def rope_and_cache_ref(
     weight_offset: float = 0.0,
     round_before_weight: bool = True,
     q_out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm, rotate q and k in place (q into q_out if given) and write k, v to pages: the views q, k, v.
 
     cos, sin: fp32 [P, R/2], None to leave positions alone; slots: [T], -1 to write nothing; k_pages: [N, bs, Hkv, D].
+    With `scales` [N, 2, Hkv, bs] the pages are int8 or fp8, and keys and values are quantized (see `kv_quant`).
     """
     q, k, v = split_qkv(qkv, num_heads, num_kv_heads, head_dim)
     q = q if q_out is None else q_out.copy_(q)
@@ -79,8 +82,8 @@ def rope_and_cache_ref(
         assert slots is not None, "a write to pages needs slots"
         rows = (slots >= 0).nonzero().squeeze(1)
         page, offset = slots[rows] // k_pages.shape[1], slots[rows] % k_pages.shape[1]
-        k_pages[page, offset] = k[rows]
-        v_pages[page, offset] = v[rows]
+        for x, to in zip((k, v), stored(k_pages, v_pages, scales), strict=True):
+            write_tokens(x[rows], to.pages, page, offset, to.scales)
     return q, k, v
 
 
@@ -93,6 +96,8 @@ def _rope_heads(
     page_ptr: tl.tensor,
     page_stride: tl.tensor,
     page_heads: tl.tensor,
+    scale_ptr: tl.tensor,
+    page_size: tl.constexpr,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -129,6 +134,7 @@ def _rope_heads(
         squares += tl.sum(c * c, axis=1)
 
     scale = tl.rsqrt(squares / head_dim + eps)[:, None]  # [N, 1]
+    largest = tl.zeros([heads], tl.float32)
     if rotary_dim > 0:
         if weight_ptr is not None:
             a_weight = tl.load(weight_ptr + a_col, mask=turns, other=0.0)
@@ -141,7 +147,11 @@ def _rope_heads(
         b_turned = (b * cos + a * sin).to(dtype)
         tl.store(out_ptr + head * out_stride + a_col, a_turned, mask=live & turns)
         tl.store(out_ptr + head * out_stride + b_col, b_turned, mask=live & turns)
-        if page_ptr is not None:
+        if scale_ptr is not None:
+            a_stored = a_turned.to(tl.float32)
+            b_stored = b_turned.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(a_stored), tl.abs(b_stored)), axis=1))
+        elif page_ptr is not None:
             tl.store(page_ptr + head * page_stride + a_col, a_turned, mask=paged & turns)
             tl.store(page_ptr + head * page_stride + b_col, b_turned, mask=paged & turns)
     if rotary_dim < head_dim:
@@ -149,8 +159,23 @@ def _rope_heads(
             c_weight = tl.load(weight_ptr + c_col, mask=rests, other=0.0)
             c = scale_normed(c * scale, c_weight, weight_offset, dtype, round_first)
         tl.store(out_ptr + head * out_stride + c_col, c.to(dtype), mask=live & rests)
-        if page_ptr is not None:
+        if scale_ptr is not None:
+            c_stored = c.to(dtype).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(c_stored), axis=1))
+        elif page_ptr is not None:
             tl.store(page_ptr + head * page_stride + c_col, c.to(dtype), mask=paged & rests)
+
+    if scale_ptr is not None:
+        page_type: tl.constexpr = page_ptr.dtype.element_ty
+        page_scale = scale_of(largest, page_type)[:, None]  # [N, 1]
+        tl.store(scale_ptr + head * page_size, page_scale, mask=paged)
+        if rotary_dim > 0:
+            pairs_scale = tl.broadcast_to(page_scale, [heads, block_pair])
+            tl.store(page_ptr + head * page_stride + a_col, quantize(a_stored, pairs_scale, page_type), paged & turns)
+            tl.store(page_ptr + head * page_stride + b_col, quantize(b_stored, pairs_scale, page_type), paged & turns)
+        if rotary_dim < head_dim:
+            rest_scale = tl.broadcast_to(page_scale, [heads, block_rest])
+            tl.store(page_ptr + head * page_stride + c_col, quantize(c_stored, rest_scale, page_type), paged & rests)
 
 
 @triton.jit
@@ -165,6 +190,7 @@ def _rope_and_cache_kernel(
     slots_ptr: tl.tensor,
     k_pages_ptr: tl.tensor,
     v_pages_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
     q_token: tl.tensor,
@@ -182,6 +208,7 @@ def _rope_and_cache_kernel(
     v_page: tl.tensor,
     v_offset: tl.tensor,
     v_page_head: tl.tensor,
+    s_page: tl.tensor,
     eps: tl.tensor,
     weight_offset: tl.tensor,
     page_size: tl.constexpr,
@@ -210,31 +237,41 @@ def _rope_and_cache_kernel(
     page_heads = 0
     k_row = k_pages_ptr
     v_row = v_pages_ptr
+    s_row = scales_ptr
     if k_pages_ptr is not None:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         page_heads = tl.where(slot >= 0, num_kv_heads, 0)
         k_row = k_pages_ptr + (slot // page_size) * k_page + (slot % page_size) * k_offset
         v_row = v_pages_ptr + (slot // page_size) * v_page + (slot % page_size) * v_offset
+        if scales_ptr is not None:
+            s_row = scales_ptr + (slot // page_size) * s_page + slot % page_size  # of the key of head 0
 
     if part < q_parts:
         q = q_ptr + token * q_token
         q_out = q_out_ptr + token * q_out_token
         _rope_heads(
-            q, q_head, q_out, q_out_head, None, 0, 0, cos_row, sin_row, q_weight_ptr, eps, weight_offset,
+            q, q_head, q_out, q_out_head, None, 0, 0, None, 1, cos_row, sin_row, q_weight_ptr, eps, weight_offset,
             part * heads, num_heads, head_dim, rotary_dim, interleaved, round_first, heads, block_pair, block_rest,
         )  # fmt: skip
     elif part < q_parts + k_parts:
         k = k_ptr + token * k_token
         _rope_heads(
-            k, k_head, k, k_head, k_row, k_page_head, page_heads, cos_row, sin_row, k_weight_ptr, eps, weight_offset,
-            (part - q_parts) * heads, num_kv_heads, head_dim, rotary_dim, interleaved, round_first, heads, block_pair,
-            block_rest,
+            k, k_head, k, k_head, k_row, k_page_head, page_heads, s_row, page_size, cos_row, sin_row, k_weight_ptr,
+            eps, weight_offset, (part - q_parts) * heads, num_kv_heads, head_dim, rotary_dim, interleaved, round_first,
+            heads, block_pair, block_rest,
         )  # fmt: skip
     elif v_pages_ptr is not None:
         head = ((part - q_parts - k_parts) * heads + tl.arange(0, heads)).to(tl.int64)[:, None]  # [N, 1]
         col = tl.arange(0, block_v)[None, :]  # [1, Dv]
         mask = (head < page_heads) & (col < v_dim)
-        v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=mask)
+        if scales_ptr is None:
+            v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=mask)
+        else:
+            x = tl.load(v_ptr + token * v_token + head * v_head + col, mask=mask, other=0.0).to(tl.float32)
+            v_type: tl.constexpr = v_pages_ptr.dtype.element_ty
+            v_scale = scale_of(tl.max(tl.abs(x), axis=1), v_type)[:, None]  # [N, 1]
+            tl.store(s_row + (num_kv_heads + head) * page_size, v_scale, mask=head < page_heads)
+            v = quantize(x, tl.broadcast_to(v_scale, [heads, block_v]), v_type)
         tl.store(v_row + head * v_page_head + col, v, mask=mask)
 
 
@@ -273,6 +310,7 @@ def rope_and_cache_triton(
     weight_offset: float = 0.0,
     round_before_weight: bool = True,
     q_out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     config: Mapping[str, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """rope_and_cache_ref in one kernel. Slots must be distinct."""
@@ -294,7 +332,10 @@ def rope_and_cache_triton(
         assert slots.is_contiguous()
         assert k_pages.shape[1:] == (v_pages.shape[1], num_kv_heads, head_dim)
         assert v_pages.shape[2:] == v.shape[1:]
-        assert k_pages.dtype == v_pages.dtype == k.dtype
+        if scales is None:
+            assert k_pages.dtype == v_pages.dtype == k.dtype
+        else:
+            check_scales(k_pages, v_pages, scales)
     assert all(w is None or (w.shape == (head_dim,) and w.is_contiguous()) for w in (q_norm_weight, k_norm_weight))
 
     meta = {**rope_config(head_dim), **(config or {})}
@@ -317,6 +358,7 @@ def rope_and_cache_triton(
         None if k_pages is None else slots,
         k_pages,
         v_pages,
+        scales,
         q_norm_weight,
         k_norm_weight,
         *_token_strides(q),
@@ -326,6 +368,7 @@ def rope_and_cache_triton(
         0 if cos is None else cos.stride(0),
         *_page_strides(k_pages),
         *_page_strides(v_pages),
+        0 if scales is None else scales.stride(0),
         eps,
         weight_offset,
         page_size=1 if k_pages is None else k_pages.shape[1],

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from outpace.cache.kv_cache import allocate, blocks_for
+from outpace.cache.kv_cache import allocate, blocks_for, page_dtype
 from outpace.inject.paged import BatchModel
 from outpace.runner.capture import StreamLock
 from outpace.runner.rows import on_device
@@ -38,8 +38,10 @@ class PagedDecoder:
         *,
         graphs: bool,
         step_tokens: int = STEP_TOKENS,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self._model = model
+        self._page_dtype = page_dtype(kv_cache_dtype, model.dtype)
         self._measure = measure
         self._lock = StreamLock(model.device)
         self._graphs = graphs and model.capturable
@@ -96,7 +98,7 @@ class PagedDecoder:
     @torch.inference_mode(False)  # buffers made in inference mode could not be written by calls outside it
     def _make_runner(self, num_seqs: int, length: int, num_blocks: int) -> Runner:
         model, most = self._model, self._step_tokens
-        pages = allocate(model.kv_heads, num_blocks, model.dtype, model.device)
+        pages = allocate(model.kv_heads, num_blocks, self._page_dtype, model.device)
         limits = Limits(max_num_seqs=num_seqs, max_num_batched_tokens=most, max_model_len=length)
         alone = [Shape(size, 1, "fresh") for size in CHUNK_SIZES if size <= GRAPH_TOKENS]
         later = [*shapes(num_seqs, GRAPH_TOKENS), *alone] if self._graphs else ()

@@ -56,8 +56,19 @@ _PLAIN_SETTINGS = frozenset(
 class FastGenerate:
     """The paged loop of one injected model; its pages come with the first call that can use them."""
 
-    def __init__(self, model: nn.Module, paged: Paged, *, max_tokens: int, graphs: bool, measure: Measure) -> None:
-        self._make = lambda: PagedDecoder(paged(max_tokens), max_tokens, measure, graphs=graphs)
+    def __init__(
+        self,
+        model: nn.Module,
+        paged: Paged,
+        *,
+        max_tokens: int,
+        graphs: bool,
+        measure: Measure,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        options: dict[str, Any] = {"graphs": graphs, "kv_cache_dtype": kv_cache_dtype}
+        self._make = lambda: PagedDecoder(paged(max_tokens), max_tokens, measure, **options)
+        self._more = "" if kv_cache_dtype == "auto" else "; it does not quantize keys and values (kv_cache_dtype)"
         self._decoder: PagedDecoder | None = None
         self._making = threading.Lock()
         self._refused = False
@@ -122,7 +133,7 @@ class FastGenerate:
                     self._decoder = self._make()
                 except NotSupported as error:
                     self._refused = True
-                    chosen("generate", "Hugging Face's loop", str(error))
+                    chosen("generate", "Hugging Face's loop", f"{error}{self._more}")
             return self._decoder
 
     def loop(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Callable[..., Any] | None:
@@ -130,7 +141,7 @@ class FastGenerate:
         reason = next(self._reasons(arguments, mask, setting), None)
         if reason is not None:
             if reason not in self._told:
-                chosen("generate", "Hugging Face's loop", reason)
+                chosen("generate", "Hugging Face's loop", reason + self._more)
                 self._told.add(reason)
             return None
         decoder = self._made()

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from outpace.cache.kv_cache import HostPages, allocate, block_bytes
+from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
 from outpace.errors import ConfigError
 from outpace.inject.paged import BatchModel
@@ -95,7 +95,7 @@ def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
     From graphs, as steps will run: otherwise it would be what the host takes to launch them, of the small one at least.
     Where there are no graphs the small one is not timed, for this reason, and counts as nothing.
     """
-    runner = Runner(model, allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size), limits)
+    runner = Runner(model, _pages(model, config, 1), limits)
     full = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
     vocab_size = runner.warm_up(full).shape[1]
     few = min(LEAST_TOKENS, limits.max_num_seqs)
@@ -130,13 +130,14 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     with _timed(seconds, "kernels"):
         _compile(model, config, limits, _graph_shapes(model, config, limits))
         limits, step_seconds = _choose_budget(model, config, limits)
-    wanted, per_block = _graph_shapes(model, config, limits), block_bytes(model.kv_heads, model.dtype, cache.block_size)
+    wanted, dtype = _graph_shapes(model, config, limits), page_dtype(config.kv_cache_dtype, model.dtype)
+    per_block = block_bytes(model.kv_heads, dtype, cache.block_size)
     with _timed(seconds, "memory"):
         num_blocks, reason = _num_blocks(model, config, limits, per_block, wanted)
     chosen("num_blocks", num_blocks, reason)
     _check_memory(model, config, limits, num_blocks, per_block)
     with _timed(seconds, "pages"):
-        pages = allocate(model.kv_heads, num_blocks, model.dtype, model.device, cache.block_size)
+        pages = _pages(model, config, num_blocks)
         num_host = int(cache.swap_space * GIB) // per_block
         host = HostPages(pages, num_host) if num_host else None
         runner = Runner(model, pages, limits, host, salt)
@@ -145,6 +146,11 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     if wanted and captured:
         chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
     return Started(runner, limits, num_blocks, num_host, step_seconds, seconds)
+
+
+def _pages(model: BatchModel, config: LLMConfig, num_blocks: int) -> Pages:
+    dtype = page_dtype(config.kv_cache_dtype, model.dtype)
+    return allocate(model.kv_heads, num_blocks, dtype, model.device, config.cache.block_size)
 
 
 def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_blocks: int, per_block: int) -> None:
@@ -182,8 +188,7 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple
 
     def run(shape: Shape) -> torch.Tensor:
         torch.cuda.set_device(model.device)
-        pages = allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size)
-        return Runner(model, pages, limits).warm_up(shape)
+        return Runner(model, _pages(model, config, 1), limits).warm_up(shape)
 
     kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("decode", "chunks", "mixed")]
     few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
@@ -255,7 +260,7 @@ def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: t
 
 def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:
     """Run the largest steps over a handful of pages; the bytes of one row of logits."""
-    runner = Runner(model, allocate(model.kv_heads, 1, model.dtype, model.device, config.cache.block_size), limits)
+    runner = Runner(model, _pages(model, config, 1), limits)
     largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
     logits = runner.warm_up(largest)
     scratch = [logits.float() for _ in range(4)]  # what choosing tokens takes

@@ -374,6 +374,7 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
         "kv_cache_size_tokens": str(tokens),
         "kv_cache_max_concurrency": f"{tokens / engine.max_model_len:.2f}",
         "block_size": str(cache.block_size),
+        "cache_dtype": parts.config.kv_cache_dtype,
         "num_gpu_blocks": str(scheduler.pool.num_blocks),
         "enable_prefix_caching": str(cache.enable_prefix_caching),
         "gpu_memory_utilization": str(cache.gpu_memory_utilization),

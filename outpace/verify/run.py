@@ -42,9 +42,9 @@ def verify(
     `init_inference`: dtype, device, injection_policy, ... `progress` is called with each step as it begins.
     """
     asked = InferenceConfig.of(None, **options)
-    if asked.asked_quant is not None:
+    if asked.asked_quant is not None or asked.kv_cache_dtype != "auto":
         raise NotSupported(
-            "quant: verify compares with the model's own weights; measure quantized ones by outpace eval"
+            "quant: verify compares with the model as it is; measure quantized weights and caches by outpace eval"
         )
     progress("loading the model")
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)

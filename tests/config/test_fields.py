@@ -14,6 +14,7 @@ import torch
 
 import outpace
 from outpace import ConfigError, InferenceConfig, InputError, ModelError, NotSupported, NotSupportedYet
+from outpace.cache.kv_cache import allocate
 from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER
 from outpace.inject.quantized import PackedLinear
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
@@ -216,6 +217,24 @@ def quant_qkv_acts() -> None:
     assert packed == {"o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
 
 
+def kv_cache_dtype_acts() -> None:
+    wanted = {"auto": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+    for name, dtype in wanted.items():
+        with mock.patch("outpace.runner.decode.allocate", side_effect=allocate) as allocated:
+            engine(kernel_inject=True, quant={"kv_cache_dtype": name}).generate(IDS, max_new_tokens=2)
+        assert {call.args[2] for call in allocated.call_args_list} == {dtype}
+    raises("quant.kv_cache_dtype: only fused layers keep", quant={"kv_cache_dtype": "int8"})
+    raises("quant.kv_cache_dtype: input should be 'auto', 'int8'", kernel_inject=True, quant={"kv_cache_dtype": "int4"})
+    raises("kv_cache_dtype: a name of outpace.LLM alone; use quant", kv_cache_dtype="int8")
+    assert InferenceConfig.of(quant={"kv_cache_dtype": "int8", "enabled": False}).quant is None
+    for more, packed in (({}, False), ({"scheme": "int8"}, True), ({"weight": {"num_bits": 8}}, True)):
+        module = engine(kernel_inject=True, quant={"kv_cache_dtype": "int8", **more}).module
+        assert any(isinstance(each, PackedLinear) for each in module.modules()) is packed
+    both = InferenceConfig.of(dtype="int8", kernel_inject=True, quant={"kv_cache_dtype": "fp8"})
+    assert both.asked_quant is not None
+    assert (both.asked_quant.kv_cache_dtype, both.asked_quant.only_cache) == ("fp8", False)
+
+
 @contextmanager
 def saved() -> Iterator[tuple[Any, Path]]:
     """A model with other weights than `engine` begins with, and the file that holds them."""
@@ -352,6 +371,7 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "quant.weight.quantized_initialization.symmetric": initialized("int8 in groups of 16", symmetric=True),
     "quant.weight.post_init_quant": post_init_quant_acts,
     "quant.qkv.enabled": quant_qkv_acts,
+    "quant.kv_cache_dtype": kv_cache_dtype_acts,
     "save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
     "checkpoint_config.save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
 }
@@ -412,6 +432,11 @@ def test_every_kind_of_number_is_among_them() -> None:
 
 # For each rule: what triggers it, and the fields and the remedy its message must name.
 WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
+    (
+        {"quant": {"kv_cache_dtype": "int8"}},
+        ("quant.kv_cache_dtype",),
+        "give replace_with_kernel_inject=True, or leave it out",
+    ),
     (
         {"checkpoint": "a", "checkpoint_config": {"checkpoint_dir": "b"}},
         ("checkpoint", "checkpoint_config.checkpoint_dir"),

@@ -22,6 +22,7 @@ VLLM_NAMES: dict[str, tuple[str, Any]] = {
     "swap_space": ("cache.swap_space", 2.5),
     "max_num_seqs": ("scheduler.max_num_seqs", 8),
     "max_num_batched_tokens": ("scheduler.max_num_batched_tokens", 512),
+    "kv_cache_dtype": ("quant.kv_cache_dtype", "fp8"),
     "async_scheduling": ("scheduler.async_scheduling", False),
     "gpu_memory_utilization": ("cache.gpu_memory_utilization", 0.5),
     "tensor_parallel_size": ("tensor_parallel.tp_size", 2),
@@ -58,6 +59,7 @@ def test_every_option_of_the_runtime_goes_without_its_section() -> None:
     assert {path for name, (path, _) in FLAT.items() if name != "max_model_len"} == {
         "tensor_parallel.tp_size",
         "quant.scheme",
+        "quant.kv_cache_dtype",
         *(f"cache.{name}" for name in CacheConfig.model_fields),
         *(f"scheduler.{name}" for name in SchedulerConfig.model_fields),
     }

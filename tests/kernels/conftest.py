@@ -22,37 +22,48 @@ def _interpret_what_is_loaded() -> None:
                 setattr(module, name, InterpretedFunction(value.fn))
 
 
-def _round_to_nearest() -> None:
-    """Makes the interpreter round to bf16 and fp8 as GPUs do, to the nearest even.
-
-    It cuts the low bits of fp32 off, and takes integers and fp8 for bits of bf16.
-    """
-    from triton.language import bfloat16, float8e4nv, float32
+def _cast_as_gpus_do() -> None:
+    """Makes the interpreter convert and multiply bf16 and fp8 as GPUs do, rounding to the nearest even: it cuts the low
+    bits off, or takes the bits for an integer."""
+    from triton.language import bfloat16, float8e4nv, float16, float32, int8, int16, int32, uint8
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
-    kinds = {bfloat16: (torch.bfloat16, torch.uint16), float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
+    known = {bfloat16: torch.bfloat16, float8e4nv: torch.float8_e4m3fn}
+    dtypes = {**known, float32: torch.float32, float16: torch.float16, uint8: torch.uint8}
+    dtypes |= {int8: torch.int8, int16: torch.int16, int32: torch.int32}
+    bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+    cast, to_fp = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
+    dot = InterpreterBuilder.create_dot
+
+    def convert(src: Any, dst_type: Any) -> Any:
+        kinds = src.dtype.scalar, dst_type.scalar
+        if known.keys().isdisjoint(kinds) or not dtypes.keys() >= {*kinds}:
+            return None
+        found = torch.tensor(src.data).view(dtypes[kinds[0]]).to(dtypes[kinds[1]])
+        return TensorHandle(found.view(bits.get(found.dtype, found.dtype)).numpy(), kinds[1])
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if dst_type.scalar not in kinds or src.dtype.scalar == dst_type.scalar:
-            return cast(self, src, dst_type)
-        if src.dtype.scalar != float32:
-            src = cast(self, src, float32)
-        dtype, bits = kinds[dst_type.scalar]
-        return TensorHandle(torch.tensor(src.data).to(dtype).view(bits).numpy(), dst_type.scalar)
+        found = convert(src, dst_type)
+        return cast(self, src, dst_type) if found is None else found
 
-    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, *rounding: Any) -> Any:
-        if (src.dtype.scalar, dst_type.scalar) != (float32, float8e4nv):
-            return convert(self, src, dst_type, *rounding)
-        return cast_impl(self, src, dst_type)
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        found = convert(src, dst_type)
+        return to_fp(self, src, dst_type, rounding) if found is None else found
 
-    InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp = cast_impl, create_fp_to_fp
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.dtype.scalar != bfloat16:
+            return dot(self, a, b, d, *options)
+        return TensorHandle(np.matmul(_in_fp32(a), _in_fp32(b)) + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     _interpret_what_is_loaded()
-    _round_to_nearest()
+    _cast_as_gpus_do()
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +84,7 @@ def _fresh_numbers() -> None:
 def left_to_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter multiplies tiles as matrix units do: each output by itself, from left to right.
 
-    Its own product adds in an order that depends on the size of the tile, and knows no bfloat16.
+    Its own product adds in an order that depends on the size of the tile.
     """
     if not torch.cuda.is_available():
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -31,6 +31,7 @@ from outpace.kernels.scaled_linear import scaled_matmul_triton
 from outpace.kernels.softmax import softmax_triton
 
 BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -208,6 +209,31 @@ def attention() -> None:
     paged_attention_prefill(meta(300, 32, 128), k, v, table, lens, cu_q, 100, scale=0.1)
 
 
+def quantized_attention() -> None:
+    """The same over pages of int8 and fp8: heads of 64 to 256, groups, fp16, and what scores go through."""
+    table, lens, cu_q = meta(3, 8, dtype=INT32), meta(3, dtype=INT32), meta(4, dtype=INT32)
+    at, slopes, all_options = meta(33, dtype=INT64), meta(32, dtype=FP32), {"window": 500, "softcap": 30.0}
+    for pages, dtype, kv_heads, dim, options in (
+        (INT8, BF16, 8, 128, {}),
+        (FP8, BF16, 8, 128, {}),
+        (INT8, FP16, 4, 64, {"alibi_slopes": slopes, "sinks": slopes, **all_options}),
+        (FP8, FP16, 32, 96, {"sinks": slopes}),
+        (INT8, BF16, 8, 256, all_options),
+        (FP8, BF16, 4, 256, {}),
+    ):
+        k, v = (meta(100, 64, kv_heads, dim, dtype=pages) for _ in range(2))
+        scales = meta(100, 2, kv_heads, 64, dtype=FP32)
+        cos, qkv = meta(4096, dim // 4, dtype=FP32), meta(33, (32 + 2 * kv_heads) * dim, dtype=dtype)
+        heads: dict[str, int] = {"num_heads": 32, "num_kv_heads": kv_heads, "head_dim": dim, "rotary_dim": dim // 2}
+        rope_and_cache_triton(qkv, cos, cos, at, at, k, v, scales=scales, **heads)  # type: ignore[arg-type]
+        rest: dict[str, Any] = {"scale": 0.1, "scales": scales, **options}
+        for splits in (1, 4):
+            paged_attention_decode(meta(3, 32, dim, dtype=dtype), k, v, table, lens, cu_q, num_splits=splits, **rest)
+        for invariant in (False, True):
+            q = meta(300, 32, dim, dtype=dtype)
+            paged_attention_prefill(q, k, v, table, lens, cu_q, 100, invariant=invariant, **rest)
+
+
 ALL: tuple[Callable[[], None], ...] = (
     routing,
     few,
@@ -220,4 +246,5 @@ ALL: tuple[Callable[[], None], ...] = (
     rows,
     sampling,
     attention,
+    quantized_attention,
 )

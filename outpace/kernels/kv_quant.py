@@ -1,0 +1,109 @@
+"""Keys and values of 8 bits in pages: how a vector becomes one, and how the torch paths read it back.
+
+A vector is a key or a value of one token and one KV head. It has one float32 scale: absmax / 127 for int8, absmax / 448
+for fp8 (e4m3). The scales of a layer are one tensor [N, 2, Hkv, bs] beside the pages [N, bs, Hkv, D]: keys' scales at
+0, values' at 1. The scales of one head and page are contiguous, as the attention kernels read them, and a page's scales
+are one piece of memory, so that a page can move.
+"""
+# mypy: disallow-untyped-decorators=False
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.triton_stub import tl, triton
+
+LIMITS: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Dtypes of quantized pages, and the largest number of each."""
+SMALLEST = tl.constexpr(2.0**-126)  # a smaller scale loses bits, or is 0: the vector is stored as zeros with scale 1
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 below 2**22 that has it added has no fraction any more
+
+
+def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Vectors [..., D] as numbers of `dtype` and float32 scales [...], rounded to the nearest, ties to even."""
+    x = x.float()
+    scale = x.abs().amax(-1) / LIMITS[dtype]
+    scale = torch.where(scale < SMALLEST.value, 1.0, scale)
+    x = x / scale[..., None]
+    return (x.round() if dtype == torch.int8 else x).to(dtype), scale
+
+
+def write_tokens(x: Tensor, pages: Tensor, page: Tensor, offset: Tensor, scales: Tensor | None = None) -> None:
+    """Write x [T, Hkv, D] to places (page, offset) of pages [N, bs, Hkv, D]; `scales` [N, Hkv, bs]: quantized."""
+    if scales is None:
+        pages[page, offset] = x
+        return
+    values, scale = quantize_heads(x, pages.dtype)
+    pages.view(torch.int8)[page, offset] = values.view(torch.int8)  # torch cannot index fp8
+    scales[page, :, offset] = scale
+
+
+def check_scales(k_pages: Tensor, v_pages: Tensor, scales: Tensor) -> None:
+    """Refuse scales that do not belong to these pages; the kernels take shapes and strides on trust."""
+    num_blocks, size, heads, _ = k_pages.shape
+    if k_pages.dtype not in LIMITS or v_pages.dtype != k_pages.dtype:
+        raise ValueError(f"scales belong to pages of int8 or fp8: k_pages {k_pages.dtype}, v_pages {v_pages.dtype}")
+    inside = (heads * size, size, 1)
+    if scales.shape != (num_blocks, 2, heads, size) or scales.dtype != torch.float32 or scales.stride()[1:] != inside:
+        raise ValueError(f"scales {scales.dtype} {tuple(scales.shape)} do not fit k_pages {tuple(k_pages.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The keys, or the values, of a layer, as the torch paths read them."""
+
+    pages: Tensor
+    """[N, bs, Hkv, D]"""
+    scales: Tensor | None = None
+    """[N, Hkv, bs] where the pages are quantized."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the pages."""
+        return self.pages.shape
+
+    def blocks(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of these pages in `dtype`: [n, bs, Hkv, D]."""
+        if self.scales is None:
+            return self.pages.index_select(0, ids).to(dtype)
+        found = self.pages.view(torch.int8).index_select(0, ids).view(self.pages.dtype).to(dtype)
+        return found.mul_(self.scales.index_select(0, ids).transpose(1, 2)[..., None])
+
+    def tokens(self, page: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is at (page, offset) [n, L], in `dtype`: [n, Hkv, L, D]."""
+        _, size, heads, dim = self.shape
+        head = torch.arange(heads, device=self.pages.device)[:, None]  # [Hkv, 1]
+        pages = self.pages if self.scales is None else self.pages.view(torch.int8)
+        if pages.is_contiguous():
+            rows = ((page * size + offset) * heads)[:, None] + head  # [n, Hkv, L]
+            found = pages.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)
+        else:
+            found = pages[page[:, None], offset[:, None], head]
+        found = found.view(self.pages.dtype).to(dtype)
+        return found if self.scales is None else found.mul_(self.scales[page[:, None], head, offset[:, None], None])
+
+
+def stored(k_pages: Tensor, v_pages: Tensor, scales: Tensor | None) -> tuple[Stored, Stored]:
+    """Keys and values of a layer."""
+    if scales is None:
+        return Stored(k_pages), Stored(v_pages)
+    return Stored(k_pages, scales[:, 0]), Stored(v_pages, scales[:, 1])
+
+
+@triton.jit
+def scale_of(largest: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The scales of vectors whose largest magnitudes are `largest` (float32)."""
+    limit: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
+    scale = tl.div_rn(largest, tl.full(largest.shape, limit, tl.float32))
+    return tl.where(scale < SMALLEST, 1.0, scale)
+
+
+@triton.jit
+def quantize(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """x (float32) over its scale, which has its shape, as numbers of `dtype`: as `quantize_heads` computes it."""
+    x = tl.div_rn(x, scale)
+    if dtype == tl.int8:
+        x = (x + ROUNDER) - ROUNDER
+    return x.to(dtype)
