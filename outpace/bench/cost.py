@@ -7,10 +7,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 
 from outpace.bench.limits import Speed
 from outpace.bench.workload import Item
+from outpace.cache.kv_cache import block_bytes, page_dtype
 from outpace.inject.experts import MixtureOfExperts
 from outpace.inject.interface import InterfaceModel
 from outpace.inject.modules import FusedLayer
@@ -140,7 +142,7 @@ def ideal_steps(outputs: Sequence[int], max_num_seqs: int) -> list[int]:
     return steps
 
 
-def cost_of(module: nn.Module) -> Cost | None:
+def cost_of(module: nn.Module, kv_cache_dtype: str = "auto") -> Cost | None:
     """The numbers of a model that has been started; None if it does not say how many experts a token goes to."""
     model: Any = module
     stacks = _fused_stacks(module) or _own_stacks(module)
@@ -160,7 +162,7 @@ def cost_of(module: nn.Module) -> Cost | None:
         weight_bytes=sum(weight.nbytes for weight in total) - unread,
         token_flops=2 * (weights + active),
         head_flops=2 * head.numel(),
-        attention=tuple(Counter(_attention(module)).items()),
+        attention=tuple(Counter(_attention(module, kv_cache_dtype)).items()),
         experts=tuple(kinds.items()),
     )
 
@@ -194,18 +196,20 @@ def _own_stacks(module: nn.Module) -> list[_Stack] | None:
     return found
 
 
-def _attention(module: nn.Module) -> list[Attention]:
+def _attention(module: nn.Module, kv_cache_dtype: str) -> list[Attention]:
     fused = [each.settings for each in module.modules() if isinstance(each, FusedLayer)]
     first = next(module.parameters())
+
+    def token_bytes(heads: tuple[int, int, int], dtype: torch.dtype) -> int:
+        return block_bytes([heads], page_dtype(kv_cache_dtype, dtype), block_size=1)
+
     if fused:
-        size = first.dtype.itemsize
-        return [
-            Attention(2 * s.num_kv_heads * s.head_dim * size, 4 * s.num_heads * s.head_dim, s.window) for s in fused
-        ]
+        sizes = [token_bytes((s.num_kv_heads, s.head_dim, s.head_dim), first.dtype) for s in fused]
+        return [Attention(size, 4 * s.num_heads * s.head_dim, s.window) for size, s in zip(sizes, fused, strict=True)]
     paged, config = InterfaceModel(module, choose_kernels(first.device)), _config(module)
-    heads, size = config.num_attention_heads, paged.dtype.itemsize
     return [
-        Attention(count * (key + value) * size, 2 * heads * (key + value), 0) for count, key, value in paged.kv_heads
+        Attention(token_bytes(each, paged.dtype), 2 * config.num_attention_heads * (each[1] + each[2]), 0)
+        for each in paged.kv_heads
     ]
 
 

@@ -128,7 +128,7 @@ def started(
     size = describe(module).vocab_size or embedding.weight.shape[0]
     seconds = {**llm.startup_seconds, "load": took, "all": llm.startup_seconds["all"] + took}
     try:
-        yield Subject(name, llm, cost_of(module), found, size, seconds, usage())
+        yield Subject(name, llm, cost_of(module, config.kv_cache_dtype), found, size, seconds, usage())
     finally:
         llm.shutdown()
         del llm, module, embedding

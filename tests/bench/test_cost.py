@@ -77,6 +77,9 @@ def test_windows_and_models_without_a_policy() -> None:
     plain = cost_of(arcee)
     assert plain is not None
     assert plain.attention == ((Attention(2 * 2 * 8 * 4, 4 * 4 * 8, 0), 2),)
+    int8 = cost_of(arcee, "int8")
+    assert int8 is not None
+    assert int8.attention == ((Attention(2 * 2 * (8 + 4), 4 * 4 * 8, 0), 2),), "a scale for each token and head"
 
 
 def _without_policy() -> torch.nn.Module:
