@@ -166,7 +166,10 @@ def fill(
     work = [job for target, weight in made for job in jobs(target.recipe, weight, sources)]
     for target, weight in zip(found, weights, strict=True):
         _keep(target, weight, sources, before)
-    waiting = [_Waiting(target, sources, before, device) for target in every if target.recipe.scheme is not None]
+    later = [target for target in every if target.recipe.scheme is not None]
+    largest = max((math.prod(target.recipe.shape) * target.dtype.itemsize for target in later), default=0)
+    scratch = _Scratch(largest) if device.type == "cpu" else None
+    waiting = [_Waiting(target, sources, before, device, scratch) for target in later]
     waiting.sort(key=lambda each: each.place)
     stream(work, device, advance, waiting)
     if waiting and device.type == "cuda":
@@ -187,11 +190,44 @@ def _keep(target: Target, weight: Tensor, sources: Mapping[str, Source], before:
             write(part, weight, before.tensors[part.name])
 
 
+class _Scratch:
+    """Memory on a CPU in which weights are put together, used again and again.
+
+    Weights that come and go between those that stay would leave holes that malloc never returns.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: list[Tensor] = []  # several threads: pop and append are atomic
+
+    def take(self, target: Target) -> Tensor:
+        """Memory for a weight."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = torch.empty(self._size, dtype=torch.uint8)
+        weight = buffer[: math.prod(target.recipe.shape) * target.dtype.itemsize]
+        weight = weight.view(target.dtype).view(target.recipe.shape)
+        return weight.zero_() if target.recipe.has_gaps else weight
+
+    def give_back(self, weight: Tensor) -> None:
+        """Nobody uses it any more."""
+        self._free.append(torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage()))
+
+
 class _Waiting:
     """A weight with a scheme that is not there yet (see `stream.Group`)."""
 
-    def __init__(self, target: Target, sources: Mapping[str, Source], before: Before, device: torch.device) -> None:
+    def __init__(
+        self,
+        target: Target,
+        sources: Mapping[str, Source],
+        before: Before,
+        device: torch.device,
+        scratch: _Scratch | None,
+    ) -> None:
         self._target, self._sources, self._before, self._device = target, sources, before, device
+        self._scratch = scratch
         self._weight: Tensor | None = None
         pieces = [piece for part in target.recipe.parts for piece in _pieces_of(part, sources)]
         self.nbytes = sum(piece.dtype.itemsize * math.prod(piece.shape) for piece in pieces)
@@ -201,7 +237,10 @@ class _Waiting:
 
     def begin(self) -> list[Job]:
         """See `Group`."""
-        (self._weight,) = _allocated([self._target], self._device)
+        if self._scratch is not None:
+            self._weight = self._scratch.take(self._target)
+        else:
+            (self._weight,) = _allocated([self._target], self._device)
         _keep(self._target, self._weight, self._sources, self._before)
         return list(jobs(self._target.recipe, self._weight, self._sources))
 
@@ -210,6 +249,8 @@ class _Waiting:
         assert self._weight is not None, "it has begun"
         weight, self._weight = self._weight, None
         self._target.give(weight)
+        if self._scratch is not None:
+            self._scratch.give_back(weight)
 
 
 def _pieces_of(part: Part, sources: Mapping[str, Source]) -> Sequence[Piece]:

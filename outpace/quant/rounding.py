@@ -9,7 +9,7 @@ from torch import Tensor
 from outpace.kernels.packed import Packed, pack_nibbles
 from outpace.quant.scheme import Scheme
 
-ELEMENTS = 1 << 22  # of a weight that are rounded together
+ELEMENTS = 1 << 20  # of a weight that are rounded together
 SIDE = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}  # 7.5: both ends of -8..7 are half a step away
 LOWEST = {"int8": -128.0, "int4": 0.0}
 

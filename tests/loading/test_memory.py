@@ -23,11 +23,12 @@ from outpace.prepare import load_paged
 def anonymous(what):
     return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-tiny, large, dtype = sys.argv[1:]
-load_paged(tiny, LLMConfig(dtype=dtype, device="cpu"), tokenizer=False)  # everything is imported
+tiny, large, dtype, scheme = sys.argv[1:]
+config = LLMConfig(dtype=dtype, device="cpu", quantization=scheme or None)
+load_paged(tiny, config, tokenizer=False)  # everything is imported
 before = anonymous("RssAnon")
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-parts = load_paged(large, LLMConfig(dtype=dtype, device="cpu"), tokenizer=False)
+parts = load_paged(large, config, tokenizer=False)
 weights = sum(p.numel() * p.element_size() for p in parts.module.parameters())
 largest = max(p.numel() * p.element_size() for p in parts.module.parameters())
 files = anonymous("RssFile")
@@ -71,11 +72,26 @@ def test_a_checkpoint_of_more_than_a_gigabyte_is_in_memory_once(dtype: str, tmp_
     empty_llama(tmp_path / "tiny", 64, 1, 64)
     stored = empty_llama(tmp_path / "large", 2048, 7, 16384)
     assert stored > 1 << 30
-    command = [sys.executable, "-c", WATCH, str(tmp_path / "tiny"), str(tmp_path / "large"), dtype]
+    command = [sys.executable, "-c", WATCH, str(tmp_path / "tiny"), str(tmp_path / "large"), dtype, ""]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     weights, largest, peak, ring = map(int, found.stdout.split())
     assert weights == stored * (2 if dtype == "fp32" else 1)
     assert weights * 0.95 < peak <= weights + ring + largest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("scheme", "share"), [("int8", 1 / 2), ("int4", 1 / 4)])
+def test_quantized_weights_and_one_layer_are_in_memory(scheme: str, share: float, tmp_path: Path) -> None:
+    """One weight at a time is there in the dtype of the model, and a million of its values are rounded together."""
+    width, vocab = 1024, 2048
+    empty_llama(tmp_path / "tiny", 64, 1, 64)
+    stored = empty_llama(tmp_path / "large", width, 24, vocab)
+    command = [sys.executable, "-c", WATCH, str(tmp_path / "tiny"), str(tmp_path / "large"), "bf16", scheme]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights, _, peak, ring = map(int, found.stdout.split())
+    layer = 2 * (4 + 3 * 4) * width * width
+    assert stored * share < weights < stored * (share + 0.03)
+    assert weights * 0.95 < peak <= weights + ring + layer
 
 
 def test_too_little_memory_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
