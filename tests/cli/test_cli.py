@@ -263,7 +263,9 @@ def test_item_19_exit_code_2_is_an_option_that_cannot_work_and_1_all_else(
     assert len(err.splitlines()) == 1
 
 
-COMMANDS = ("chat", "complete", "generate", "info", "models", "run-batch", "serve", "shard", "verify")
+COMMANDS = (
+    *("chat", "complete", "eval", "generate", "info", "models", "quantize", "run-batch", "serve", "shard", "verify"),
+)
 BENCHES = ("bench throughput", "bench latency", "bench serve")
 
 
