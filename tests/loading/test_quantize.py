@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from outpace import LLM, SamplingParams
 from outpace.config import LLMConfig
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported, OutpaceError
 from outpace.inject.modules import Made
@@ -17,7 +18,7 @@ from outpace.loading.quantize import Asked, quantize_model
 from outpace.prepare import load_paged
 from tests.loading.tiny import tiny_model, write_gguf
 from tests.loading.unpack import config_of, stored, unpacked
-from tests.models import tiny
+from tests.models import CYCLE, tiny
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,43 @@ def test_every_weight_is_within_half_a_step(asked: Asked, llama: Path, tmp_path:
     assert sorted(name for name, _ in written.worst) == sorted(
         sorted(written.errors, key=lambda name: -written.errors[name])[:5]
     )
+
+
+def check_loaded(model: Path, out: Path, plain: Path) -> None:
+    """Outpace's own reader makes the weights that the layout's description gives."""
+    made: Any = hf.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, part in unpacked(out).items():
+        if "experts" not in name:
+            made.get_parameter(f"{name}.weight").data = part.weight
+    made.save_pretrained(plain)
+    config = LLMConfig(dtype="fp32", device="cpu")
+    found, wanted = (load_paged(folder, config, tokenizer=False).module.state_dict() for folder in (out, plain))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if "experts" not in name:
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("asked", [each for each in ASKED if each.dtype is None], ids=repr)
+def test_outpace_reads_it(asked: Asked, llama: Path, tmp_path: Path) -> None:
+    quantize_model(llama, tmp_path / "out", asked)
+    check_loaded(llama, tmp_path / "out", tmp_path / "plain")
+
+
+def test_outpace_reads_a_head_that_was_tied(tmp_path: Path) -> None:
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    quantize_model(tmp_path / "model", tmp_path / "out", Asked("int4", head="int8"))
+    module: Any = load_paged(tmp_path / "out", LLMConfig(dtype="fp32", device="cpu"), tokenizer=False).module
+    assert torch.equal(module.lm_head.weight, unpacked(tmp_path / "out")["lm_head"].weight)
+    exact = stored(tmp_path / "model")["model.embed_tokens.weight"]
+    assert torch.equal(module.get_parameter("model.embed_tokens.weight"), exact)
+
+
+def test_a_quantized_folder_writes_text(chain_folder: Path, tmp_path: Path) -> None:
+    quantize_model(chain_folder, tmp_path / "out", Asked("int4", head="int8"))
+    with LLM(tmp_path / "out", device="cpu", dtype="fp32") as llm:
+        (answer,) = llm.generate([CYCLE[0]], SamplingParams(temperature=0, max_tokens=5))
+    assert answer.outputs[0].text == CYCLE[1:6]
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=repr)
@@ -173,6 +211,9 @@ def test_experts_are_written_one_by_one_and_routers_stay(tmp_path: Path) -> None
     assert routers
     assert routers < ignored
     assert "model.layers.1.self_attn.o_proj" in ignored
+    model: Any = load_paged(tmp_path / "out", LLMConfig(dtype="fp32", device="cpu"), tokenizer=False).module
+    downs = [found[f"model.layers.0.block_sparse_moe.experts.{number}.w2"].weight for number in range(4)]
+    assert any(torch.equal(tensor, torch.stack(downs)) for tensor in model.parameters() if tensor.dim() == 3)
 
 
 def test_stacked_experts_are_refused_by_name(tmp_path: Path) -> None:
