@@ -48,7 +48,7 @@ AgainstOptions = Annotated[
 
 
 def command(ctx: typer.Context) -> None:
-    """Measure how well a model predicts a text, and how close it is to another model."""
+    """Measure how well a model predicts a text."""
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     inner.command(cls=Command)(make_command())
     inner(args=list(ctx.args), prog_name=ctx.command_path)
