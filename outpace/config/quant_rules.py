@@ -17,7 +17,10 @@ def changed(config: ConfigModel, *names: str) -> bool:
 
 def says_int8(quant: QuantizationConfig) -> bool:
     """Whether a section leaves room for int8 weights."""
-    return quant.scheme in (None, "int8", "w8a8") and quant.weight.enabled and quant.weight.num_bits == 8
+    weight = quant.weight
+    rules = (weight, weight.quantized_initialization, *(weight.post_init_quant or {}).values())
+    bits = {rule.num_bits for rule in rules if rule is not None}
+    return quant.scheme in (None, "int8", "w8a8") and weight.enabled and bits == {8}
 
 
 def activates(quant: QuantizationConfig) -> bool:
@@ -47,6 +50,11 @@ QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...]
     (
         lambda q: q.weight.post_init_quant == {},
         "quant.weight.post_init_quant has no rules: give some, or leave it out",
+    ),
+    (
+        lambda q: not q.qkv.enabled and q.weight.post_init_quant is not None,
+        "quant.qkv.enabled=False with quant.weight.post_init_quant: the rules alone say which weights are quantized; "
+        "leave quant.qkv out, and name no projections",
     ),
     (
         lambda q: not q.weight.enabled and (activates(q) or changed(q.weight, *_WHOLE_RULES, *_SINGLE)),

@@ -473,7 +473,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"transposed_mode": True}, ("transposed_mode",), "leave it out"),
     ({"triton_autotune": True}, ("triton_autotune", "use_triton"), "give use_triton=True"),
     (
-        {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}},
+        {"dtype": "int8", "quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}},
         ("dtype int8", "quant.weight.num_bits"),
         "different things about the weights; give one",
     ),
@@ -493,6 +493,11 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         "a whole rule; give one",
     ),
     ({"quant": {"weight": {"post_init_quant": {}}}}, ("quant.weight.post_init_quant",), "give some, or leave it out"),
+    (
+        {"quant": {"weight": {"post_init_quant": {"mlp": {}}}, "qkv": {"enabled": False}}},
+        ("quant.qkv.enabled=False", "quant.weight.post_init_quant"),
+        "leave quant.qkv out",
+    ),
     (
         {"quant": {"weight": {"enabled": False}, "activation": {}}},
         ("quant.weight.enabled=False", "quant.activation"),
@@ -529,6 +534,12 @@ def test_a_wrong_combination_names_its_fields_and_a_remedy(
     for said in (*fields, remedy):
         assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("weight", [{"num_bits": 4}, {"post_init_quant": {"mlp": {"num_bits": 4}}}, {"enabled": False}])
+def test_dtype_int8_with_weights_of_another_kind(weight: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="dtype int8 with"):
+        InferenceConfig.of(device="cpu", dtype="int8", quant={"weight": weight})
 
 
 def test_every_rule_is_triggered_by_some_case() -> None:
