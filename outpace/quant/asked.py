@@ -28,9 +28,13 @@ def _rules(quant: QuantizationConfig) -> Rules:
     if not weight.enabled:
         return KEEP
     if weight.post_init_quant is not None:
-        return Rules(None, named={name: _grouped(rule, activations) for name, rule in weight.post_init_quant.items()})
+        rules = weight.post_init_quant
+        named = {name: _grouped(rule, activations) for name, rule in rules.items()}
+        fitted = frozenset(name for name, rule in rules.items() if rule.group_size is None)
+        return Rules(None, named=named, fitted=fitted)
     if (rule := weight.quantized_initialization) is not None:
-        return Rules(_grouped(rule, activations), qkv=qkv, fit=rule.group_size is None)
+        field = "quantized_initialization.group_size"
+        return Rules(_grouped(rule, activations), qkv=qkv, fit=rule.group_size is None, field=field)
     values: Values = "int8" if weight.num_bits == 8 else "int4"
     fit = values == "int4" and weight.group_size is None and weight.q_groups == 1 and not weight.per_tensor
     group = NAMED["int4"].group if fit else weight.group_size

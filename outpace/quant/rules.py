@@ -25,43 +25,50 @@ class Rules:
     """Whether projections to queries, keys and values are quantized."""
     named: Mapping[str, Scheme | None] = field(default_factory=dict)
     """Schemes by a part of the names of weights; None: stays as it is."""
+    fitted: frozenset[str] = frozenset()
+    """Those of `named` whose groups become smaller like those of `fit`."""
+    field: str = "group_size"
+    """What says how many columns a group of `scheme` has, in quant.weight."""
 
     def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of a weight that is made of these tensors; None: it stays as it is."""
-        found = {self._named(name) for name in names}
+        keys = [self._key(name) for name in names]
+        found = {None if key is None else (self.named[key], key in self.fitted) for key in keys}
         if len(found) > 1:
             raise ConfigError(
                 f"quant: {', '.join(names)} are one weight in the fused layer, and their rules say different things; "
                 "let one rule cover all of them"
             )
-        (rule,) = found
-        if rule is not None:
-            return None if rule[0] is None else replace(rule[0], group=self._group(rule[0], shape[-1], names[0]))
+        if (key := keys[0]) is not None:
+            rule = self.named[key]
+            return None if rule is None else replace(rule, group=self._group(rule, shape[-1], names[0], key))
         if self.scheme is None or role == "router" or (role == "qkv" and not self.qkv):
             return None
         if role == "head" and self.scheme.values == "int4":
             return Scheme("int8")
         return replace(self.scheme, group=self._group(self.scheme, shape[-1], names[0]))
 
-    def _named(self, name: str) -> tuple[Scheme | None] | None:
-        """What a rule says of a name; None: none does."""
+    def _key(self, name: str) -> str | None:
+        """The rule that names a weight; None: none does."""
         keys = [key for key in self.named if key in name]
         if len(keys) > 1:
             raise ConfigError(f"quant: {name} is named by several rules ({', '.join(keys)}); let one name it")
-        return (self.named[keys[0]],) if keys else None
+        return keys[0] if keys else None
 
-    def _group(self, scheme: Scheme, columns: int, name: str) -> int | None:
-        """Columns of this weight that share a scale."""
+    def _group(self, scheme: Scheme, columns: int, name: str, key: str | None = None) -> int | None:
+        """Columns of this weight that share a scale. key: the rule of `named` that says so."""
+        fit = self.fit if key is None else key in self.fitted
         group = scheme.group if self.groups is None else max(1, columns // self.groups)
-        if group is None or group >= columns:
+        if group is None or group == columns or (fit and group > columns):
             return None
-        while self.fit and columns % group and group > SMALLEST:
+        while fit and columns % group and group > SMALLEST:
             group //= 2
         if columns % group == 0 and (self.groups is None or columns % self.groups == 0):
             return group
-        if self.fit:
+        if fit:
             return None
-        field, value = ("group_size", group) if self.groups is None else ("q_groups", self.groups)
+        field, value = (self.field, group) if self.groups is None else ("q_groups", self.groups)
+        field = field if key is None else f"post_init_quant.{key}.group_size"
         raise ConfigError(
             f"quant.weight.{field}: {value} does not divide the {columns} columns of {name}; give a divisor"
         )

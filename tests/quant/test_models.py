@@ -178,9 +178,17 @@ def test_a_quantized_file_may_be_quantized_anew(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "q_groups": ({"weight": {"q_groups": 5}}, r"quant\.weight\.q_groups: 5 does not divide the 32 columns of"),
     "group_size": ({"weight": {"group_size": 20}}, r"quant\.weight\.group_size: 20 does not divide the 32 columns"),
+    "group_size of more than a row": (
+        {"weight": {"group_size": 1024}},
+        r"quant\.weight\.group_size: 1024 does not divide the 32 columns",
+    ),
     "only mlp.down_proj": (
         {"weight": {"post_init_quant": {"down_proj": {"group_size": 32}}}},
-        r"quant\.weight\.group_size: 32 does not divide the 48 columns of .*down_proj",
+        r"quant\.weight\.post_init_quant\.down_proj\.group_size: 32 does not divide the 48 columns of .*down_proj",
+    ),
+    "quantized_initialization": (
+        {"weight": {"quantized_initialization": {"group_size": 20}}},
+        r"quant\.weight\.quantized_initialization\.group_size: 20 does not divide the 32 columns",
     ),
     "a name that is not there": (
         {"weight": {"post_init_quant": {"o_proj": {}, "dense_h": {}}}},
@@ -214,6 +222,15 @@ def test_rules_that_disagree_inside_a_fused_weight_are_refused() -> None:
     found = outpace.init_inference(model, device="cpu", quant=quant)
     packed = [path for path, each in found.module.named_modules() if isinstance(each, PackedLinear)]
     assert [path.rpartition(".")[2] for path in packed] == ["q_proj", "q_proj"]
+
+
+@pytest.mark.parametrize("inject", [True, False])
+def test_groups_of_4_bits_that_are_not_given_fit_each_weight(inject: bool) -> None:
+    model = tiny("llama", intermediate_size=192)
+    quant = {"weight": {"post_init_quant": {"mlp": {"num_bits": 4}}}}
+    engine = outpace.init_inference(model, device="cpu", kernel_inject=inject, quant=quant)
+    packed = [each for each in engine.module.modules() if isinstance(each, PackedLinear)]
+    assert {(each.in_features, each.scheme.group) for each in packed} == {(32, None), (192, 64)}
 
 
 def test_a_module_without_linears_is_refused() -> None:
