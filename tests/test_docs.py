@@ -27,6 +27,7 @@ RUN_ELSEWHERE = {
         *("tests/cli/test_eval.py", r"def test_the_default_model"),
     ),
     "outpace shard --tp 2 --out shards": ("tests/cli/test_shard.py", r"def test_a_summary_for_people"),
+    "outpace quantize --scheme int4 --out small": ("tests/cli/test_quantize.py", r"def test_a_summary_for_people"),
     "outpace serve": ("tests/cli/test_serve.py", r"def test_a_server_answers_and_ends_with_0"),
 }
 
