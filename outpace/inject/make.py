@@ -31,6 +31,8 @@ class Maker:
         self._rules = rules
         self.schemes: dict[str, Scheme | None] = {}
         """Of the weights of linears that it made modules for, by the names that rules know them by."""
+        self.roles: set[Role] = set()
+        """That weights played."""
 
     def linear(
         self,
@@ -58,6 +60,7 @@ class Maker:
         return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
 
     def _scheme(self, role: Role, names: Sequence[str], recipe: Recipe) -> Scheme | None:
+        self.roles.add(role)
         scheme = self._rules.of(role, names, recipe.shape)
         self.schemes.update(dict.fromkeys(names, scheme))
         return scheme

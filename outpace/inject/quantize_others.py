@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, NotSupportedYet
 from outpace.inject.apply import refuse_to_save, stand_in
 from outpace.inject.make import Maker
 from outpace.inject.start import Injection
@@ -16,7 +16,7 @@ ROLES: tuple[tuple[tuple[str, ...], Role], ...] = (
     (("lm_head", "embed_out", "output_projection", "decoder", "vocab_projector"), "head"),
     (("gate", "router"), "router"),
     (("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "query_key_value"), "qkv"),
-    (("q_lin", "k_lin", "v_lin"), "qkv"),
+    (("q_lin", "k_lin", "v_lin", "query_proj", "key_proj", "value_proj", "q", "k", "v", "Wqkv", "qkv_proj"), "qkv"),
 )
 """What the last name of a linear says of its part."""
 
@@ -31,6 +31,12 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     for path, module in _linears(model):
         if f"{path}.weight" not in make.schemes:
             _quantized(make, path, module)
+    if not rules.qkv and "qkv" not in make.roles:
+        raise ConfigError(
+            f"quant.qkv: no linear of {type(model).__name__} is known by its name to compute queries, keys or values; "
+            "leave it out, or name the linears that shall be quantized in quant.weight.post_init_quant"
+        )
+    _check_experts(model, make, rules)
     for key in rules.named:
         if not any(key in name for name in make.schemes):
             some = ", ".join(list(make.schemes)[:3])
@@ -40,6 +46,14 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
             )
     if not any(scheme is not None for scheme in make.schemes.values()):
         raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
+
+
+def _check_experts(model: nn.Module, make: Maker, rules: Rules) -> None:
+    """Raise if a rule wants experts that injection leaves alone."""
+    for name, parameter in model.named_parameters():
+        stacked = parameter.dim() == 3 and "experts" in name.split(".")
+        if stacked and name not in make.schemes and rules.of("experts", [name], tuple(parameter.shape)) is not None:
+            raise NotSupportedYet("quant", "quantized experts")
 
 
 def quantize_others(model: nn.Module, kernels: Kernels, rules: Rules) -> None:

@@ -238,13 +238,27 @@ def test_a_module_without_linears_is_refused() -> None:
         outpace.init_inference(nn.Sequential(nn.Conv1d(3, 4, 5)), device="cpu", dtype="int8")
 
 
-def test_experts_are_refused_by_name() -> None:
+@pytest.mark.parametrize(("inject", "linears"), [({"kernel_inject": True}, 4), ({}, 8)])
+def test_experts_are_refused_by_name(inject: dict[str, Any], linears: int) -> None:
     model = tiny("mixtral")
     with pytest.raises(NotSupportedYet, match="quant: quantized experts is not in this release"):
-        outpace.init_inference(model, device="cpu", dtype="int8", kernel_inject=True)
+        outpace.init_inference(model, device="cpu", dtype="int8", **inject)
     rules: dict[str, Any] = {"weight": {"post_init_quant": {"self_attn": {}}}}
-    engine = outpace.init_inference(model, device="cpu", kernel_inject=True, quant=rules)
-    assert sum(isinstance(module, PackedLinear) for module in engine.module.modules()) == 4
+    engine = outpace.init_inference(model, device="cpu", quant=rules, **inject)
+    assert sum(isinstance(module, PackedLinear) for module in engine.module.modules()) == linears
+
+
+@pytest.mark.parametrize("family", ["t5", "bert", "llama", "gpt2"])
+def test_projections_stay_without_injection(family: str) -> None:
+    engine = outpace.init_inference(tiny(family), device="cpu", quant={"qkv": {"enabled": False}})
+    packed = {path.rpartition(".")[2] for path, each in engine.module.named_modules() if isinstance(each, PackedLinear)}
+    assert packed
+    assert not packed & {"q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "c_attn"}
+
+
+def test_qkv_is_refused_where_no_name_tells_the_projections() -> None:
+    with pytest.raises(ConfigError, match=r"quant\.qkv: no linear of Sequential is known by its name"):
+        outpace.init_inference(nn.Sequential(nn.Linear(16, 16)), device="cpu", quant={"qkv": {"enabled": False}})
 
 
 @pytest.mark.parametrize("inject", [True, False])
