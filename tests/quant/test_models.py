@@ -283,6 +283,14 @@ def test_a_model_that_looks_at_the_dtype_of_a_weight_is_refused_when_it_runs() -
         engine(torch.ones(2, 16))
 
 
+@pytest.mark.parametrize("scheme", ["int8", "w8a8"])
+@pytest.mark.parametrize("width", [15, 17, 32])
+def test_rows_of_another_width_are_refused(scheme: str, width: int) -> None:
+    engine = outpace.init_inference(nn.Sequential(nn.Linear(16, 5)), device="cpu", quant={"scheme": scheme})
+    with pytest.raises(ModelError, match=f"linear of 16 columns got rows of {width}"):
+        engine(torch.ones(2, width))
+
+
 def test_hooks_on_a_swapped_linear_are_called() -> None:
     model, seen = tiny("llama"), []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
