@@ -83,6 +83,8 @@ def prepare(
     weights = asked or weights
     module = check_model(model, empty=weights is not None)
     info = _look_at(module, config)
+    if config.kv_cache_dtype != "auto" and not info.can_generate:
+        raise ConfigError(f"quant.kv_cache_dtype: {type(module).__name__} keeps no keys and values; leave it out")
     kernels, rules = choose_kernels(config.torch_device, config.kernels, deterministic), asked_rules(config)
     injection = _plan(module, config, kernels, rules)
     if check is not None:

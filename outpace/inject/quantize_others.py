@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from outpace.errors import ConfigError, NotSupportedYet
+from outpace.errors import ConfigError, ModelError, NotSupportedYet
 from outpace.inject.apply import refuse_to_save, stand_in
 from outpace.inject.make import Maker
+from outpace.inject.quantized import PackedLinear
 from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
 from outpace.quant.rules import KEEP, Role, Rules
@@ -45,6 +46,8 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
                 f"names are like {some or 'nothing: it has none'}; correct it, or remove it"
             )
     if not any(scheme is not None for scheme in make.schemes.values()):
+        if any(isinstance(module, PackedLinear) for module in model.modules()):
+            raise ModelError("model: its linears are quantized already; use the engine that did it, or load it anew")
         raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
 
 

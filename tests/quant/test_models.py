@@ -283,6 +283,18 @@ def test_a_model_that_looks_at_the_dtype_of_a_weight_is_refused_when_it_runs() -
         engine(torch.ones(2, 16))
 
 
+def test_a_quantized_module_is_not_quantized_again() -> None:
+    model = tiny("llama")
+    outpace.init_inference(model, device="cpu", dtype="int8")
+    with pytest.raises(ModelError, match="its linears are quantized already"):
+        outpace.init_inference(model, device="cpu", quant={"scheme": "int4"})
+
+
+def test_a_model_without_a_cache_takes_no_kv_cache_dtype() -> None:
+    with pytest.raises(ConfigError, match=r"quant\.kv_cache_dtype: BertForMaskedLM keeps no keys and values"):
+        outpace.init_inference(tiny("bert"), device="cpu", kernel_inject=True, quant={"kv_cache_dtype": "int8"})
+
+
 @pytest.mark.parametrize("scheme", ["int8", "w8a8"])
 @pytest.mark.parametrize("width", [15, 17, 32])
 def test_rows_of_another_width_are_refused(scheme: str, width: int) -> None:
