@@ -7,7 +7,6 @@ nothing: a kernel that is not there is compiled when it is first launched, which
 
 import gc
 import hashlib
-import importlib
 import json
 import os
 import select
@@ -170,7 +169,8 @@ def compile_in_processes(sources: Iterable[Source]) -> None:
     todo = sorted(sources, key=lambda source: -len(source.source.fn.src))[:256]  # a number is one byte
     count = min(MOST, len(os.sched_getaffinity(0)), len(todo))
     chosen("processes that compile kernels", count, f"{len(todo)} are not in Triton's cache")
-    importlib.import_module("triton.compiler.code_generator")  # once, and not by each process
+    import triton.compiler.code_generator  # noqa: F401  once, and not by each process
+
     children: list[int] = []
     with _pipe() as (wanted, numbers), _pipe() as (heard, tell):
         try:
