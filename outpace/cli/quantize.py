@@ -39,7 +39,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace DIR, if it holds quantized weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Write a model with quantized weights. They are in the layout of compressed-tensors, which vLLM reads too.
+    """Write a model with quantized weights. They are in the layout of compressed-tensors.
 
     int8 and int4: weights alone. w8a8 and fp8: rows are quantized too, as they come. One process needs little memory,
     whatever the size of the model. The folder appears when it is complete; a run that was ended is gone on with by
