@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 import outpace
 from outpace import LLM, ConfigError, RequestOutput, SamplingParams
 from outpace.cache.kv_cache import HostPages, allocate, block_bytes
-from outpace.quality.text import built_in_text
+from outpace.loading.text import built_in_text
 from outpace.types import Preemption
 from tests.fake_kv_quant import DTYPES, KINDS, fake_quantized
 from tests.inject.test_level0 import MIXED, made

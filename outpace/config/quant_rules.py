@@ -62,6 +62,10 @@ QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...]
         "together with weights; enable quant.weight, or leave the others out",
     ),
     (
+        lambda q: changed(q, "calibration"),
+        "quant.calibration: nothing that was asked for is calibrated; leave it out",
+    ),
+    (
         lambda q: q.activation is not None and changed(q.activation, "num_bits", "q_type", "q_groups"),
         "quant.activation: activations are quantized to 8 bits, symmetric, with one scale a token; leave num_bits, "
         "q_type and q_groups out",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from outpace.config.base import ConfigModel
-from outpace.config.values import NamedPath, PathText
+from outpace.config.values import CalibrationText, NamedPath, PathText
 
 
 class TensorParallelConfig(ConfigModel):
@@ -93,6 +93,15 @@ class QKVQuantConfig(ConfigModel):
     """Quantize the attention projections."""
 
 
+class CalibrationConfig(ConfigModel):
+    """The text that a model is run on to choose or make quantized weights."""
+
+    text: CalibrationText | None = None
+    """The path of a text file in UTF-8, or token ids; None: the built-in text."""
+    tokens: int = Field(default=2048, ge=16)
+    """Tokens of the text that are used, from its beginning."""
+
+
 class QuantizationConfig(ConfigModel):
     """Weight and activation quantization."""
 
@@ -111,6 +120,8 @@ class QuantizationConfig(ConfigModel):
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
     """Keys and values in pages: int8 or fp8 (e4m3, the same as fp8_e4m3), with a scale for each token and head; auto:
     as the model computes them."""
+    calibration: CalibrationConfig = CalibrationConfig()
+    """The text that is calibrated with."""
 
     @property
     def only_cache(self) -> bool:

@@ -113,9 +113,19 @@ def _checkpoint(value: object) -> object:
     return value if isinstance(value, dict) else _named_path(value)
 
 
+def _calibration(value: object) -> object:
+    if isinstance(value, list | tuple):
+        if not all(type(token) is int and token >= 0 for token in value):
+            raise ValueError(f"expected token ids, integers from 0 on, got {value!r:.80}")
+        return tuple(value)
+    return _named_path(value)
+
+
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path, given as text or as a pathlib.Path."""
 NamedPath = Annotated[str, BeforeValidator(_named_path)]
 """The same, and not empty."""
 CheckpointSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
 """A path, or DeepSpeed's description of a checkpoint."""
+CalibrationText = Annotated[str | tuple[int, ...], BeforeValidator(_calibration)]
+"""The path of a text file, or token ids."""

@@ -9,11 +9,11 @@ from torch import nn
 from outpace.errors import InputError, as_field
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
+from outpace.loading.text import Text, read_text
+from outpace.loading.windows import Tokens, Window, check_window, make_windows, read_tokens
 from outpace.quality.report import Agreement, Evaluation, Perplexity, WindowLoss
 from outpace.quality.score import HOST_BYTES, Distributions, Scores, score
 from outpace.quality.subject import Source, Subject
-from outpace.quality.text import Text, read_text
-from outpace.quality.windows import Tokens, Window, check_window, make_windows, read_tokens
 
 WINDOW = 1024
 """Most tokens of a window where none is given."""

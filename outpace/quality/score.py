@@ -9,7 +9,7 @@ from torch import Tensor
 from outpace.errors import InputError, ModelError
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
-from outpace.quality.windows import Tokens, Window
+from outpace.loading.windows import Tokens, Window
 
 CHUNK_BYTES = 2**26
 """Of fp32 log-probabilities that are on the device at a time."""

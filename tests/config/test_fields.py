@@ -204,6 +204,10 @@ def quant_activation_refuses(**activation: Any) -> Callable[[], None]:
     return lambda: raises("quant.activation: activations are quantized to 8 bits", quant={"activation": activation})
 
 
+def calibration_refuses(**calibration: Any) -> Callable[[], None]:
+    return lambda: raises("quant.calibration: nothing that was asked for", quant={"calibration": calibration})
+
+
 def post_init_quant_acts() -> None:
     model = engine(quant={"weight": {"post_init_quant": {"mlp": {"group_size": 16}}}}).module
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
@@ -372,6 +376,8 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "quant.weight.post_init_quant": post_init_quant_acts,
     "quant.qkv.enabled": quant_qkv_acts,
     "quant.kv_cache_dtype": kv_cache_dtype_acts,
+    "quant.calibration.text": calibration_refuses(text=[1, 2]),
+    "quant.calibration.tokens": calibration_refuses(tokens=64),
     "save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
     "checkpoint_config.save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
 }
@@ -482,6 +488,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("quant.scheme", "quant.weight"),
         "how weights are quantized; give one",
     ),
+    ({"quant": {"calibration": {"tokens": 64}}}, ("quant.calibration",), "leave it out"),
     (
         {"quant": {"weight": {"q_groups": 2, "group_size": 64}}},
         ("quant.weight.q_groups", "quant.weight.group_size"),

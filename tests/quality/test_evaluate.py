@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace
 from outpace.errors import InputError, ModelError
+from outpace.loading.text import built_in_text
 from outpace.quality import agreement, evaluate, perplexity
-from outpace.quality.text import built_in_text
 from tests.loading.test_real import TEXT
 from tests.models import POSITIONS, prompts, tiny
 
@@ -119,7 +119,7 @@ def test_kl_is_a_lower_bound_where_the_host_keeps_less(llm: outpace.LLM, other: 
 def test_special_tokens_before_a_text_begin_every_window(tokenizer: PreTrainedTokenizerFast) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    from outpace.quality.windows import make_windows, read_tokens
+    from outpace.loading.windows import make_windows, read_tokens
     from tests.models import byte_tokenizer
 
     with_start = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""The text that models are evaluated on: given, in a file, or the built-in one."""
+"""The text that models are evaluated on, or calibrated with: given, in a file, or the built-in one."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Text = str | os.PathLike[str] | Sequence[int] | None
 
 def built_in_text() -> str:
     """Some thousand words of plain English: stories, dialogue, instructions, code, numbers, tables."""
-    return (files("outpace.quality") / "text.txt").read_text(encoding="utf-8")
+    return (files("outpace") / "quality" / "text.txt").read_text(encoding="utf-8")
 
 
 def read_text(text: Text) -> tuple[str, str | Sequence[int]]:
