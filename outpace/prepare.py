@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from outpace.cache.kv_cache import check_page_dtype
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, as_field
+from outpace.inject.make import Maker
 from outpace.inject.paged import BatchModel
 from outpace.inject.quantize_others import check_rules, quantize_others
 from outpace.inject.quantized import Quantized
@@ -101,10 +102,10 @@ def prepare(
     begin = time.perf_counter()
     if sources is not None and config.set_empty_params:
         drop(module)
-    before = Before.of(module, dtype)
+    before, make = Before.of(module, dtype), Maker(module, kernels, rules)
     if injection is not None:
         injection.apply()
-    quantize_others(module, kernels, rules)
+    quantize_others(module, make)
     if (quantized := Quantized.of(module, dtype)) is not None:
         chosen("quantization", quantized, "asked for")
     if sources is None:

@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from outpace.inject.attention import PAGED
+from outpace.inject.quantized import StandInExperts
 from outpace.kernels.activation import ACTIVATIONS
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
@@ -52,7 +53,7 @@ _SAID = ("config", "num_experts", "is_concatenated", "is_transposed", "has_gate"
 
 def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None:
     """The experts of a model; None: it has none in stacks, or our kernels cannot run all of them."""
-    found: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in _SAID)]
+    found: list[Any] = [module for module in model.modules() if is_stack(module)]
     if not found:
         return None
     for module in found:
@@ -70,12 +71,22 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     return _RUNNING.get()[id(module)](hidden_states, top_k_index, top_k_weights)
 
 
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module is a stack of experts of Hugging Face's, with its own weights."""
+    return all(hasattr(module, name) for name in _SAID) and not isinstance(module, StandInExperts)
+
+
 def _unknown(module: Any) -> str | None:
     """Why our kernels cannot run this stack."""
     if module.is_transposed:
         return "keeps its weights [in, out]"
     if module.has_gate and not module.is_concatenated:
         return "keeps gate and up as neighbours"
+    return computes_otherwise(module)
+
+
+def computes_otherwise(module: Any) -> str | None:
+    """What this stack computes that our kernels do not; None: nothing."""
     if getattr(module, "has_post_expert_norm", False):
         return "norms what each expert gives"
     gate = getattr(type(module), "_apply_gate", None)
@@ -83,10 +94,10 @@ def _unknown(module: Any) -> str | None:
         return "has a gate of its own"
     if getattr(module, "_is_expert_parallel", False):
         return "shares its experts with other ranks"
-    return None if _act(module) else "has an activation that no kernel knows"
+    return None if act_of(module) else "has an activation that no kernel knows"
 
 
-def _act(module: Any) -> str | None:
+def act_of(module: Any) -> str | None:
     """The name of its activation, among those that kernels know."""
     own = getattr(module, "act_fn", None)
     same = (name for name in ACTIVATIONS if name in ACT2FN and type(ACT2FN[name]) is type(own))
@@ -95,7 +106,7 @@ def _act(module: Any) -> str | None:
 
 def _runner(module: Any, kernels: Kernels) -> Run:
     up, gated = ("gate_up_proj", True) if module.has_gate else ("up_proj", False)
-    op = partial(kernels.experts, act=_act(module), gated=gated)
+    op = partial(kernels.experts, act=act_of(module), gated=gated)
 
     def run(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         options = {}

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outpace.errors import ModelError, NotSupportedYet
+from outpace.errors import ModelError
 from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
 from outpace.inject.policy import MoERoles, Policy
-from outpace.inject.quantized import PackedLinear
+from outpace.inject.quantized import PackedExperts, PackedLinear
 from outpace.inject.recipe import Pairs, Recipe, RowOrder
 from outpace.kernels.dispatch import Kernels
 from outpace.quant.rules import KEEP, Role, Rules
@@ -28,11 +28,12 @@ class Maker:
         self._names = {id(tensor): name for name, tensor in tensors}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._kernels = kernels
-        self._rules = rules
+        self.rules = rules
         self.schemes: dict[str, Scheme | None] = {}
         """Of the weights of linears that it made modules for, by the names that rules know them by."""
         self.roles: set[Role] = set()
         """That weights played."""
+        self.quantized_experts = False
 
     def linear(
         self,
@@ -61,13 +62,13 @@ class Maker:
 
     def _scheme(self, role: Role, names: Sequence[str], recipe: Recipe) -> Scheme | None:
         self.roles.add(role)
-        scheme = self._rules.of(role, names, recipe.shape)
+        scheme = self.rules.of(role, names, recipe.shape)
         self.schemes.update(dict.fromkeys(names, scheme))
         return scheme
 
     def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:
         """Router, experts and shared MLP of a layer, or of a module, whose parts are these."""
-        router, experts = self._router(part, roles, config), self._experts(part(roles.experts), roles, config, act)
+        router, experts = self._router(part, roles, config), self.experts(part(roles.experts), roles, config, act)
         if router.num_experts != experts.num_experts:
             raise ModelError(
                 f"injection: {roles.router} chooses among {router.num_experts} experts, and {roles.experts} has "
@@ -99,17 +100,23 @@ class Maker:
             in_float32=roles.in_float32,
         )
 
-    def _experts(self, module: nn.Module, roles: MoERoles, config: Any, act: str) -> Experts:
+    def experts(self, module: nn.Module, roles: MoERoles, config: Any, act: str) -> Experts:
+        """The experts of a module that keeps them in stacks, or of a list of modules."""
         find = self._listed if isinstance(module, nn.ModuleList) else self._stacked
         up, up_bias = find(module, roles.up, roles.transposed, roles.paired)
         down, down_bias = find(module, roles.down, roles.transposed, False)
         limit, alpha = roles.clamp(config) or (None, None)
-        for recipe in (up, down):
-            if self._scheme("experts", list(dict.fromkeys(part.name for part in recipe.parts)), recipe) is not None:
-                raise NotSupportedYet("quant", "quantized experts")
-        return PlainExperts(
+        up, down = self._with_scheme(up), self._with_scheme(down)
+        quantized = any(recipe.scheme is not None for recipe in (up, down))
+        self.quantized_experts |= quantized
+        return (PackedExperts if quantized else PlainExperts)(
             up, down, up_bias, down_bias, self._kernels, act=act, gated=roles.gated, limit=limit, alpha=alpha
         )
+
+    def _with_scheme(self, recipe: Recipe) -> Recipe:
+        """The stack of a recipe as the rules want it."""
+        names = list(dict.fromkeys(part.name for part in recipe.parts))
+        return replace(recipe, scheme=self._scheme("experts", names, recipe))
 
     def _stacked(
         self, module: nn.Module, name: str | tuple[str, str], transposed: bool, paired: bool

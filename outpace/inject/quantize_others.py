@@ -1,21 +1,26 @@
-"""Quantized linears in the place of those that injection leaves alone: of plain modules, encoders, level 0."""
+"""Quantized linears and experts in the place of those that injection leaves alone: plain modules, encoders, level 0."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from outpace.errors import ConfigError, ModelError, NotSupportedYet
+from outpace.errors import ConfigError, ModelError, NotSupported
 from outpace.inject.apply import refuse_to_save, stand_in
+from outpace.inject.experts_interface import act_of, computes_otherwise, is_stack
 from outpace.inject.make import Maker
-from outpace.inject.quantized import PackedLinear
+from outpace.inject.policy import MoERoles
+from outpace.inject.quantized import PackedExperts, PackedLinear, StandInExperts
 from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
+from outpace.kernels.routing import Routing
+from outpace.log import chosen
 from outpace.quant.rules import KEEP, Role, Rules
 
 ROLES: tuple[tuple[tuple[str, ...], Role], ...] = (
     (("lm_head", "embed_out", "output_projection", "decoder", "vocab_projector"), "head"),
-    (("gate", "router"), "router"),
+    (("gate", "router", "shared_expert_gate"), "router"),
     (("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "query_key_value"), "qkv"),
     (("q_lin", "k_lin", "v_lin", "query_proj", "key_proj", "value_proj", "q", "k", "v", "Wqkv", "qkv_proj"), "qkv"),
 )
@@ -32,12 +37,17 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     for path, module in _linears(model):
         if f"{path}.weight" not in make.schemes:
             _quantized(make, path, module)
+    for path, module in _stacks(model):
+        if not any(name.startswith(f"{path}.") for name in make.schemes):
+            _quantized_stack(make, path, module)
     if not rules.qkv and "qkv" not in make.roles:
         raise ConfigError(
             f"quant.qkv: no linear of {type(model).__name__} is known by its name to compute queries, keys or values; "
             "leave it out, or name the linears that shall be quantized in quant.weight.post_init_quant"
         )
     _check_experts(model, make, rules)
+    if rules.activates and make.quantized_experts:
+        chosen("quantized experts", "weights only", "no kernel of experts takes quantized activations")
     for key in rules.named:
         if not any(key in name for name in make.schemes):
             some = ", ".join(list(make.schemes)[:3])
@@ -46,25 +56,35 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
                 f"names are like {some or 'nothing: it has none'}; correct it, or remove it"
             )
     if not any(scheme is not None for scheme in make.schemes.values()):
-        if any(isinstance(module, PackedLinear) for module in model.modules()):
+        if any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules()):
             raise ModelError("model: its linears are quantized already; use the engine that did it, or load it anew")
         raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
 
 
 def _check_experts(model: nn.Module, make: Maker, rules: Rules) -> None:
-    """Raise if a rule wants experts that injection leaves alone."""
+    """Raise if a rule wants experts of a form that nothing here knows."""
     for name, parameter in model.named_parameters():
         stacked = parameter.dim() == 3 and "experts" in name.split(".")
         if stacked and name not in make.schemes and rules.of("experts", [name], tuple(parameter.shape)) is not None:
-            raise NotSupportedYet("quant", "quantized experts")
+            raise _unable(name, "is a stack of experts that no policy and no interface of Hugging Face knows")
 
 
-def quantize_others(model: nn.Module, kernels: Kernels, rules: Rules) -> None:
-    """Swap every linear that is still the model's own, if a rule wants it."""
-    if rules is KEEP:
+def _unable(what: str, reason: str) -> NotSupported:
+    return NotSupported(
+        f"quant: {what} {reason}; let kernel_inject=True fuse its experts if a policy knows them, or name its other "
+        "linears alone in quant.weight.post_init_quant"
+    )
+
+
+def quantize_others(model: nn.Module, make: Maker) -> None:
+    """Swap every linear and every stack of experts that is still the model's own, if a rule wants it.
+
+    make: from before injection, which moves modules: weights are known by the names that they had.
+    """
+    if make.rules is KEEP:
         return
-    make = Maker(model, kernels, rules)
     made = [(path, module, _quantized(make, path, module)) for path, module in _linears(model)]
+    made += [(path, module, _quantized_stack(make, path, module)) for path, module in _stacks(model)]
     for path, module, ours in made:
         if ours is not None:
             stand_in(ours, module)
@@ -72,18 +92,44 @@ def quantize_others(model: nn.Module, kernels: Kernels, rules: Rules) -> None:
     refuse_to_save(model)
 
 
+def _stacks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The model's own stacks of experts, by all their names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if is_stack(module) and not _in_fp32(model, path):
+            yield path, module
+
+
+def _quantized_stack(make: Maker, path: str, module: Any) -> nn.Module | None:
+    """The module that takes the place of a stack; None: it stays."""
+    roles = MoERoles(
+        block="", router="", experts="", up="gate_up_proj" if module.has_gate else "up_proj", gated=module.has_gate,
+        transposed=module.is_transposed, paired=module.has_gate and not module.is_concatenated,
+        routing=lambda config: Routing(top_k=1),
+    )  # fmt: skip
+    experts = make.experts(module, roles, None, act_of(module) or "silu")
+    if not isinstance(experts, PackedExperts):
+        return None
+    if reason := computes_otherwise(module):
+        raise _unable(f"{path} ({type(module).__name__})", reason)
+    return StandInExperts(experts).eval()
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The model's own, by all their names, but those that it wants in fp32.
 
     Torch's encoder layer reads the weights of its linears itself.
     """
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules(remove_duplicate=False):
-        if kept & set(path.split(".")):
+        if _in_fp32(model, path):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         if path and type(module) in (nn.Linear, Conv1D) and not isinstance(parent, nn.TransformerEncoderLayer):
             yield path, module
+
+
+def _in_fp32(model: nn.Module, path: str) -> bool:
+    """Whether the model wants what is at this path in fp32."""
+    return bool(set(getattr(model, "_keep_in_fp32_modules", None) or ()) & set(path.split(".")))
 
 
 def _quantized(make: Maker, path: str, module: nn.Module) -> nn.Module | None:

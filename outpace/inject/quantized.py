@@ -1,4 +1,4 @@
-"""Linears whose weight is quantized: they bring a product of their own, what stands around it stays as it is."""
+"""Linears and experts whose weights are quantized: they bring products of their own, the rest stays as it is."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.errors import ModelError
+from outpace.inject.experts import Experts
 from outpace.inject.modules import Before, Linear, Made, Norm, fused_norm
 from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
@@ -99,6 +100,54 @@ class PackedLinear(Linear):
     def extra_repr(self) -> str:
         """What is printed of it."""
         return f"{self.in_features} -> {self.out_features}, {self.scheme}"
+
+
+class PackedExperts(Experts):
+    """Experts of which both stacks, or one of them, are kept by a scheme."""
+
+    def __init__(self, *args: Any, **activation: Any) -> None:
+        super().__init__(*args, **activation)
+        self._packed: dict[str, Packed] = {}
+
+    def stack(self, name: str) -> Tensor | Packed:
+        """The weights of all experts as the kernels take them."""
+        weight, recipe = self._parameters[name], self.recipes[name]
+        assert weight is not None, "both stacks have weights"
+        if recipe.scheme is None:
+            return weight
+        found = self._packed.get(name)
+        if found is None or found.values is not weight:
+            _, rows, columns = recipe.shape
+            tensors = {end: self._parameters[name + end] for end in recipe.scheme.tensors(recipe.shape)}
+            kept = {end: tensor for end, tensor in tensors.items() if tensor is not None}
+            found = self._packed[name] = as_packed(kept, recipe.scheme, (rows, columns))
+        return found
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
+        """See `Experts`."""
+        more = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias, "add": add, "out": add}
+        stacks = self.stack("gate_up"), self.stack("down")
+        result: Tensor = self._kernels.experts(x, *stacks, weights, chosen, **self.activation, **more)
+        return result
+
+    def extra_repr(self) -> str:
+        """What is printed of it."""
+        schemes = (f"{name} {self.recipes[name].scheme or 'as it was'}" for name in ("gate_up", "down"))
+        return f"{self.num_experts} experts, {', '.join(schemes)}"
+
+
+class StandInExperts(nn.Module):
+    """Quantized experts behind the call of one of Hugging Face's stacks."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[..., H] -> [..., H]: what the chosen experts make of each token, by their weights."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        result: Tensor = self.experts(rows, top_k_weights.float(), top_k_index.int())
+        return result.view(hidden_states.shape)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,20 @@ class Rules:
     field: str = "group_size"
     """What says how many columns a group of `scheme` has, in quant.weight."""
 
+    @property
+    def activates(self) -> bool:
+        """Whether some scheme quantizes activations."""
+        schemes = (self.scheme, *self.named.values())
+        return any(scheme is not None and scheme.activations is not None for scheme in schemes)
+
     def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of a weight that is made of these tensors; None: it stays as it is."""
+        found = self._found(role, names, shape)
+        if found is None or role != "experts":
+            return found
+        return replace(found, activations=None)  # no kernel of experts takes quantized rows
+
+    def _found(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
         keys = [self._key(name) for name in names]
         found = {None if key is None else (self.named[key], key in self.fitted) for key in keys}
         if len(found) > 1:

@@ -60,7 +60,8 @@ def fake_quantized(model: Any, how: Any = rounded, activations: Any = None, **op
     """The model with its linears' weights rounded, and their inputs too where `activations` rounds rows."""
     untie(model)
     for path, module in linears(model):
-        if path.rpartition(".")[2] in (getattr(model, "_keep_in_fp32_modules", None) or ()):
+        name = path.rpartition(".")[2]
+        if name == "shared_expert_gate" or name in (getattr(model, "_keep_in_fp32_modules", None) or ()):
             continue
         turned = isinstance(module, Conv1D)
         weight = module.weight.t() if turned else module.weight
@@ -68,6 +69,19 @@ def fake_quantized(model: Any, how: Any = rounded, activations: Any = None, **op
         module.weight.copy_(new.t() if turned else new)
         if activations is not None:
             module.register_forward_pre_hook(lambda _, args: (_by_token(args[0], activations),))
+    return model
+
+
+@torch.no_grad()
+def fake_quantized_experts(model: Any, how: Any = rounded, **options: Any) -> Any:
+    """The model with the weights of its stacks of experts rounded, each expert by itself."""
+    for name, stack in model.named_parameters():
+        if stack.dim() == 3 and "experts" in name.split("."):
+            turned = "GptOss" in type(model).__name__  # [experts, in, out]
+            for expert in stack:
+                weight = expert.t() if turned else expert
+                new = how(weight, **options)
+                expert.copy_(new.t() if turned else new)
     return model
 
 

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import nn
 
 import outpace
-from outpace import LLM, ConfigError, ModelError, NotSupported, NotSupportedYet, SamplingParams
+from outpace import LLM, ConfigError, ModelError, NotSupported, SamplingParams
 from outpace.inject.quantized import PackedLinear
 from tests.inject.test_level0 import SMALL
 from tests.loading.tiny import tiny_model, write_gguf
@@ -236,16 +236,6 @@ def test_groups_of_4_bits_that_are_not_given_fit_each_weight(inject: bool) -> No
 def test_a_module_without_linears_is_refused() -> None:
     with pytest.raises(ConfigError, match="quant: Sequential has no linears that could be quantized; remove it"):
         outpace.init_inference(nn.Sequential(nn.Conv1d(3, 4, 5)), device="cpu", dtype="int8")
-
-
-@pytest.mark.parametrize(("inject", "linears"), [({"kernel_inject": True}, 4), ({}, 8)])
-def test_experts_are_refused_by_name(inject: dict[str, Any], linears: int) -> None:
-    model = tiny("mixtral")
-    with pytest.raises(NotSupportedYet, match="quant: quantized experts is not in this release"):
-        outpace.init_inference(model, device="cpu", dtype="int8", **inject)
-    rules: dict[str, Any] = {"weight": {"post_init_quant": {"self_attn": {}}}}
-    engine = outpace.init_inference(model, device="cpu", quant=rules, **inject)
-    assert sum(isinstance(module, PackedLinear) for module in engine.module.modules()) == linears
 
 
 @pytest.mark.parametrize("family", ["t5", "bert", "llama", "gpt2"])
