@@ -100,11 +100,16 @@ def cases(model: MoE, rates: Mapping[str, float], batches: Sequence[int] = BATCH
             yield Row(name, f"{tokens} tokens", calls, amount, limit)
 
 
-def least(model: MoE, tokens: int, routed: Any, rates: Mapping[str, float]) -> tuple[float, str]:
-    """Bytes of the experts that a run touches on average, or its operations: what takes longer, and which it is."""
+def least(
+    model: MoE, tokens: int, routed: Any, rates: Mapping[str, float], expert_bytes: float | None = None
+) -> tuple[float, str]:
+    """Bytes of the experts that a run touches on average, or its operations: what takes longer, and which it is.
+
+    expert_bytes: of one expert; None: in 16 bits.
+    """
     touched = sum(len(chosen.unique()) for _, chosen in routed) / len(routed)
     weights = 3.0 * model.inner * model.hidden
-    moved = touched * weights * 2
+    moved = touched * (2 * weights if expert_bytes is None else expert_bytes)
     operations = 2.0 * tokens * model.routing.top_k * weights
     return (moved, "read") if moved / rates["read"] > operations / rates["product"] else (operations, "product")
 

@@ -2,8 +2,9 @@
 
 Parts (--only): grouped, decode, throughput, start. Each is measured for each implementation of the experts (--experts):
 triton (ours), torch (sorted, with torch's grouped_mm), hf (Hugging Face's own modules); the experts of one layer
-(grouped) also for those of --beside. Weights are random, made on the device; all layers and experts run, and every
-token is routed anew. A part that fails is one row; results are written after each part.
+(grouped) also for those of --beside. --quantization none,int4,fp8 measures each of them with quantized weights too, one
+after the other, beside the limits of those weights. Weights are random, made on the device; all layers and experts run,
+and every token is routed anew. A part that fails is one row; results are written after each part.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,11 @@ from outpace.bench.shapes import SHAPES
 from outpace.bench.subject import Subject, started
 from outpace.bench.workload import COUNT
 from outpace.kernels.dispatch import IMPLEMENTATIONS
+from outpace.kernels.packed import Packed
 from outpace.kernels.routing import Routing, route_ref
+from outpace.quant.asked import NAMED
+from outpace.quant.rounding import as_packed, quantized
+from outpace.quant.rules import Rules
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")
 PARTS = ("grouped", "decode", "throughput", "start")
@@ -45,6 +51,7 @@ EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "hf": {"moe": {"enabled": False}},
 }
 """What `LLM` is asked for."""
+PLAIN = "none"  # of --quantization
 OTHERS: Mapping[tuple[str, str], float] = {
     ("qwen3-30b-a3b", "1"): 245.0, ("qwen3-30b-a3b", "8"): 9.0, ("qwen3-30b-a3b", "32"): 15.6,
     ("qwen3-30b-a3b", "throughput"): 5986.0, ("qwen3-30b-a3b", "start"): 144.0,
@@ -85,7 +92,9 @@ class Layer:
         """Of one token."""
         return 2.0 * self.top_k * 3 * self.hidden * self.inner
 
-    def call(self, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> "partial[Any]":
+    def call(
+        self, run: Callable[..., Any], device: torch.device, dtype: torch.dtype, quantization: str = PLAIN
+    ) -> "partial[Any]":
         """A call of an implementation of experts, of random tokens and weights, each token with its own experts."""
         generator = torch.Generator(device).manual_seed(0)
 
@@ -98,23 +107,39 @@ class Layer:
         if self.clamp is not None:
             options |= {"limit": self.clamp, "alpha": 1.702}
             options |= {"gate_up_bias": draw(count, rows), "down_bias": draw(count, self.hidden)}
-        stacks = draw(count, rows, self.hidden), draw(count, self.hidden, self.inner)
+        shapes = (count, rows, self.hidden), (count, self.hidden, self.inner)
+        stacks = [_stack(draw(*shape), quantization) for shape in shapes]
         return partial(run, draw(TOKENS, self.hidden), *stacks, weights, chosen, **options)
 
 
-def measure_grouped(model: str, name: str, speed: limits.Speed, device: torch.device) -> tuple[list[Row], Any]:
+def _stack(weights: Tensor, quantization: str) -> Tensor | Packed:
+    """Weights of experts as `LLM` would keep them."""
+    scheme = Rules(NAMED.get(quantization), fit=True).of("experts", ["experts"], tuple(weights.shape))
+    if scheme is None:
+        return weights
+    _, rows, columns = weights.shape
+    return as_packed(quantized(weights, scheme), scheme, (rows, columns))
+
+
+def _label(name: str, quantization: str) -> str:
+    return name if quantization == PLAIN else f"{name} {quantization}"
+
+
+def measure_grouped(
+    model: str, name: str, quantization: str, speed: limits.Speed, device: torch.device
+) -> tuple[list[Row], Any]:
     """The experts of one layer with all that belongs to them (order, both products, activation, weighted sum)."""
     layer, dtype = Layer.of(model), torch.bfloat16 if device.type == "cuda" else torch.float32
     run = IMPLEMENTATIONS["experts"].get(name)
     with torch.no_grad():
-        call = layer.call(run or kernels.hugging_face, device, dtype)
+        call = layer.call(run or kernels.hugging_face, device, dtype, quantization)
         if run is None:
             known = next(each for each in kernels.MODELS if each.name == model)
             _, gate_up, down, *_ = call.args
             call = partial(kernels.hugging_face(known, gate_up, down), *call.args, act="silu")
         took = limits.seconds_of(call, device)
     rate = TOKENS * layer.flops / took
-    what = f"{model}: experts of a layer, {TOKENS} tokens, {name}"
+    what = f"{model}: experts of a layer, {TOKENS} tokens, {_label(name, quantization)}"
     return [row(what, rate / 1e12, "TFLOP/s", speed.flops / 1e12)], {"seconds": took, "flop_s": rate}
 
 
@@ -124,7 +149,7 @@ def measure_decode(subject: Subject, name: str) -> tuple[list[Row], Any]:
     for batch in BATCHES:
         found = details[str(batch)] = latency(subject, batch_size=batch)
         rate, limit = found["decode_tokens_per_second"], found["outpace"]["limit"]["decode_tokens_per_second"]
-        other, what = _other(subject.name, str(batch), found["outpace"]["device"]), f"{subject.name}: {name}"
+        other, what = _other(subject.name, str(batch), found["outpace"]["device"], name), f"{subject.name}: {name}"
         if batch == 1:
             rows.append(row(f"{what}, decode of one", rate, "tok/s", limit, other))
             rows.append(
@@ -138,7 +163,7 @@ def measure_decode(subject: Subject, name: str) -> tuple[list[Row], Any]:
 def measure_mixed(subject: Subject, name: str) -> tuple[list[Row], Any]:
     """The workload that others were measured with."""
     rows, found = measure_throughput(subject)
-    other = _other(subject.name, "throughput", found["outpace"]["device"])
+    other = _other(subject.name, "throughput", found["outpace"]["device"], name)
     limit = found["outpace"]["limit"]["output_throughput"]
     mixed = row(f"{subject.name}: {name}, {COUNT} mixed requests", found["output_throughput"], "tok/s", limit, other)
     return [mixed, rows[1]], found
@@ -150,7 +175,7 @@ def measure_start(model: str, name: str, options: Mapping[str, Any], device: str
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", "full"):
             took = details[state] = _start(model, options, Path(cache))
-            other = _other(model, "start", device) if state == "empty" else None
+            other = _other(model, "start", device, name) if state == "empty" else None
             ready = took["all"] - took["load"]
             rows.append(row(f"{model}: {name}, ready, kernel cache {state}", ready, "s", None, other))
     return rows, details
@@ -172,25 +197,21 @@ def measure_ready(subject: Subject, name: str) -> tuple[list[Row], Any]:
     return [row(f"{subject.name}: {name}, ready", took["all"] - took["load"], "s")], took
 
 
-def measure_model(model: str, experts: list[str], beside: list[str], measured: Measured, device: torch.device) -> None:
+def measure_model(
+    model: str, experts: list[str], beside: list[str], schemes: list[str], measured: Measured, device: torch.device
+) -> None:
     """Every part of one shape."""
     steps: dict[str, dict[int, float]] = {}
     for name in dict.fromkeys([*experts, *beside]):
-        measured.part(f"{model}, {name}", "grouped", partial(measure_grouped, model, name, measured.speed, device))
-    for name in experts:
-        title = f"{model}, {name}"
+        for scheme in schemes if name in experts else [PLAIN]:
+            grouped = partial(measure_grouped, model, name, scheme, measured.speed, device)
+            measured.part(f"{model}, {_label(name, scheme)}", "grouped", grouped)
+    for name, scheme in product(experts, schemes):
         options = {"max_num_seqs": COUNT, "max_model_len": measured.max_model_len, **EXPERTS[name]}
-        if {"decode", "throughput"} & {*measured.parts}:
-            CONSOLE.print(f"[{time.perf_counter() - measured.begin:6.1f} s] {title}: starting")
-            try:
-                with started(model, speed=measured.speed, **options) as subject:
-                    measured.add(f"{title}: ready", *measure_ready(subject, name))
-                    measured.part(title, "decode", partial(measure_decode, subject, name))
-                    measured.part(title, "throughput", partial(measure_mixed, subject, name))
-            except Exception as error:  # it could not be started; each part looks after itself
-                measured.failed(f"{title}: start", error)
-        measured.part(title, "start", partial(measure_start, model, name, options, measured.device))
-        steps |= _steps(name, measured.details.get(f"{title}: decode"))
+        if scheme != PLAIN:
+            options["quantization"] = scheme
+        _measure_runs(model, _label(name, scheme), options, measured)
+        steps |= _steps(_label(name, scheme), scheme, measured.details.get(f"{model}, {_label(name, scheme)}: decode"))
     if steps:
         others = {batch: _step_of_other(model, batch) for batch in BATCHES} if measured.device == "h200" else {}
         known = {batch: took for batch, took in others.items() if took is not None}
@@ -198,17 +219,33 @@ def measure_model(model: str, experts: list[str], beside: list[str], measured: M
         plot_steps({**steps, **({"vLLM 0.26.0": known} if known else {})}, f"{model} on {measured.device}", path)
 
 
-def _steps(name: str, found: Any) -> dict[str, dict[int, float]]:
+def _measure_runs(model: str, label: str, options: Mapping[str, Any], measured: Measured) -> None:
+    """The parts that run the whole model."""
+    title = f"{model}, {label}"
+    if {"decode", "throughput"} & {*measured.parts}:
+        CONSOLE.print(f"[{time.perf_counter() - measured.begin:6.1f} s] {title}: starting")
+        try:
+            with started(model, speed=measured.speed, **options) as subject:
+                measured.add(f"{title}: ready", *measure_ready(subject, label))
+                measured.part(title, "decode", partial(measure_decode, subject, label))
+                measured.part(title, "throughput", partial(measure_mixed, subject, label))
+        except Exception as error:  # it could not be started; each part looks after itself
+            measured.failed(f"{title}: start", error)
+    measured.part(title, "start", partial(measure_start, model, label, options, measured.device))
+
+
+def _steps(name: str, scheme: str, found: Any) -> dict[str, dict[int, float]]:
     """Milliseconds of a step by batch, measured and at the limit."""
     if not found or "error" in found:
         return {}
     took = {int(batch): 1e3 / each["decode_tokens_per_second"] for batch, each in found.items()}
     least = {int(batch): 1e3 / each["outpace"]["limit"]["decode_tokens_per_second"] for batch, each in found.items()}
-    return {name: took, "limit": least}
+    return {name: took, "limit" if scheme == PLAIN else f"limit of {scheme}": least}
 
 
-def _other(model: str, what: str, device: str) -> tuple[str, float] | None:
-    found = OTHERS.get((model, what)) if device == "h200" else None
+def _other(model: str, what: str, device: str, name: str) -> tuple[str, float] | None:
+    """What vLLM reaches in bf16, which is what ours is compared with if it is not quantized."""
+    found = OTHERS.get((model, what)) if device == "h200" and name in EXPERTS else None
     return None if found is None else ("vLLM 0.26.0", found)
 
 
@@ -237,14 +274,21 @@ def main() -> None:
     options.add_argument("--experts", default=own, help=f"implementations, of {', '.join(EXPERTS)}")
     options.add_argument("--beside", default=others, help="the same, for the experts of one layer alone")
     options.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN, help="most tokens of a request")
+    schemes = ("int8", "int4", "fp8")
+    options.add_argument(
+        "--quantization", default=PLAIN, help=f"of {', '.join((PLAIN, *schemes))}; several are measured in turn"
+    )
     asked = options.parse_args()
     parts = _asked(options, "only", asked.only, PARTS)
     models, names = _asked(options, "models", asked.models, shapes), _asked(options, "experts", asked.experts, EXPERTS)
     speed = limits.measure_speed(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     beside = _asked(options, "beside", asked.beside, EXPERTS)
+    wanted = _asked(options, "quantization", asked.quantization, (PLAIN, *schemes))
+    if wanted != [PLAIN] and "hf" in names:
+        options.error("--quantization: Hugging Face's own experts (--experts hf) are not quantized; leave one out")
     measured = Measured(asked.out, limits.device_name(device), speed, parts, asked.max_model_len, what="moe")
     for model in models:
-        measure_model(model, names, beside, measured, device)
+        measure_model(model, names, beside, wanted, measured, device)
     report.show("moe", measured.rows)
 
 

@@ -42,10 +42,11 @@ COLD = 200 << 20  # bytes of weights that are read in turn: more than the L2 cac
 Run = Callable[[Tensor, Packed], Tensor]
 
 
-def make(kind: str, shape: tuple[int, int]) -> Packed:
-    """A random weight of this scheme on the GPU."""
+def make(kind: str, shape: tuple[int, int], experts: int | None = None) -> Packed:
+    """A random weight of this scheme on the GPU, or a stack of them."""
     name, group, block = KINDS[kind]
-    weight = Packed.empty(name, shape, group or shape[1], block, device="cuda")
+    kept = torch.float16 if name == "int4" else torch.float32
+    weight = Packed.empty(name, shape, group or shape[1], block, experts=experts, scale_dtype=kept, device="cuda")
     if name == "fp8":
         weight.values.copy_(torch.randn(weight.values.shape, device="cuda") * 60)
     else:

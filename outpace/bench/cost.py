@@ -1,5 +1,6 @@
 """What a piece of work costs a model at the least: weights and cache to read, products to compute."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from outpace.bench.workload import Item
 from outpace.cache.kv_cache import block_bytes, page_dtype
 from outpace.inject.experts import MixtureOfExperts
 from outpace.inject.interface import InterfaceModel
-from outpace.inject.modules import FusedLayer
+from outpace.inject.modules import FusedLayer, Made
 from outpace.kernels.dispatch import choose_kernels
 from outpace.loading.inspect import describe
 
@@ -153,18 +154,35 @@ def cost_of(module: nn.Module, kv_cache_dtype: str = "auto") -> Cost | None:
     stacked = {weight.data_ptr() for stack in stacks for weight in stack.weights}
     total = {weight.data_ptr(): weight for weight in module.parameters() if weight.data_ptr() not in stacked}.values()
     unread = 0 if tied else embedding.nbytes
-    weights = sum(weight.numel() for weight in total) - head.numel() - (0 if tied else embedding.numel())
-    active = sum(stack.top_k * weight[0].numel() for stack in stacks for weight in stack.weights)
+    packed = _packed(module)
+
+    def numbers(weight: nn.Parameter) -> int:
+        return packed.get(weight.data_ptr(), weight.numel())
+
+    weights = sum(map(numbers, total)) - numbers(head) - (0 if tied else embedding.numel())
+    active = sum(stack.top_k * numbers(weight) // len(weight) for stack in stacks for weight in stack.weights)
     kinds = Counter(
         Experts(stack.total, stack.top_k, sum(weight[0].nbytes for weight in stack.weights)) for stack in stacks
     )
     return Cost(
         weight_bytes=sum(weight.nbytes for weight in total) - unread,
         token_flops=2 * (weights + active),
-        head_flops=2 * head.numel(),
+        head_flops=2 * numbers(head),
         attention=tuple(Counter(_attention(module, kv_cache_dtype)).items()),
         experts=tuple(kinds.items()),
     )
+
+
+def _packed(module: nn.Module) -> dict[int, int]:
+    """How many weights quantized tensors stand for, by where they lie: two of 4 bits share a byte, scales are none."""
+    made = [each for each in module.modules() if isinstance(each, Made)]
+    return {
+        each.get_parameter(name + end).data_ptr(): 0 if end else math.prod(recipe.shape)
+        for each in made
+        for name, recipe in each.recipes.items()
+        if recipe.scheme is not None
+        for end in recipe.scheme.tensors(recipe.shape)
+    }
 
 
 class _Stack(NamedTuple):

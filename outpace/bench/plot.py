@@ -58,10 +58,11 @@ def plot_splitfuse(found: Figures, path: Path) -> None:
 
 
 def plot_steps(lines: Mapping[str, Mapping[int, float]], title: str, path: Path) -> None:
-    """Milliseconds of a decode step by its requests, a line for each system; "limit" is dashed."""
+    """Milliseconds of a decode step by its requests, a line for each system; limits are dashed."""
     figure, axes = _figure()
     for name, points in lines.items():
-        axes.plot([*points], [*points.values()], "k--" if name == "limit" else "o-", label=name)
+        style = "k--" if name == "limit" else "--" if name.startswith("limit") else "o-"
+        axes.plot([*points], [*points.values()], style, label=name)
     axes.set_title(title, loc="left")
     axes.set_xlabel("requests in a decode step")
     axes.set_ylabel("ms a step")

@@ -160,7 +160,7 @@ def _packed_down_kernel(
 
 
 def few_packed_config(weight: Packed, block_p: int, gated: bool) -> dict[str, int]:
-    """The default tiles of either kernel. Not measured yet."""
+    """The default tiles of either kernel. Not measured yet: bench/experts_sweep.py."""
     width: int = max(CHUNK, triton.next_power_of_2(weight.shape[1]))
     block_k = min(2048 if block_p == 1 and weight.kind == "int4" else max(256, 1024 // block_p), width)
     warps = max(1, min(4, block_k // (32 * CHUNK)))
@@ -188,15 +188,17 @@ def experts_few_packed(
     add: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool | None = None,
+    up: dict[str, int] | None = None,
+    down_tiles: dict[str, int] | None = None,
 ) -> Tensor:
-    """experts_ref in two kernels, both weights quantized; out may be add."""
+    """experts_ref in two kernels, both weights quantized; out may be add. up, down_tiles: see few_packed_config."""
     assert takes_few_packed(gate_up, down), f"groups of columns are no multiples of {CHUNK}"
     (tokens, hidden), inner, top_k, experts = x.shape, down.shape[1], chosen.shape[1], down.experts
     h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
     pdl = pdl is not False and has_pdl(x.device)
     both = {"top_k": top_k, "pdl": pdl, "chunk": CHUNK, **({"launch_pdl": True} if pdl else {})}
-    meta = few_packed_config(gate_up, 1, gated)
+    meta = up or few_packed_config(gate_up, 1, gated)
     _packed_up_kernel[(tokens * top_k, triton.cdiv(inner, meta["block_n"]))](
         *(x, gate_up.values, gate_up.scale, gate_up.zero, gate_up_bias, chosen, h, experts, inner),
         *(row_stride(x), *_strides(gate_up)),
@@ -209,7 +211,7 @@ def experts_few_packed(
         **meta,
     )
     block_p = triton.next_power_of_2(top_k)
-    meta = few_packed_config(down, block_p, False)
+    meta = down_tiles or few_packed_config(down, block_p, False)
     _packed_down_kernel[(tokens, triton.cdiv(hidden, meta["block_n"]))](
         *(h, down.values, down.scale, down.zero, down_bias, weights, chosen, add, out, experts, hidden),
         *(*_strides(down), row_stride(add), row_stride(out)),

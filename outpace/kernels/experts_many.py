@@ -36,10 +36,10 @@ class Tiles:
     group_m: int = 8
 
 
-def tiles_for(pairs: int, experts: int, dtype: torch.dtype, packed: bool = False) -> Tiles:
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype, kind: str | None = None) -> Tiles:
     """Tiles by the pairs of an expert, if all had as many: the best of bench.experts_sweep on an H200.
 
-    Those of quantized weights (`packed`) are not measured yet.
+    kind: of quantized weights (int8, int4, fp8), whose tiles are not measured yet: bench.experts_sweep --kinds.
 
     Up to 64 rows a tile is as fast as its weights are read. More than one tile for an expert would read them again.
     """
@@ -50,7 +50,7 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype, packed: bool = False
         return Tiles(16, 128, 128, 128)
     if rows <= 96:
         return Tiles(64, 128, 128, 128, num_warps=8)
-    return Tiles(128, 128 if packed else 256, 128, num_warps=8)
+    return Tiles(128, 256 if kind is None else 128, 128, num_warps=8)
 
 
 def fixed_tiles(dtype: torch.dtype) -> Tiles:
@@ -357,7 +357,7 @@ def experts_many(
     """experts_ref in four or five kernels. pdl: as in gemv_triton; None: for few tokens."""
     (tokens, hidden), (experts, _, inner), top_k = x.shape, stack_shape(down), chosen.shape[1]
     pairs = tokens * top_k
-    tiles = tiles or tiles_for(pairs, experts, x.dtype, isinstance(gate_up, Packed))
+    tiles = tiles or tiles_for(pairs, experts, x.dtype, gate_up.kind if isinstance(gate_up, Packed) else None)
     pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
     h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))

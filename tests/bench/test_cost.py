@@ -1,5 +1,8 @@
 """The limit is what the model's own numbers say."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +13,7 @@ from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.bench.workload import Item
 from outpace.llm import LLM
 from tests.models import VOCAB, tiny
+from tests.quant.test_experts import latent
 
 CPU = torch.device("cpu")
 # 1000 weights in layers and 100 in the head, 2 bytes each; two layers that read 8 bytes for a token
@@ -155,6 +159,21 @@ def test_the_numbers_of_experts(started: bool) -> None:
     assert cost.weight_bytes == 4 * (others + 32 * VOCAB)
     assert cost.token_flops == 2 * (others + experts // 2)
     assert cost.step_bytes(10_000) == pytest.approx(cost.weight_bytes + 4 * experts)
+
+
+@pytest.mark.parametrize("make", [partial(tiny, "mixtral"), latent])
+def test_quantized_weights_are_fewer_bytes_and_as_many_products(make: Any) -> None:
+    plain, int4 = make(), make()
+    LLM(plain, device="cpu")
+    llm = LLM(int4, device="cpu", quantization="int4")
+    before, after = cost_of(plain), cost_of(int4)
+    assert before is not None
+    assert after is not None
+    assert (after.token_flops, after.head_flops) == (before.token_flops, before.head_flops)
+    assert llm.quantized is not None
+    saved = llm.quantized.before - llm.quantized.after
+    assert after.step_bytes(1e6) == pytest.approx(before.step_bytes(1e6) - saved)
+    assert after.experts[0][0].weight_bytes < 0.3 * before.experts[0][0].weight_bytes
 
 
 def test_experts_of_which_the_config_does_not_say_how_many_are_used_have_no_limit() -> None:

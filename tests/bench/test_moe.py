@@ -51,6 +51,15 @@ def test_parts_and_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("small")
+def test_quantized_ones_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--only", "grouped,decode", "--max-model-len", "64", "--quantization", "none,int4")
+    found = run(monkeypatch, tmp_path, *asked)
+    rows = {row["what"].removeprefix("tiny-moe: "): row for row in found["rows"]}
+    assert list(rows)[:2] == ["experts of a layer, 64 tokens, torch", "experts of a layer, 64 tokens, torch int4"]
+    assert rows["torch int4, decode of one"]["limit"] > 1.5 * rows["torch, decode of one"]["limit"]
+
+
+@pytest.mark.usefixtures("small")
 def test_a_start_is_measured_twice_and_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
@@ -78,7 +87,9 @@ def test_what_the_process_that_is_started_says(
     assert took["all"] > took["load"] > 0
 
 
-@pytest.mark.parametrize("wrong", [("--only", "speed"), ("--models", "llama-3.1-8b"), ("--experts", "cutlass")])
+@pytest.mark.parametrize(
+    "wrong", [("--only", "speed"), ("--models", "llama-3.1-8b"), ("--experts", "cutlass"), ("--quantization", "int3")]
+)
 def test_what_does_not_exist(
     wrong: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
