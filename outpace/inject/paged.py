@@ -1,6 +1,7 @@
 """A model of fused layers over flattened batches: embed, layers, norm, head, with keys and values in pages."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,6 +69,9 @@ class BatchModel(Protocol):
     def hidden(self, batch: Batch, pages: Pages) -> Tensor:
         """What the head reads [T, hidden_size]: Hugging Face's last_hidden_state. Keys and values go to the pages."""
 
+    def sketch(self) -> "BatchModel":
+        """A model with fewer layers that launches every kernel that this one does; what it computes means nothing."""
+
 
 class PagedModel:
     """Runs batches through the fused layers of a causal model. Holds no weights of its own."""
@@ -110,6 +114,17 @@ class PagedModel:
         x = x if self._norm is None else self._norm(x)
         return x if self._after is None else self._after(x)
 
+    def sketch(self) -> "PagedModel":
+        """The same with the first layer of each kind."""
+        layers = zip(self._layers, self._tables, self._slopes, strict=True)
+        kinds: dict[Hashable, int] = {}
+        for place, each in enumerate(layers):
+            kinds.setdefault(_kind(*each), place)
+        places, made = [*kinds.values()], copy(self)
+        for name in ("_layers", "_tables", "_slopes", "kv_heads"):
+            setattr(made, name, [getattr(self, name)[place] for place in places])
+        return made
+
     def embed(self, batch: Batch) -> Tensor:
         """What the first layer reads [T, H]."""
         learned = {"positions": batch.positions, "position_table": self._positions, "position_offset": self._offset}
@@ -144,6 +159,15 @@ class PagedModel:
         """Rows of the tables that are read by position: behind the last one is memory of somebody else."""
         learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
         return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
+
+
+def _kind(layer: FusedLayer, table: Table, slopes: Tensor | None) -> Hashable:
+    """Equal for layers that launch the same kernels."""
+    parts = tuple(
+        (name, type(part), tuple((each.shape, each.dtype) for each in part.parameters(recurse=False)))
+        for name, part in layer.named_modules()
+    )
+    return layer.settings, parts, None if table[0] is None else table[0].shape[1], slopes is None
 
 
 def check_paged(model: nn.Module, policy: Policy, config: Any, max_positions: int) -> ModelRoles:

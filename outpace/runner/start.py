@@ -185,10 +185,11 @@ def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
 
 def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:
     """Run a step of each kind, side by side: a kernel is compiled, or read from the disk, when it is first launched."""
+    sketch = model.sketch()
 
     def run(shape: Shape) -> torch.Tensor:
         torch.cuda.set_device(model.device)
-        return Runner(model, _pages(model, config, 1), limits).warm_up(shape)
+        return Runner(sketch, _pages(sketch, config, 1), limits).warm_up(shape)
 
     kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("decode", "chunks", "mixed")]
     few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
