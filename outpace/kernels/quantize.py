@@ -29,10 +29,11 @@ def quantize_into(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Writes x [T, K] as values and scales; returns the values. A row of zeros has the scale 1."""
     check_scales(x.shape, values, scales)
     size = x.float().abs().amax(dim=1, keepdim=True) if x.numel() else scales.new_zeros(scales.shape)
-    scale = (size / LARGEST[values.dtype]).clamp(min=SMALLEST).masked_fill(size == 0, 1.0)
+    limit = LARGEST[values.dtype]
+    scale = (size / torch.full_like(size, limit)).clamp(min=SMALLEST).masked_fill(size == 0, 1.0)  # by a number, a GPU
+    # would multiply by its reciprocal
     y = x.float() * scale.reciprocal()
     scales.copy_(scale)
-    limit = LARGEST[values.dtype]
     return values.copy_((y.round() if values.dtype == torch.int8 else y).clamp(-limit, limit))
 
 
