@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels.gemv import has_pdl
-from outpace.kernels.matmul import add_and_store, matmul_invariant_ref
+from outpace.kernels.matmul import add_and_store, add_chunks, matmul_invariant_ref
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_gemv import row_stride
 from outpace.kernels.packed_linear import packed_linear_invariant_triton, packed_linear_triton
@@ -175,10 +175,11 @@ def _scaled_matmul_kernel(
     scale_ptr: tl.tensor,  # [ceil(N / shared_rows), ceil(K / group)]
     bias_ptr: tl.tensor,  # [N] or None
     add_ptr: tl.tensor,  # [M, N] or None
-    out_ptr: tl.tensor,  # [M, N]
+    out_ptr: tl.tensor,  # [M, N]; when split: fp32 [split, M, N]
     rows: tl.tensor,
     outputs: tl.tensor,
     depth: tl.tensor,
+    part: tl.tensor,  # the depth of a split, a multiple of block_k
     x_stride: tl.tensor,
     weight_stride: tl.tensor,
     scale_stride: tl.tensor,
@@ -207,7 +208,8 @@ def _scaled_matmul_kernel(
     weight_ptrs = weight_ptr + row * weight_stride + col
     scale_ptrs = scale_ptr + row // shared_rows * scale_stride
     acc = tl.zeros([block_n, block_m], sums if whole and not grouped else tl.float32)
-    for k in range(0, depth, block_k):
+    start = tl.program_id(1) * part
+    for k in range(start, tl.minimum(start + part, depth), block_k):
         if even:
             x = tl.load(x_ptrs + k, mask=m < rows, other=0.0)
             w = tl.load(weight_ptrs + k)
@@ -226,14 +228,18 @@ def _scaled_matmul_kernel(
     if not grouped:
         y *= tl.load(scale_ptrs).to(tl.float32)
     y = tl.trans(y) * tl.load(scales_ptr + m, mask=m < rows, other=0.0)
+    out_ptr += tl.program_id(1).to(tl.int64) * rows * out_stride
     add_and_store(y, m, n[None, :], bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
 
 
-def scaled_tiles(rows: int, outputs: int) -> PackedTiles:
-    """The default tiles. Not measured yet: bench/packed_sweep.py."""
-    if rows <= 64:
-        return PackedTiles(max(16, triton.next_power_of_2(rows)), 64, 128, num_stages=4)
-    return PackedTiles(min(128, triton.next_power_of_2(rows)), 128, 128, num_warps=8, num_stages=3)
+def scaled_tiles(rows: int, outputs: int, depth: int) -> PackedTiles:
+    """The default tiles: bench/packed_sweep.py."""
+    if rows > 64:
+        return PackedTiles(min(128, triton.next_power_of_2(rows)), 128, 128, num_warps=8, num_stages=3)
+    split, programs = 1, -(-outputs // 64)
+    while programs * split < 200 and split < 4 and depth // (2 * split) >= 512:
+        split *= 2
+    return PackedTiles(max(16, triton.next_power_of_2(rows)), 64, 128, num_stages=3, split=split)
 
 
 def scaled_matmul_triton(
@@ -248,7 +254,7 @@ def scaled_matmul_triton(
     tiles: PackedTiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """scaled_linear_ref in one kernel, rounded once. out may be add."""
+    """scaled_linear_ref in one kernel, in two when split, rounded once. out may be add."""
     (rows, depth), outputs = values.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=values.device) if out is None else out
     assert takes_scaled(values, weight), "one kind, no zeros, groups of a multiple of 32 columns"
@@ -262,13 +268,19 @@ def scaled_matmul_triton(
     assert all(t is None or t.shape[1] == 1 or t.stride(1) == 1 for t in every), "rows must be contiguous"
     if out.numel() == 0:
         return out
-    tiles = tiles or scaled_tiles(rows, outputs)
+    tiles = tiles or scaled_tiles(rows, outputs, depth)
     grouped = weight.group < depth
     block_k = min(tiles.block_k, weight.group & -weight.group) if grouped else tiles.block_k
+    part = -(-depth // (tiles.split * block_k)) * block_k
+    split = -(-depth // part)
     pdl = (rows <= 64 if pdl is None else pdl) and has_pdl(values.device)
-    _scaled_matmul_kernel[(triton.cdiv(rows, tiles.block_m) * triton.cdiv(outputs, tiles.block_n),)](
-        *(values, scales, weight.values, weight.scale, bias, add, out, rows, outputs, depth),
-        *(row_stride(values), row_stride(weight.values), row_stride(weight.scale), row_stride(add), out.stride(0)),
+    assert split == 1 or rows * outputs < 2**31, "so many rows need no split"
+    target = torch.empty((split * rows, outputs), device=values.device) if split > 1 else out
+    _scaled_matmul_kernel[(-(-rows // tiles.block_m) * -(-outputs // tiles.block_n), split)](
+        *(values, scales, weight.values, weight.scale),
+        *((None, None) if split > 1 else (bias, add)),
+        *(target, rows, outputs, depth, part, row_stride(values), row_stride(weight.values)),
+        *(row_stride(weight.scale), row_stride(add), target.stride(0)),
         group=min(weight.group, depth),
         grouped=grouped,
         shared_rows=weight.block,
@@ -281,4 +293,6 @@ def scaled_matmul_triton(
         num_stages=tiles.num_stages,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if split > 1:
+        add_chunks(target, bias, add, out, split, pdl)
     return out
