@@ -60,9 +60,10 @@ def make(kind: str, shape: tuple[int, int], experts: int | None = None) -> Packe
 def few_candidates(kind: str, rows: int) -> Iterator[tuple[str, Run]]:
     """The kernel of few rows: tiles with 16 to 128 bytes for each thread."""
     bits = 4 if kind == "int4" else 8
-    for n, k, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048), (1, 2, 4)):
+    for n, k, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1, 2, 4)):
         each = n * k // (32 * warps)  # weights of a thread
-        if 16 <= each * bits // 8 <= 128 and k >= 256 * warps and rows * each <= 256:
+        wide = k >= (8 if kind == "fp8" else 128 // bits) * 32 * warps
+        if 32 <= each * bits // 8 <= 128 and wide and rows * each <= 512:
             config = {"block_n": n, "block_k": k, "num_warps": warps}
             yield f"few {n} x {k}, {warps} warps", partial(packed_gemv_triton, config=config)
 
@@ -70,13 +71,13 @@ def few_candidates(kind: str, rows: int) -> Iterator[tuple[str, Run]]:
 def tiles_for(rows: int, outputs: int, depth: int, size: int) -> Iterator[PackedTiles]:
     """Tiles that fit so many rows and the shared memory; `size`: bytes of a number of x."""
     heights = [m for m in (16, 32, 64, 128, 256) if m >= min(rows, 64) and m < max(32, 2 * rows)]
-    for m, n, k, stages in itertools.product(heights, (64, 128), (64, 128), (3, 5)):
+    depths = (128,) if size == 1 else (64, 128)
+    for m, n, k, stages, warps in itertools.product(heights, (64, 128), depths, (3, 4), (4, 8)):
         programs = -(-outputs // n) * -(-rows // m)
-        warps = 4 if m * n <= 8192 else 8
-        if (m * size + n) * k * stages > 220 << 10:
+        if (m * size + n) * k * stages > 220 << 10 or m * n > 8192 * warps // 4 or (warps == 8 and m * n < 8192):
             continue
         for split in (1, 2, 4):
-            if split == 1 or (programs * split <= 600 and depth // split >= 512):
+            if split == 1 or (programs * split <= 800 and depth // split >= 512):
                 yield PackedTiles(m, n, k, warps, stages, split)
 
 
@@ -100,21 +101,27 @@ def candidates(kind: str, rows: int, shape: tuple[int, int]) -> Iterator[tuple[s
     if kind != "int4":
         yield "scaled", scaled
         yield "scaled, by the library for many rows", partial(scaled, library=True)
-        for tiles in {t for t in tiles_for(rows, *shape, size=1) if t.split == 1}:
+        for tiles in tiles_for(rows, *shape, size=1):
             yield f"scaled {tiles}", partial(scaled, tiles=tiles)
 
 
 def sweep(
-    layer: str, kind: str, rows: int, rates: Mapping[str, float], part: tuple[int, int] | None = None
+    layer: str,
+    kind: str,
+    rows: int,
+    rates: Mapping[str, float],
+    only: Sequence[str] = (),
+    part: tuple[int, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of every candidate, the fastest first. `part`: each so-manieth runs once, untimed."""
+    """Rows of every candidate, the fastest first. `only`: how names begin; `part`: every so many run once, untimed."""
     shape = LAYERS[layer]
     weights = [make(kind, shape)]
     weights += [make(kind, shape) for _ in range(0 if part else COLD // weights[0].nbytes)]
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
     want = x.float() @ weights[0].dequantized(torch.float32).T
     found, plain = [], [weight.dequantized(torch.bfloat16) for weight in weights]
-    listed: list[tuple[str, Any]] = [("bf16", None), *candidates(kind, rows, shape)]
+    wanted = (each for each in candidates(kind, rows, shape) if each[0].startswith(tuple(only) or ""))
+    listed: list[tuple[str, Any]] = [("bf16", None), *wanted]
     for name, run in listed if part is None else listed[part[0] :: part[1]]:
         calls: list[Callable[[], Tensor]]
         if run is None:
@@ -136,12 +143,14 @@ def sweep(
     return sorted(found, key=lambda row: row["us"])
 
 
-def measure(layers: Sequence[str], kinds: Sequence[str], counts: Sequence[int], best: int, folder: Path) -> None:
+def measure(
+    layers: Sequence[str], kinds: Sequence[str], counts: Sequence[int], only: Sequence[str], best: int, folder: Path
+) -> None:
     """Print the best of every layer, scheme and number of rows, and write all."""
     rates = {"read": limits.read_bandwidth(), "product": limits.matmul_flops()}
     rows: list[dict[str, Any]] = []
     for layer, kind, count in itertools.product(layers, kinds, counts):
-        found = sweep(layer, kind, count, rates)
+        found = sweep(layer, kind, count, rates, only)
         rows += found
         plain = [row for row in found[best:] if row["what"] in ("bf16", "few", "tiles", "dequantized", "scaled")]
         report.show(f"{layer}, {kind}, {count} rows", found[:best] + plain)
@@ -155,6 +164,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="LAYER")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="N")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="how the names of candidates begin")
     parser.add_argument("--best", type=int, default=8, metavar="N", help="rows shown of each")
     parser.add_argument("--compile", action="store_true", help="run each candidate once, time none")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="with --compile: every N-th candidate from I on")
@@ -162,9 +172,9 @@ def main() -> None:
     if args.compile:
         first, step = map(int, args.part.split("/"))
         for layer, kind, count in itertools.product(args.layers, args.kinds, args.rows):
-            sweep(layer, kind, count, {"read": 1.0, "product": 1.0}, (first, step))
+            sweep(layer, kind, count, {"read": 1.0, "product": 1.0}, args.only, (first, step))
     else:
-        measure(args.layers, args.kinds, args.rows, args.best, args.out)
+        measure(args.layers, args.kinds, args.rows, args.only, args.best, args.out)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ from torch import Tensor
 from outpace.kernels.activation import activate, activation_kind
 from outpace.kernels.gemv import MAX_ROWS, has_pdl
 from outpace.kernels.packed import Packed
+from outpace.kernels.packed_words import add_words, four
 from outpace.kernels.triton_stub import tl, triton
 
 CHUNK = 8  # columns
+WORDS = (4, 2)  # of 32 bits in a chunk that is read as words
 
 
 @triton.jit
@@ -44,10 +46,29 @@ def _load_scales(
 
 
 @triton.jit
+def _load_x(
+    squares: tl.tensor,  # [M, 1, G, C]
+    x_ptrs: tl.tensor,  # [M, 1, G, C, 8]
+    norm_ptrs: tl.tensor,  # [1, 1, G, C, 8] or None
+    offset: tl.tensor,
+    col: tl.tensor,  # [1, 1, G, C, 8]
+    k: tl.tensor,
+    depth: tl.constexpr,
+    even: tl.constexpr,
+) -> tl.tensor:
+    """x in fp32, times the weight of the norm, and squares + x * x."""
+    x = _load(x_ptrs, k, k + col < depth, even, "").to(tl.float32)
+    if norm_ptrs is not None:
+        squares += tl.sum(x * x, axis=4)
+        x *= _load(norm_ptrs, k, k + col < depth, even, "").to(tl.float32) + offset
+    return x, squares
+
+
+@triton.jit
 def _add_chunks(
     acc: tl.tensor,  # [M, N, G, C]
     squares: tl.tensor,  # [M, 1, G, C]
-    values: tl.tensor,  # [1, N, G, C, 8], for int4 [1, N, G, C, 4]
+    values: tl.tensor,  # [1, N, G, C, 8], for int4 [1, N, G, C, 4], as words [1, N, G, C, 2 or 4]
     scale: tl.tensor,  # [1, N, G, 1], or a number
     zero: tl.tensor,  # as scale
     x_ptrs: tl.tensor,  # [M, 1, G, C, 8]
@@ -58,24 +79,49 @@ def _add_chunks(
     depth: tl.constexpr,
     even: tl.constexpr,
     has_zero: tl.constexpr,
+    grouped: tl.constexpr,
+    chunk: tl.constexpr,
 ) -> tl.tensor:
     """acc + scale * (values * x - zero * x) of each chunk, and squares + x * x."""
-    x = _load(x_ptrs, k, k + col < depth, even, "").to(tl.float32)
-    if norm_ptrs is not None:
-        squares += tl.sum(x * x, axis=4)
-        x *= _load(norm_ptrs, k, k + col < depth, even, "").to(tl.float32) + offset
-    if values.dtype == tl.uint8:  # two of 4 bits; put into the bits of a float they are 128 + v, without a conversion
-        pairs: tl.constexpr = [x.shape[0], 1, x.shape[2], x.shape[3], x.shape[4] // 2, 2]
-        first, second = tl.split(tl.reshape(x, pairs))
-        low = ((values & 15).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)
-        high = ((values >> 4).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)
-        part = tl.sum(first * low + second * high, axis=4)
-        zero = zero + 128.0
+    x, squares = _load_x(squares, x_ptrs, norm_ptrs, offset, col, k, depth, even)
+    if values.dtype == tl.int32:
+        part = tl.zeros_like(acc) if grouped else acc
+        width: tl.constexpr = values.shape[4]
+        if width == 4:
+            first, second, third, fourth = four(values)
+        else:
+            first, second = tl.split(values)
+        if chunk == 4 * width:  # int8: two words a piece
+            part = add_words(part, x, first, second, zero)
+            if width == 4:
+                x, squares = _load_x(squares, x_ptrs, norm_ptrs, offset, col, k + 8, depth, even)
+                part = add_words(part, x, third, fourth, zero)
+        else:
+            part = add_words(part, x, first, None, zero)
+            x, squares = _load_x(squares, x_ptrs, norm_ptrs, offset, col, k + 8, depth, even)
+            part = add_words(part, x, second, None, zero)
+            if width == 4:
+                x, squares = _load_x(squares, x_ptrs, norm_ptrs, offset, col, k + 16, depth, even)
+                part = add_words(part, x, third, None, zero)
+                x, squares = _load_x(squares, x_ptrs, norm_ptrs, offset, col, k + 24, depth, even)
+                part = add_words(part, x, fourth, None, zero)
+        acc = acc + part * scale if grouped else part
     else:
-        part = tl.sum(x * values.to(tl.float32), axis=4)
-    if has_zero:
-        part -= zero * tl.sum(x, axis=4)
-    return acc + part * scale, squares
+        if (
+            values.dtype == tl.uint8
+        ):  # two of 4 bits; put into the bits of a float they are 128 + v, without a conversion
+            pairs: tl.constexpr = [x.shape[0], 1, x.shape[2], x.shape[3], x.shape[4] // 2, 2]
+            first, second = tl.split(tl.reshape(x, pairs))
+            low = ((values & 15).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)
+            high = ((values >> 4).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)
+            part = tl.sum(first * low + second * high, axis=4)
+            zero = zero + 128.0
+        else:
+            part = tl.sum(x * values.to(tl.float32), axis=4)
+        if has_zero:
+            part -= zero * tl.sum(x, axis=4)
+        acc += part * scale
+    return acc, squares
 
 
 @triton.jit
@@ -92,6 +138,7 @@ def packed_product(
     pdl: tl.constexpr,
     block_k: tl.constexpr,
     chunk: tl.constexpr,
+    words: tl.constexpr = 0,
 ) -> tl.tensor:
     """(x * norm) @ weight.T [M, N] and the mean square of each row of x [M], in fp32; with pdl it waits for x."""
     block_m: tl.constexpr = x_rows.shape[0]
@@ -100,14 +147,18 @@ def packed_product(
     last: tl.constexpr = (depth - 1) // block_k * block_k  # where the last tile begins
     grouped: tl.constexpr = group < depth
     grouped_zero: tl.constexpr = grouped and zero_rows is not None
-    columns: tl.constexpr = 2 if values_rows.dtype.element_ty == tl.uint8 else 1  # of a byte
+    element: tl.constexpr = values_rows.dtype.element_ty
+    columns: tl.constexpr = (
+        chunk // words if element == tl.int32 else (2 if element == tl.uint8 else 1)
+    )  # of an element
+    piece: tl.constexpr = 8
     has_zero: tl.constexpr = zero_rows is not None or columns == 2
     groups: tl.constexpr = block_k // group if group < block_k else 1  # of a tile
     chunks: tl.constexpr = block_k // groups // chunk  # of a group in it
     g = tl.arange(0, groups)[None, None, :, None]
     begin = (g[:, :, :, :, None] * chunks + tl.arange(0, chunks)[None, None, None, :, None]) * chunk
     byte = tl.arange(0, chunk // columns)[None, None, None, None, :]
-    col = begin + tl.arange(0, chunk)[None, None, None, None, :]
+    col = begin + tl.arange(0, piece)[None, None, None, None, :]
     column = g * (chunks * chunk)
     byte_col = begin + byte * columns
     # G and C are to be dealt to threads before M and N. The compiler deals dimensions in the order of contiguity, and
@@ -140,20 +191,76 @@ def packed_product(
             scale = _load_scales(scale_rows, at + column, depth, group, even)
             zero = _load_scales(zero_rows, at + column, depth, group, even)
             acc, squares = _add_chunks(
-                acc, squares, now, now_scale, now_zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+                acc,
+                squares,
+                now,
+                now_scale,
+                now_zero,
+                x_ptrs,
+                norm_ptrs,
+                weight_offset,
+                col,
+                k,
+                depth,
+                True,
+                has_zero,
+                grouped,
+                chunk,
             )
         elif grouped:
             now_scale = scale
             scale = _load_scales(scale_rows, at + column, depth, group, even)
             acc, squares = _add_chunks(
-                acc, squares, now, now_scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+                acc,
+                squares,
+                now,
+                now_scale,
+                zero,
+                x_ptrs,
+                norm_ptrs,
+                weight_offset,
+                col,
+                k,
+                depth,
+                True,
+                has_zero,
+                grouped,
+                chunk,
             )
         else:
             acc, squares = _add_chunks(
-                acc, squares, now, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero
+                acc,
+                squares,
+                now,
+                scale,
+                zero,
+                x_ptrs,
+                norm_ptrs,
+                weight_offset,
+                col,
+                k,
+                depth,
+                True,
+                has_zero,
+                grouped,
+                chunk,
             )
     acc, squares = _add_chunks(
-        acc, squares, values, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, last, depth, even, has_zero
+        acc,
+        squares,
+        values,
+        scale,
+        zero,
+        x_ptrs,
+        norm_ptrs,
+        weight_offset,
+        col,
+        last,
+        depth,
+        even,
+        has_zero,
+        grouped,
+        chunk,
     )
     y = tl.sum(tl.reshape(acc, [block_m, tile_n, groups * chunks]), axis=2)  # [M, N]
     if not grouped:
@@ -191,6 +298,7 @@ def _packed_gemv_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     chunk: tl.constexpr,
+    words: tl.constexpr,
 ) -> None:
     # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
     tile_n: tl.constexpr = block_n if activation is None else 2 * block_n
@@ -215,6 +323,7 @@ def _packed_gemv_kernel(
         pdl,
         block_k,
         chunk,
+        words,
     )
     if norm_ptr is not None:
         y *= tl.rsqrt(squares + eps)[:, None]
@@ -245,6 +354,19 @@ def packed_gemv_config(kind: str, rows: int, outputs: int, depth: int, gated: bo
 def takes_chunks(weight: Packed) -> bool:
     """Whether a chunk of columns never has two scales, which the kernel of few rows relies on."""
     return weight.group >= weight.shape[1] or weight.group % CHUNK == 0
+
+
+def words_of_chunk(weight: Packed, dtype: torch.dtype) -> int:
+    """How many words a chunk has if a weight is read as words, which is for x of 16 bits; 0: it is read as bytes."""
+    bits, group = {"int8": 8, "int4": 4}.get(weight.kind), weight.group
+    if bits is None or dtype.itemsize != 2 or weight.values.data_ptr() % 16:
+        return 0
+    if weight.shape[1] * bits % 32 or any(
+        stride * weight.values.element_size() % 4 for stride in weight.values.stride()[:-1]
+    ):
+        return 0
+    whole = group >= weight.shape[1]
+    return next((words for words in WORDS if whole or group % (words * 32 // bits) == 0), 0)
 
 
 def fitting_depth(weight: Packed, block_k: int) -> int:
@@ -296,11 +418,14 @@ def packed_gemv_triton(
     if out.numel() == 0:
         return out
     meta = {**packed_gemv_config(weight.kind, rows, outputs, depth, activation is not None), **(config or {})}
-    meta["block_k"] = fitting_depth(weight, max(CHUNK, meta["block_k"]))
+    words = meta.pop("words", words_of_chunk(weight, x.dtype))
+    chunk = CHUNK if words == 0 else words * (8 if weight.kind == "int4" else 4)
+    values = weight.values if words == 0 else weight.values.view(torch.int32)
+    meta["block_k"] = fitting_depth(weight, max(chunk, meta["block_k"]))
     pdl = (activation is None and norm_weight is None if pdl is None else pdl) and has_pdl(x.device)
     _packed_gemv_kernel[(triton.cdiv(outputs, meta["block_n"]),)](
-        *(x, weight.values, weight.scale, weight.zero, bias, norm_weight, add, out, outputs),
-        *(row_stride(x), row_stride(weight.values), row_stride(weight.scale), row_stride(weight.zero)),
+        *(x, values, weight.scale, weight.zero, bias, norm_weight, add, out, outputs),
+        *(row_stride(x), row_stride(values), row_stride(weight.scale), row_stride(weight.zero)),
         *(row_stride(add), row_stride(out), eps, weight_offset),
         rows=rows,
         depth=depth,
@@ -310,7 +435,8 @@ def packed_gemv_triton(
         activation=None if activation is None else activation_kind(activation),
         pdl=pdl,
         block_m=triton.next_power_of_2(rows),
-        chunk=CHUNK,
+        chunk=chunk,
+        words=words,
         **meta,
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -1,13 +1,47 @@
 """One step of a product of tiles with a quantized weight: what linear layers and experts share on the device.
 
 The values become numbers of x's dtype in registers, which is exact for values of 4 and 8 bits (a zero that is no whole
-number is rounded with them), and are multiplied by matrix units. Two values share a byte of int4: the low halves are
-the even columns and the high ones the odd columns, so that there is a product of each with its half of x.
+number is rounded with them), and are multiplied by matrix units.
 """
 # mypy: disallow-untyped-decorators=False
 
 from outpace.kernels.packed import Packed
-from outpace.kernels.triton_stub import tl, triton
+from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret) if HAS_TRITON else True)
+"""Whether kernels run in Triton's interpreter, which knows no machine code."""
+INT8_TO_BF16 = tl.constexpr("""{
+.reg .b32 low, high, size, sign, one;
+mov.b32 one, 0x3f803f80;
+prmt.b32 low, $2, 0, 0x4140;
+prmt.b32 high, $2, 0, 0x4342;
+lop3.b32 size, low, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 sign, low, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $0, size, one, sign;
+lop3.b32 size, high, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 sign, high, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $1, size, one, sign;
+}""")
+"""Four of int8: the last 7 bits as the fraction of 128 + v, less 128, or 256 if the sign bit is set. torch's and
+Triton's own conversions take a slow instruction for each value."""
+INT4_TO_BF16 = tl.constexpr("""{
+.reg .b32 first, second, part, one, zero;
+mov.b32 one, 0x3f803f80;
+mov.b32 zero, 0xc308c308;
+prmt.b32 first, $4, 0, 0x4140;
+prmt.b32 second, $4, 0, 0x4342;
+lop3.b32 part, first, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 $0, part, one, zero;
+lop3.b32 part, second, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 $1, part, one, zero;
+shr.u32 first, first, 4;
+shr.u32 second, second, 4;
+lop3.b32 part, first, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 $2, part, one, zero;
+lop3.b32 part, second, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 $3, part, one, zero;
+}""")
+"""Four bytes of int4: the low halves, then the high ones, each as the fraction of 128 + v, less 128 + 8."""
 
 ROW, STEP, EACH = "row", "step", "each"
 """Where scales are applied: after all steps, after each of them, or to each weight before the product."""
@@ -29,21 +63,28 @@ def step_depth(weight: Packed, block_k: int) -> int:
 @triton.jit
 def _numbers(
     stored: tl.tensor,  # [N, K], or int4: bytes [N, K / 2]
-    high: tl.constexpr,
     scale: tl.tensor,  # of each weight, or None
-    zero: tl.tensor,  # that broadcasts to stored, or None
+    zero: tl.tensor,  # that broadcasts to the weights, or None
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """(values - zero) * scale in dtype; of bytes of int4 those of the high or the low halves."""
+    """(values - zero) * scale [N, K] in dtype."""
+    native: tl.constexpr = dtype == tl.bfloat16 and zero is None and not INTERPRETED
     half: tl.constexpr = stored.dtype == tl.uint8
+    w = stored
     if half:
-        stored = stored >> 4 if high else stored & 15
+        if native:
+            low, high = tl.inline_asm_elementwise(
+                INT4_TO_BF16, "=r,=r,=r,=r,r", [stored], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low, high = (stored & 15).to(tl.int8), (stored >> 4).to(tl.int8)
+            if zero is None:
+                low, high = low - 8, high - 8
+        w = tl.reshape(tl.join(low, high), [stored.shape[0], 2 * stored.shape[1]])
+    elif native and stored.dtype == tl.int8:
+        w = tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
     if zero is not None:
-        w = stored.to(tl.float32) - zero
-    elif half:
-        w = stored.to(tl.int8) - 8
-    else:
-        w = stored
+        w = w.to(tl.float32) - zero
     if scale is not None:
         w = w.to(tl.float32) * scale
     return w.to(dtype)
@@ -62,31 +103,6 @@ def _load_scale(
 
 
 @triton.jit
-def _half_step(
-    acc: tl.tensor,  # [N, M]
-    x: tl.tensor,  # [M, K]
-    stored: tl.tensor,  # [N, K]
-    high: tl.constexpr,
-    scale_ptrs: tl.tensor,  # [N, 1]
-    zero_ptrs: tl.tensor,  # [N, 1] or None
-    row_zero: tl.tensor,  # [N, 1] or None
-    column: tl.tensor,  # [1, K]
-    depth: tl.tensor,
-    group: tl.constexpr,
-    form: tl.constexpr,
-) -> tl.tensor:
-    """acc + the product of these columns, with scale and zero where they differ along the row within the step."""
-    scale = None
-    zero = row_zero
-    if form == "each":
-        scale = _load_scale(scale_ptrs, column, depth, group, form)
-        if zero_ptrs is not None:
-            zero = _load_scale(zero_ptrs, column, depth, group, form)
-    w = _numbers(stored, high, scale, zero, x.dtype)
-    return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-
-
-@triton.jit
 def packed_step(
     acc: tl.tensor,  # fp32 [N, M]
     x_ptrs: tl.tensor,  # [M, K]
@@ -102,29 +118,28 @@ def packed_step(
     even: tl.constexpr,
 ) -> tl.tensor:
     """acc + weight @ x.T of the tiles k columns on. With the form "row" acc has to be scaled after the last step."""
-    block_m: tl.constexpr = x_ptrs.shape[0]
     block_k: tl.constexpr = x_ptrs.shape[1]
     half: tl.constexpr = values_ptrs.dtype.element_ty == tl.uint8
+    column = k + tl.arange(0, block_k)[None, :]
     byte = tl.arange(0, block_k // 2 if half else block_k)[None, :]
-    first = k + (2 * byte if half else byte)  # the column of each byte
     if even:
         x = tl.load(x_ptrs + k, mask=live, other=0.0)
         stored = tl.load(values_ptrs + (k // 2 if half else k))
     else:
-        x = tl.load(x_ptrs + k, mask=live & (k + tl.arange(0, block_k)[None, :] < depth), other=0.0)
-        stored = tl.load(values_ptrs + (k // 2 if half else k), mask=first < depth, other=0.0)
+        x = tl.load(x_ptrs + k, mask=live & (column < depth), other=0.0)
+        inside = k + (2 * byte if half else byte) < depth
+        stored = tl.load(values_ptrs + (k // 2 if half else k), mask=inside, other=0.0)
+    scale = None
     zero = row_zero
-    total = acc
-    if form == "step":
-        total = tl.zeros_like(acc)
+    if form == "each":
+        scale = _load_scale(scale_ptrs, column, depth, group, form)
         if zero_ptrs is not None:
-            zero = _load_scale(zero_ptrs, k, depth, group, form)
-    if half:
-        left, right = tl.split(tl.reshape(x, [block_m, block_k // 2, 2]))
-        total = _half_step(total, left, stored, False, scale_ptrs, zero_ptrs, zero, first, depth, group, form)
-        total = _half_step(total, right, stored, True, scale_ptrs, zero_ptrs, zero, first + 1, depth, group, form)
-    else:
-        total = _half_step(total, x, stored, False, scale_ptrs, zero_ptrs, zero, first, depth, group, form)
+            zero = _load_scale(zero_ptrs, column, depth, group, form)
+    elif form == "step" and zero_ptrs is not None:
+        zero = _load_scale(zero_ptrs, k, depth, group, form)
+    w = _numbers(stored, scale, zero, x.dtype)
     if form == "step":
-        total = acc + total * _load_scale(scale_ptrs, k, depth, group, form)
+        total = acc + tl.dot(w, tl.trans(x), input_precision="ieee") * _load_scale(scale_ptrs, k, depth, group, form)
+    else:
+        total = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
     return total
