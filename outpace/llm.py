@@ -59,12 +59,12 @@ class LLM:
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             raise InputError(f"tokenizer: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
         begin = time.perf_counter()
-        parts = load_paged(model, LLMConfig.of(config, **options))
+        parts = load_paged(model, LLMConfig.of(config, **options), tokenizer=tokenizer or True)
         self.config, self.name = parts.config, parts.name
         self.dtype, self.dtype_reason, self.device = parts.dtype, parts.dtype_reason, parts.device
         self.quantized = parts.quantized
         """What was quantized, and how; None: nothing was."""
-        self.tokenizer = tokenizer or parts.tokenizer
+        self.tokenizer = parts.tokenizer
         self._engine: LLMEngine | None = LLMEngine(parts, self.tokenizer)
         self.startup_seconds = parts.seconds | self._engine.startup_seconds | {"all": time.perf_counter() - begin}
         """What the start took, by part."""

@@ -4,7 +4,8 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, as_field
 from outpace.inject.make import Maker
 from outpace.inject.paged import BatchModel
-from outpace.inject.quantize_others import check_rules, quantize_others
+from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
 from outpace.inject.quantized import Quantized
 from outpace.inject.split import known_splits
 from outpace.inject.start import Injection, plan_injection
@@ -32,14 +33,16 @@ from outpace.loading.inspect import (
     generation_config,
     token_list,
 )
+from outpace.loading.measure_plan import measured_plan
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
 from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.loading.save import save_shards
+from outpace.loading.sensitivity import weights as weights_found
 from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
-from outpace.quant.asked import asked_rules
+from outpace.quant.asked import NAMED, asked_plan, asked_rules
 from outpace.quant.rules import Rules
 
 DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
@@ -74,10 +77,11 @@ def prepare(
     weights: Weights | None = None,
     deterministic: bool = False,
     check: Check | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Prepared:
     """Make a module ready as its config says; it is changed in place, once nothing speaks against it.
 
-    weights: what an empty module is filled with; None: it has its own.
+    weights: what an empty module is filled with; None: it has its own. tokenizer: what calibration text is read with.
     """
     check_page_dtype(config.kv_cache_dtype, config.torch_device)
     asked = asked_weights(model, config)
@@ -95,8 +99,14 @@ def prepare(
         sources = None if weights is None else match(module, weights, dtype)
     if sources is not None:
         check_buffers(module, sources)
+    device, plan = _choose_device(config), asked_plan(config)
+    if (quant := config.asked_quant) is not None and quant.auto is not None:
+        able, made = _experts_run(module, config, kernels), weights_of(module, injection, kernels)
+        found = [each for each in weights_found(made) if able or each.role != "experts"]
+        plan = measured_plan(module, found, quant, info, sources, dtype, device, tokenizer)
+        rules = plan.rules
+        injection = _plan(module, config, kernels, rules)
     check_rules(module, injection, kernels, rules)
-    device = _choose_device(config)
     if (folder := _save_to(config)) is not None:
         save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
     begin = time.perf_counter()
@@ -106,7 +116,7 @@ def prepare(
     if injection is not None:
         injection.apply()
     quantize_others(module, make)
-    if (quantized := Quantized.of(module, dtype)) is not None:
+    if (quantized := Quantized.of(module, dtype, plan)) is not None:
         chosen("quantization", quantized, "asked for")
     if sources is None:
         settle(module, before, device)
@@ -118,6 +128,17 @@ def prepare(
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
     read = stored_bytes(sources)
     return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized)
+
+
+def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels) -> bool:
+    """Whether the experts of a model may be quantized, if it has any."""
+    rules = Rules(NAMED["int8"])
+    try:
+        check_rules(module, _plan(module, config, kernels, rules), kernels, rules)
+    except NotSupported as error:
+        chosen("experts", "as they are", str(error))
+        return False
+    return True
 
 
 def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
@@ -166,15 +187,22 @@ class PagedParts:
 
 
 def load_paged(
-    model: str | os.PathLike[str] | nn.Module | None, asked: LLMConfig, *, tokenizer: bool = True
+    model: str | os.PathLike[str] | nn.Module | None,
+    asked: LLMConfig,
+    *,
+    tokenizer: bool | PreTrainedTokenizerBase = True,
 ) -> PagedParts:
     """A model by name, from a folder, a .gguf file or live, made ready to run over pages.
 
-    tokenizer: False leaves it out, for an engine that sees token ids alone.
+    tokenizer: one to use instead of the model's; False leaves it out, for an engine that sees token ids alone (unless
+    a text has to be read for quantization).
     """
     check_page_dtype(asked.kv_cache_dtype, asked.torch_device)
     begin = time.perf_counter()
-    loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, tokenizer)
+    reads = tokenizer is True or (tokenizer is False and asked.quant is not None and asked.quant.reads_text)
+    loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, reads)
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        loaded = replace(loaded, tokenizer=tokenizer)
     info = describe(loaded.model, asked.config)
     if info.kind == "encoder-decoder":
         raise encoder_decoder(loaded.name)
@@ -191,7 +219,8 @@ def load_paged(
             raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
 
     weights = loaded.weights if isinstance(loaded, Found) else None
-    prepared = prepare(loaded.model, config, weights=weights, deterministic=config.deterministic, check=check)
+    options: dict[str, Any] = {"deterministic": config.deterministic, "check": check, "tokenizer": loaded.tokenizer}
+    prepared = prepare(loaded.model, config, weights=weights, **options)
     paged = None if prepared.injection is None else prepared.injection.paged()
     assert paged is not None, "checked before"
     length, own = _max_model_len(prepared.info, config), generation_config(prepared.module)

@@ -7,6 +7,7 @@ from outpace.config.sections import QuantizationConfig
 
 _SCALES = ("q_groups", "group_size", "per_tensor")
 _WHOLE_RULES = ("quantized_initialization", "post_init_quant")
+_BOUNDS = ("max_perplexity_increase", "max_bytes", "bits_per_weight")
 _SINGLE = ("num_bits", "q_type", *_SCALES)
 
 
@@ -20,7 +21,12 @@ def says_int8(quant: QuantizationConfig) -> bool:
     weight = quant.weight
     rules = (weight, weight.quantized_initialization, *(weight.post_init_quant or {}).values())
     bits = {rule.num_bits for rule in rules if rule is not None}
-    return quant.scheme in (None, "int8", "w8a8") and weight.enabled and bits == {8}
+    return quant.scheme in (None, "int8", "w8a8") and weight.enabled and bits == {8} and not chooses(quant)
+
+
+def chooses(quant: QuantizationConfig) -> bool:
+    """Whether each weight has a scheme of its own: chosen by measuring, now or before."""
+    return quant.auto is not None or quant.plan is not None
 
 
 def activates(quant: QuantizationConfig) -> bool:
@@ -62,8 +68,29 @@ QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...]
         "together with weights; enable quant.weight, or leave the others out",
     ),
     (
-        lambda q: changed(q, "calibration"),
-        "quant.calibration: nothing that was asked for is calibrated; leave it out",
+        lambda q: changed(q, "calibration") and q.auto is None,
+        "quant.calibration: nothing that was asked for is calibrated; give quant.auto, or leave it out",
+    ),
+    (
+        lambda q: _several(q, "auto", "plan") or (chooses(q) and changed(q, "scheme", "weight", "activation")),
+        "quant.auto or quant.plan with each other, or with quant.scheme, quant.weight or quant.activation: each says "
+        "what weights become; give one",
+    ),
+    (
+        lambda q: q.plan is not None and not q.qkv.enabled,
+        "quant.plan with quant.qkv: the plan says what becomes of each weight; leave quant.qkv out",
+    ),
+    (
+        lambda q: q.auto is not None and sum(changed(q.auto, name) for name in _BOUNDS) != 1,
+        f"quant.auto: it needs one bound, of {', '.join(f'quant.auto.{name}' for name in _BOUNDS)}; give one",
+    ),
+    (
+        lambda q: q.auto is not None and not q.auto.schemes,
+        "quant.auto.schemes is empty: name what weights may become, or leave it out",
+    ),
+    (
+        lambda q: q.auto is not None and q.auto.out is not None and not q.auto.out.endswith(".json"),
+        "quant.auto.out: the plan is written as JSON; give a name that ends in .json",
     ),
     (
         lambda q: q.activation is not None and changed(q.activation, "num_bits", "q_type", "q_groups"),

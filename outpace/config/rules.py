@@ -84,7 +84,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
     (
         lambda c: is_int8(c) and c.quant is not None and not says_int8(c.quant),
         "dtype int8 with quant.weight.num_bits (or that of a rule in it), quant.weight.enabled or quant.scheme of "
-        "another kind: they say different things about the weights; give one",
+        "another kind, quant.auto or quant.plan: they say different things about the weights; give one",
     ),
     *((partial(_of_quant, wrong), message) for wrong, message in QUANT_COMPOSITIONS),
     (

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from outpace.config.base import ConfigModel
-from outpace.config.values import CalibrationText, NamedPath, PathText
+from outpace.config.values import CalibrationText, NamedPath, PathText, PlanSource, Size
 
 
 class TensorParallelConfig(ConfigModel):
@@ -102,6 +102,21 @@ class CalibrationConfig(ConfigModel):
     """Tokens of the text that are used, from its beginning."""
 
 
+class AutoQuantConfig(ConfigModel):
+    """A scheme for each weight, chosen by measuring: the fewest bytes under a bound, or the best within a size."""
+
+    max_perplexity_increase: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Most that the perplexity on the calibration text may grow by, relative: 0.01 is 1 %."""
+    max_bytes: Size | None = None
+    """Most bytes of all weights of the model in memory: a number, or text such as "4GB"."""
+    bits_per_weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Most bits of a weight on average, over all linears, scales among them."""
+    schemes: tuple[Literal["int4", "int8", "fp8", "w8a8"], ...] = ("int4", "int8")
+    """What weights may become; each may stay as it is, too."""
+    out: NamedPath | None = None
+    """A .json file that the plan is written to; its table (.md) and its picture (.png) are put beside it."""
+
+
 class QuantizationConfig(ConfigModel):
     """Weight and activation quantization."""
 
@@ -122,6 +137,15 @@ class QuantizationConfig(ConfigModel):
     as the model computes them."""
     calibration: CalibrationConfig = CalibrationConfig()
     """The text that is calibrated with."""
+    auto: AutoQuantConfig | None = None
+    """A scheme for each weight, chosen by measuring on the calibration text."""
+    plan: PlanSource | None = None
+    """What `auto` chose another time: the path of its JSON file, or what that holds. Nothing is measured."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a calibration text has to be read with a tokenizer."""
+        return self.auto is not None and not isinstance(self.calibration.text, tuple)
 
     @property
     def only_cache(self) -> bool:

@@ -1,10 +1,11 @@
 """Values that configs share: a dtype by any of its names, a device that exists. torch is imported when it is needed."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +122,25 @@ def _calibration(value: object) -> object:
     return _named_path(value)
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", re.IGNORECASE)
+_FACTORS: Mapping[str, int] = {
+    **{letter: 1000**power for power, letter in enumerate(" kmgt")},
+    **{f"{letter}i": 1024**power for power, letter in enumerate(" kmgt") if power},
+}
+
+
+def _size(value: object) -> object:
+    """Bytes: a number of them, or text with a unit."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number of bytes, got {value!r}")
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError(f"{value!r} is no size; write it as 4GB, 3.5GiB or 500MB")
+    return int(float(found[1]) * _FACTORS[(found[2] or " ").lower()])
+
+
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path, given as text or as a pathlib.Path."""
 NamedPath = Annotated[str, BeforeValidator(_named_path)]
@@ -129,3 +149,7 @@ CheckpointSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
 """A path, or DeepSpeed's description of a checkpoint."""
 CalibrationText = Annotated[str | tuple[int, ...], BeforeValidator(_calibration)]
 """The path of a text file, or token ids."""
+PlanSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
+"""The path of a plan, or what its file holds."""
+Size = Annotated[int, BeforeValidator(_size), Field(ge=1)]
+"""Bytes: a number of them, or text such as 4GB."""

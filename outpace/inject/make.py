@@ -34,6 +34,8 @@ class Maker:
         self.roles: set[Role] = set()
         """That weights played."""
         self.quantized_experts = False
+        self.weights: dict[tuple[str, ...], tuple[Role, Recipe]] = {}
+        """The same weights with their parts and their recipes, by all their names."""
 
     def linear(
         self,
@@ -64,6 +66,7 @@ class Maker:
         self.roles.add(role)
         scheme = self.rules.of(role, names, recipe.shape)
         self.schemes.update(dict.fromkeys(names, scheme))
+        self.weights[tuple(names)] = (role, recipe)
         return scheme
 
     def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:

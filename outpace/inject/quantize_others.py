@@ -1,6 +1,6 @@
 """Quantized linears and experts in the place of those that injection leaves alone: plain modules, encoders, level 0."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from outpace.inject.experts_interface import act_of, computes_otherwise, is_stac
 from outpace.inject.make import Maker
 from outpace.inject.policy import MoERoles
 from outpace.inject.quantized import PackedExperts, PackedLinear, StandInExperts
+from outpace.inject.recipe import Recipe
 from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.routing import Routing
@@ -31,15 +32,7 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     """Raise if a rule cannot be followed, or if nothing follows it. Nothing is changed."""
     if rules is KEEP:
         return
-    make = Maker(model, kernels, rules)
-    if injection is not None:
-        injection.check(make)
-    for path, module in _linears(model):
-        if f"{path}.weight" not in make.schemes:
-            _quantized(make, path, module)
-    for path, module in _stacks(model):
-        if not any(name.startswith(f"{path}.") for name in make.schemes):
-            _quantized_stack(make, path, module)
+    make = _tried(model, injection, kernels, rules)
     if not rules.qkv and "qkv" not in make.roles:
         raise ConfigError(
             f"quant.qkv: no linear of {type(model).__name__} is known by its name to compute queries, keys or values; "
@@ -48,6 +41,11 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     _check_experts(model, make, rules)
     if rules.activates and make.quantized_experts:
         chosen("quantized experts", "weights only", "no kernel of experts takes quantized activations")
+    for name in rules.exact or ():
+        if name not in make.schemes:
+            raise ConfigError(
+                f"quant.plan: {type(model).__name__} has no linear {name}; make a plan for this model with quant.auto"
+            )
     for key in rules.named:
         if not any(key in name for name in make.schemes):
             some = ", ".join(list(make.schemes)[:3])
@@ -58,7 +56,29 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     if not any(scheme is not None for scheme in make.schemes.values()):
         if any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules()):
             raise ModelError("model: its linears are quantized already; use the engine that did it, or load it anew")
-        raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
+        if rules.exact is None:
+            raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
+
+
+def weights_of(
+    model: nn.Module, injection: Injection | None, kernels: Kernels
+) -> Mapping[tuple[str, ...], tuple[Role, Recipe]]:
+    """The weights that rules speak of, by the names of what each is made of. Nothing is changed."""
+    return _tried(model, injection, kernels, KEEP).weights
+
+
+def _tried(model: nn.Module, injection: Injection | None, kernels: Kernels, rules: Rules) -> Maker:
+    """What has made all modules that the rules ask for, and let go of them."""
+    make = Maker(model, kernels, rules)
+    if injection is not None:
+        injection.check(make)
+    for path, module in _linears(model):
+        if f"{path}.weight" not in make.schemes:
+            _quantized(make, path, module)
+    for path, module in _stacks(model):
+        if not any(name.startswith(f"{path}.") for name in make.schemes):
+            _quantized_stack(make, path, module)
+    return make
 
 
 def _check_experts(model: nn.Module, make: Maker, rules: Rules) -> None:

@@ -16,6 +16,7 @@ from outpace.kernels.dispatch import Kernels
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import packed_choice
 from outpace.log import size_text
+from outpace.quant.plan import QuantPlan
 from outpace.quant.rounding import as_packed
 
 
@@ -160,9 +161,11 @@ class Quantized:
     before: int
     """Bytes of these weights in the model's dtype."""
     after: int
+    plan: QuantPlan | None = None
+    """What each weight got and why, where that was measured, now or before."""
 
     @classmethod
-    def of(cls, model: nn.Module, dtype: torch.dtype) -> "Quantized | None":
+    def of(cls, model: nn.Module, dtype: torch.dtype, plan: QuantPlan | None = None) -> "Quantized | None":
         """Looks at a model; None: nothing was."""
         made = [module for module in model.modules() if isinstance(module, Made)]
         recipes = [recipe for module in made for recipe in module.recipes.values() if recipe.scheme is not None]
@@ -171,7 +174,7 @@ class Quantized:
         counts = Counter(str(recipe.scheme) for recipe in recipes)
         before = sum(torch.Size(recipe.shape).numel() for recipe in recipes) * dtype.itemsize
         after = sum(recipe.scheme.nbytes(recipe.shape) for recipe in recipes if recipe.scheme is not None)
-        return cls(tuple(name for name, _ in counts.most_common()), len(recipes), before, after)
+        return cls(tuple(name for name, _ in counts.most_common()), len(recipes), before, after, plan)
 
     def __str__(self) -> str:
         sizes = f"{size_text(self.before)} became {size_text(self.after)}"

@@ -28,12 +28,10 @@ from outpace.loading.write_quantized import QUANTIZED, Item, WrittenQuantized, w
 from outpace.loading.write_shards import Progress
 from outpace.quant.asked import NAMED
 from outpace.quant.compressed import quantization_config
-from outpace.quant.rules import Rules
+from outpace.quant.rules import TOGETHER, Rules
 from outpace.quant.scheme import Scheme
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_ONE_LAYER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Linears that are one in the fused layers of those who read the folder."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
@@ -221,7 +219,7 @@ class _Plan:
                 f"model: {type(self._model).__name__} has no linear that could be quantized (weights of Conv1D lie the "
                 "other way round, for which the layout has no form), or all are excluded; quantize it at load time"
             )
-        for together in _ONE_LAYER:
+        for together in TOGETHER:
             self._check_together(together)
 
     def _check_together(self, together: Sequence[str]) -> None:

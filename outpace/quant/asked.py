@@ -3,6 +3,7 @@
 from outpace.config import InferenceConfig
 from outpace.config.quant_rules import activates
 from outpace.config.sections import GroupQuantConfig, QuantizationConfig
+from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import KEEP, Rules
 from outpace.quant.scheme import Activations, Scheme, Values
 
@@ -20,7 +21,17 @@ def asked_rules(config: InferenceConfig) -> Rules:
     return KEEP if quant is None else _rules(quant)
 
 
+def asked_plan(config: InferenceConfig) -> QuantPlan | None:
+    """The plan that a config gives back; None: it gives none."""
+    quant = config.asked_quant
+    return None if quant is None or quant.plan is None else QuantPlan.read(quant.plan)
+
+
 def _rules(quant: QuantizationConfig) -> Rules:
+    if quant.auto is not None:
+        return KEEP  # until they are chosen
+    if quant.plan is not None:
+        return QuantPlan.read(quant.plan).rules
     weight, qkv = quant.weight, quant.qkv.enabled
     activations: Activations | None = "int8" if activates(quant) else None
     if quant.scheme is not None:

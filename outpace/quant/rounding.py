@@ -40,6 +40,20 @@ def quantized(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     return made
 
 
+def restored(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    """The weight [..., N, K] that a quantized one stands for, with nothing else as large beside it."""
+    assert not scheme.per_tensor, "rows are rounded apart from each other"
+    rows = weight.reshape(-1, weight.shape[-1])
+    made = torch.empty(rows.shape, dtype=dtype, device=weight.device)
+    for part, into in zip(_in_parts(rows), _in_parts(made), strict=True):
+        into.copy_(as_packed(quantized(part, scheme), scheme, (len(part), part.shape[1])).dequantized(dtype))
+    return made.view(weight.shape)
+
+
+def _in_parts(rows: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(max(1, 4 * ELEMENTS // max(1, rows.shape[1])))
+
+
 def as_packed(tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Packed:
     """The same as the kernels take it; shape: (N, K)."""
     rows, columns = shape

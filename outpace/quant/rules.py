@@ -7,6 +7,8 @@ from typing import Literal
 from outpace.errors import ConfigError
 from outpace.quant.scheme import Scheme
 
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Linears that are one in fused layers, ours or others'."""
 SMALLEST = 16  # columns of a group
 Role = Literal["qkv", "out", "mlp", "head", "experts", "router", "other"]
 
@@ -27,13 +29,15 @@ class Rules:
     """Schemes by a part of the names of weights; None: stays as it is."""
     fitted: frozenset[str] = frozenset()
     """Those of `named` whose groups become smaller like those of `fit`."""
+    exact: Mapping[str, tuple[Scheme | None, int]] | None = None
+    """Of a plan: schemes by whole names, and the columns that each is for; nothing else counts then."""
     field: str = "group_size"
     """What says how many columns a group of `scheme` has, in quant.weight."""
 
     @property
     def activates(self) -> bool:
         """Whether some scheme quantizes activations."""
-        schemes = (self.scheme, *self.named.values())
+        schemes = (self.scheme, *self.named.values(), *(scheme for scheme, _ in (self.exact or {}).values()))
         return any(scheme is not None and scheme.activations is not None for scheme in schemes)
 
     def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
@@ -44,6 +48,8 @@ class Rules:
         return replace(found, activations=None)  # no kernel of experts takes quantized rows
 
     def _found(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
+        if self.exact is not None:
+            return _planned(self.exact, role, names, shape)
         keys = [self._key(name) for name in names]
         found = {None if key is None else (self.named[key], key in self.fitted) for key in keys}
         if len(found) > 1:
@@ -84,6 +90,30 @@ class Rules:
         raise ConfigError(
             f"quant.weight.{field}: {value} does not divide the {columns} columns of {name}; give a divisor"
         )
+
+
+def _planned(
+    plan: Mapping[str, tuple[Scheme | None, int]], role: Role, names: Sequence[str], shape: tuple[int, ...]
+) -> Scheme | None:
+    """What a plan says of a weight that is made of these tensors."""
+    known = [name for name in names if name in plan]
+    if not known and role in ("router", "experts"):
+        return None
+    missing = [name for name in names if name not in plan]
+    if missing:
+        raise ConfigError(f"quant.plan: it says nothing of {missing[0]}; make a plan for this model with quant.auto")
+    for name in names:
+        if plan[name][1] != shape[-1]:
+            raise ConfigError(
+                f"quant.plan: {name} has {plan[name][1]} columns in it, and {shape[-1]} in the model; make a plan for "
+                "this model with quant.auto"
+            )
+    if len({plan[name] for name in names}) > 1:
+        raise ConfigError(
+            f"quant.plan: {', '.join(names)} are one weight in the fused layer, and the plan says different things of "
+            "them; let it say the same"
+        )
+    return plan[names[0]][0]
 
 
 KEEP = Rules(None)

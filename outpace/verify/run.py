@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from outpace.loading.build import Loaded, load
 from outpace.loading.dtypes import short
 from outpace.loading.fill import to_dtype
 from outpace.loading.inspect import ModelInfo, check_model, describe, encoder_decoder
+from outpace.loading.memory import free_bytes
 from outpace.log import chosen
 from outpace.verify.compare import WITHOUT_REFERENCE, Observed, compare, rule
 from outpace.verify.prompts import Inputs, make_prompts, new_tokens
@@ -176,14 +176,8 @@ def _has_room(model: nn.Module) -> bool:
     """Whether a float32 copy fits beside the model, with a tenth to spare."""
     parameters = list(model.parameters())
     needed, device = 4.4 * sum(parameter.numel() for parameter in parameters), parameters[0].device
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] > needed
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux: the system will page
-        return True
-    free = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return free is None or 1024 * int(free) > needed
+    free = free_bytes(device)
+    return free is None or free > needed
 
 
 def _fused_layers(engine: InferenceEngine) -> list[str]:

@@ -1,0 +1,182 @@
+"""The model that a plan is measured on, with all its weights where it runs, and what is written of the plan."""
+
+import copy
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from outpace.config.sections import AutoQuantConfig, QuantizationConfig
+from outpace.errors import ConfigError, InputError, ModelError
+from outpace.loading.bars import passes
+from outpace.loading.calibration import read_calibration
+from outpace.loading.choose_plan import WINDOW, Chooser, Report, Sample
+from outpace.loading.fill import Before, fill, settle
+from outpace.loading.inspect import ModelInfo
+from outpace.loading.memory import free_bytes
+from outpace.loading.sensitivity import Weight
+from outpace.loading.text import built_in_text
+from outpace.loading.weights import Source
+from outpace.loading.windows import Tokens, read_tokens
+from outpace.log import chosen, logger, size_text
+from outpace.quant.picture import can_draw, draw
+from outpace.quant.plan import QuantPlan
+
+ENOUGH = 256
+"""Tokens behind those of the calibration that are enough to evaluate on."""
+
+
+def measured_plan(
+    module: nn.Module,
+    weights: Sequence[Weight],
+    quant: QuantizationConfig,
+    info: ModelInfo,
+    sources: Mapping[str, Source] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> QuantPlan:
+    """Choose a plan for a model that is not injected.
+
+    sources: what a copy of it is filled with, which is gone afterwards; None: it has its own weights, which are
+    converted and moved to the device, where they stay.
+    """
+    assert quant.auto is not None, "asked before"
+    if not info.can_generate or info.kind != "causal":
+        raise ConfigError(
+            f"quant.auto: {type(module).__name__} predicts no next token, so that there is no perplexity to measure; "
+            "give quant.scheme or quant.weight"
+        )
+    _check_out(quant.auto)
+    calibration, evaluation = _samples(quant, info, tokenizer)
+    before = Before.of(module, dtype)
+    sizes = {name: value.numel() * before.dtypes[name].itemsize for name, value in module.named_parameters()}
+    linears = sum(math.prod(weight.shape) * dtype.itemsize for weight in weights if not weight.tied)
+    _check_room(module, sizes, sources is not None, dtype, device)
+    with _in_words(device), passes() as report:
+        if sources is None:
+            settle(module, before, device)
+            model = module
+        else:
+            model = _filled(module, dtype, sources, device, report)
+        model.eval()
+        others = sum(sizes.values()) - linears
+        itemsize = dtype.itemsize
+        plan = Chooser(model, weights, quant, itemsize, calibration, evaluation, others, report).choose()
+    del model
+    if sources is not None:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    _tell(plan, quant.auto)
+    return plan
+
+
+def _samples(
+    quant: QuantizationConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Sample, Sample | None]:
+    """The text that plans are made with, and another: what follows it, or the built-in text; None: there is none."""
+    name, tokens = read_calibration(quant.calibration, tokenizer)
+    largest = max(tokens.ids)
+    if info.vocab_size is not None and largest >= info.vocab_size:
+        raise ConfigError(
+            f"quant.calibration.text: token {largest} is not among the {info.vocab_size} tokens of the model; give a "
+            "text for its own tokenizer"
+        )
+    count, window = quant.calibration.tokens, min(WINDOW, info.max_positions or WINDOW)
+    first, rest = tokens.ids[:count], tokens.ids[count : 2 * count]
+    try:
+        calibration = Sample.of(name, Tokens(first, tokens.prefix, None), window)
+    except InputError as error:
+        raise ConfigError(f"quant.calibration.{error}") from error
+    if len(rest) < ENOUGH and tokenizer is not None and quant.calibration.text is not None:
+        name, rest = "built-in text", read_tokens(tokenizer, built_in_text(), count).ids
+    elif rest:
+        name = f"the rest of {name}"
+    if len(rest) < 2:
+        chosen("evaluation", None, "no text is left behind that of the calibration; give a longer one")
+        return calibration, None
+    return calibration, Sample.of(name, Tokens(rest, tokens.prefix, None), window)
+
+
+def _check_room(
+    module: nn.Module, sizes: Mapping[str, int], copied: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a model that does not fit in the dtype it computes in."""
+    there = [] if copied else [name for name, value in module.named_parameters() if value.device == device]
+    largest = max(value.numel() for value in module.parameters())
+    needed = sum(size for name, size in sizes.items() if name not in there) + 8 * largest
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise _too_large(f"{size_text(sum(sizes.values()))} in {dtype}".replace("torch.", ""), device)
+
+
+def _too_large(what: str, device: torch.device) -> ModelError:
+    return ModelError(
+        f"quant.auto: the whole model ({what}) is on {device} while it is measured, which has not enough memory left; "
+        "measure it once on a machine that has (outpace quantize --auto, device='cpu'), and give the plan as quant.plan"
+    )
+
+
+@contextmanager
+def _in_words(device: torch.device) -> Iterator[None]:
+    """Torch's errors of memory, of every device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise _too_large("and what a pass needs", device) from error
+        raise
+
+
+def _filled(
+    module: nn.Module, dtype: torch.dtype, sources: Mapping[str, Source], device: torch.device, report: Report
+) -> nn.Module:
+    """A copy of a skeleton, with weights."""
+    report("loading the model to measure", 0, 0)
+    empty = {
+        id(value): nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+        for value in module.parameters()
+    }
+    made = copy.deepcopy(module, dict(empty))
+    fill(made, Before.of(made, dtype), sources, device)
+    return made
+
+
+def _check_out(auto: AutoQuantConfig) -> None:
+    """Said before minutes have gone into it."""
+    if auto.out is None:
+        return
+    path = Path(auto.out)
+    if not path.parent.is_dir():
+        raise ConfigError(f"quant.auto.out: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"quant.auto.out: {path} is a folder; give the name of a file")
+
+
+def _tell(plan: QuantPlan, auto: AutoQuantConfig) -> None:
+    """In the log, and in files where they are asked for."""
+    for weight in plan.weights:
+        chosen(weight.title, weight.got, weight.why)
+    for line in (plan.summary, *plan.measured):
+        logger.info("quant.auto: %s", line)
+    if auto.out is not None:
+        write_plan(plan, Path(auto.out))
+
+
+def write_plan(plan: QuantPlan, path: Path) -> list[Path]:
+    """As JSON, with its table, and its picture where matplotlib is installed."""
+    plan.write(path)
+    path.with_suffix(".md").write_text(plan.table, encoding="utf-8")
+    written = [path, path.with_suffix(".md")]
+    if can_draw():
+        draw(plan, path.with_suffix(".png"))
+        written.append(path.with_suffix(".png"))
+    else:
+        chosen("picture of the plan", None, "matplotlib is not installed; pip install 'outpace[bench]'")
+    return written

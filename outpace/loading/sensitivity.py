@@ -1,0 +1,265 @@
+"""What quantized weights do to the loss of a model: measured for all of them, estimated for each alone.
+
+The estimate is of second order. A change of a linear's output by d at some token adds about (g d)^2 / 2 to the loss,
+where g is the gradient of the loss at that output if the token to predict is drawn from the model's own distribution:
+then the mean of g g^T is the Fisher matrix, which stands for the Hessian, and the terms of first order vanish. So one
+pass forward and back over a few hundred tokens, with one more product for each weight and scheme, ranks all of them;
+trying each alone would take a pass for each. Stacks of experts are no linears: they are tried, by the KL divergence.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from outpace.errors import ModelError
+from outpace.inject.recipe import Recipe
+from outpace.kernels.quantize import quantize_rows_ref
+from outpace.loading.windows import Tokens, Window
+from outpace.quant.rounding import restored
+from outpace.quant.rules import TOGETHER, Role
+from outpace.quant.scheme import Scheme
+
+Advance = Callable[[], None]
+"""Told after every pass."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Tensors of a model that are quantized alike: those of one fused weight, or one alone."""
+
+    role: Role
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    """[N, K] of all together, of experts [E, N, K]."""
+    transposed: bool
+    """The model keeps them [in, out]."""
+    tied: bool
+    """It is a tensor that the model needs anyway, for another purpose: a head that is the embedding too."""
+
+
+Schemes = Mapping[Weight, Scheme]
+
+
+def weights(made: Mapping[tuple[str, ...], tuple[Role, Recipe]]) -> list[Weight]:
+    """What is quantized alike. Linears that fused layers join are joined in others too, so that a plan fits both."""
+    found: dict[tuple[str, ...], list[tuple[tuple[str, ...], Role, Recipe]]] = {}
+    for names, (role, recipe) in made.items():
+        found.setdefault(_family(names), []).append((names, role, recipe))
+    return [_joined(each) for each in found.values()]
+
+
+def _family(names: tuple[str, ...]) -> tuple[str, ...]:
+    owner, _, last = names[0].removesuffix(".weight").rpartition(".")
+    together = next((each for each in TOGETHER if last in each), None)
+    return names if together is None or len(names) > 1 else (owner, *together)
+
+
+def _joined(each: list[tuple[tuple[str, ...], Role, Recipe]]) -> Weight:
+    names, role, recipe = each[0]
+    rows = sum(other.shape[-2] for _, _, other in each)
+    tied = role == "head" and recipe.parts[0].name not in names
+    every = tuple(name for names, _, _ in each for name in names)
+    return Weight(role, every, (*recipe.shape[:-2], rows, recipe.shape[-1]), recipe.parts[0].transposed, tied)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a model, where it stands."""
+
+    module: nn.Module
+    attribute: str
+    transposed: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, weight: Weight) -> "list[_Place]":
+        split = [name.rpartition(".") for name in weight.names]
+        return [cls(model.get_submodule(path), name, weight.transposed) for path, _, name in split]
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.module, nn.Linear | Conv1D)
+
+    @property
+    def tensor(self) -> Tensor:
+        """[..., N, K]."""
+        tensor = self.module._parameters[self.attribute]
+        assert tensor is not None, "weights have values"
+        return tensor.data.transpose(-1, -2) if self.transposed else tensor.data
+
+    def rounded(self, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+        """As a quantized one would be, as the model keeps it."""
+        made = restored(self.tensor, scheme, dtype)
+        return made.transpose(-1, -2) if self.transposed else made
+
+
+@contextmanager
+def rounded(model: nn.Module, schemes: Schemes) -> Iterator[None]:
+    """The model as if these weights were quantized: each is rounded while its module runs, and no longer."""
+    with ExitStack() as stack:
+        for weight, scheme in schemes.items():
+            for place in _Place.of(model, weight):
+                _round_in(place, scheme, stack)
+        yield
+
+
+def _round_in(place: _Place, scheme: Scheme, stack: ExitStack) -> None:
+    own = place.module._parameters[place.attribute]
+    assert own is not None, "weights have values"
+    kind = scheme.activations if place.is_linear else None
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        module._parameters[place.attribute] = nn.Parameter(place.rounded(scheme, own.dtype), requires_grad=False)
+        return args if kind is None else (_rounded_rows(args[0], kind), *args[1:])
+
+    def after(module: nn.Module, *rest: Any) -> None:
+        module._parameters[place.attribute] = own
+
+    stack.callback(after, place.module)  # whatever happens in between
+    stack.enter_context(_removed(place.module.register_forward_pre_hook(before)))
+    stack.enter_context(_removed(place.module.register_forward_hook(after)))
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _rounded_rows(x: Tensor, kind: str) -> Tensor:
+    values, scales = quantize_rows_ref(x.reshape(-1, x.shape[-1]), kind)
+    return (values.float() * scales).to(x.dtype).view(x.shape)
+
+
+def loss(
+    model: nn.Module, tokens: Tokens, windows: Sequence[Window], schemes: Schemes, advance: Advance = lambda: None
+) -> float:
+    """The mean loss of a token, in nats, with weights quantized by these schemes."""
+    total, count = 0.0, 0
+    for window in windows:
+        ids = tokens.of(window)
+        with rounded(model, schemes):
+            logits = _logits(model, ids)[window.first - 1 : -1]
+        targets = torch.tensor(ids[window.first :], device=logits.device)
+        for part, wanted in zip(logits.split(256), targets.split(256), strict=True):
+            total += float(F.cross_entropy(part.float(), wanted, reduction="sum"))
+        count += len(targets)
+        advance()
+    if not total < float("inf"):
+        raise ModelError(
+            "quant.auto: the model gives NaN or infinite losses on the calibration text; use another dtype, or check "
+            "its weights"
+        )
+    return total / count
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
+    """[T, V]."""
+    device = next(model.parameters()).device
+    found: Tensor = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+    return found
+
+
+Estimates = dict[Weight, dict[Scheme, float]]
+
+
+def estimates(
+    model: Any, asked: Mapping[Weight, Sequence[Scheme]], windows: Sequence[Sequence[int]], advance: Advance
+) -> Estimates:
+    """What each scheme of each weight adds to the loss of a token, in nats. Weights that did not run are left out."""
+    found: Estimates = {}
+    places = {weight: _Place.of(model, weight) for weight in asked}
+    linear = {weight: each for weight, each in places.items() if all(place.is_linear for place in each)}
+    tokens = sum(map(len, windows))
+    with ExitStack() as stack:
+        stack.enter_context(_frozen(model))
+        embedding = model.get_input_embeddings()
+        stack.enter_context(_removed(embedding.register_forward_hook(lambda _, args, out: out.requires_grad_())))
+        for weight, each in linear.items():
+            for place in each:
+                listener = _Listener(place, asked[weight], found.setdefault(weight, {}), 0.5 / tokens)
+                stack.enter_context(_removed(place.module.register_forward_hook(listener)))
+        for number, ids in enumerate(windows):
+            _backward(model, ids, seed=number)
+            advance()
+    others = {weight: schemes for weight, schemes in asked.items() if weight not in linear}
+    _tried(model, others, windows, found, advance)
+    return {weight: schemes for weight, schemes in found.items() if schemes}
+
+
+class _Listener:
+    """Hears what goes through a linear and what its gradient is, and adds up what each scheme would change."""
+
+    def __init__(self, place: _Place, schemes: Sequence[Scheme], sums: dict[Scheme, float], factor: float) -> None:
+        self._place, self._schemes, self._sums, self._factor = place, schemes, sums, factor
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if args and output.requires_grad:
+            x = args[0].detach()
+            output.register_hook(lambda gradient: self._add(x.reshape(-1, x.shape[-1]), gradient))
+
+    @torch.no_grad()
+    def _add(self, x: Tensor, gradient: Tensor) -> None:
+        weight = self._place.tensor
+        gradient = gradient.reshape(-1, gradient.shape[-1]).float()
+        for scheme in self._schemes:
+            change = (restored(weight, scheme, torch.float32) - weight).to(x.dtype)
+            if scheme.activations is None:
+                moved = x @ change.t()
+            else:
+                rows = _rounded_rows(x, scheme.activations)
+                moved = rows @ change.t() + (rows - x) @ weight.t()
+            added = self._factor * float((gradient * moved).sum(dim=1).square().sum())
+            self._sums[scheme] = self._sums.get(scheme, 0.0) + added
+
+
+def _backward(model: nn.Module, ids: Sequence[int], seed: int) -> None:
+    """One pass forward and back, of the loss against tokens that are drawn from the model's own distributions."""
+    device = next(model.parameters()).device
+    with torch.inference_mode(False), torch.enable_grad():
+        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float()
+        drawn = torch.Generator(device).manual_seed(seed)
+        labels = torch.multinomial(logits.detach().softmax(dim=1), 1, generator=drawn)[:, 0]
+        F.cross_entropy(logits, labels, reduction="sum").backward()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter wants a gradient: those of rows are enough, and take little memory."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def _tried(
+    model: nn.Module,
+    asked: Mapping[Weight, Sequence[Scheme]],
+    windows: Sequence[Sequence[int]],
+    found: Estimates,
+    advance: Advance,
+) -> None:
+    """The mean KL divergence from the model, with each weight quantized alone."""
+    tokens = sum(map(len, windows))
+    for ids in windows if asked else ():
+        plain = _logits(model, ids).log_softmax(dim=1, dtype=torch.float32)
+        for weight, schemes in asked.items():
+            sums = found.setdefault(weight, {})
+            for scheme in schemes:
+                with rounded(model, {weight: scheme}):
+                    other = _logits(model, ids).log_softmax(dim=1, dtype=torch.float32)
+                added = float((plain.exp() * (plain - other)).sum().clamp(min=0)) / tokens
+                sums[scheme] = sums.get(scheme, 0.0) + added
+            advance()
