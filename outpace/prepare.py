@@ -43,6 +43,7 @@ from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
 from outpace.quant.asked import NAMED, asked_plan, asked_rules
+from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import Rules
 
 DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
@@ -101,9 +102,10 @@ def prepare(
         check_buffers(module, sources)
     device, plan = _choose_device(config), asked_plan(config)
     if (quant := config.asked_quant) is not None and quant.auto is not None:
-        able, made = _experts_run(module, config, kernels), weights_of(module, injection, kernels)
-        found = [each for each in weights_found(made) if able or each.role != "experts"]
-        plan = measured_plan(module, found, quant, info, sources, dtype, device, tokenizer)
+        made = weights_found(weights_of(module, injection, kernels))
+        if not _experts_run(module, config, kernels, qkv=quant.qkv.enabled):
+            made = [weight for weight in made if weight.role != "experts"]
+        plan = measured_plan(module, made, quant, info, sources, dtype, device, tokenizer)
         rules = plan.rules
         injection = _plan(module, config, kernels, rules)
     check_rules(module, injection, kernels, rules)
@@ -130,15 +132,32 @@ def prepare(
     return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized)
 
 
-def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels) -> bool:
+def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels, *, qkv: bool) -> bool:
     """Whether the experts of a model may be quantized, if it has any."""
-    rules = Rules(NAMED["int8"])
+    rules = Rules(NAMED["int8"], qkv=qkv)
     try:
         check_rules(module, _plan(module, config, kernels, rules), kernels, rules)
     except NotSupported as error:
         chosen("experts", "as they are", str(error))
         return False
     return True
+
+
+@outside()
+def find_plan(model: str | os.PathLike[str] | None, config: LLMConfig) -> QuantPlan:
+    """Measure which scheme each weight of a model gets (`quant.auto`), without making it ready to run."""
+    assert config.quant is not None, "asked for"
+    assert config.quant.auto is not None, "asked for"
+    found = _find(model, config, tokenizer=config.quant.reads_text)
+    info, sources = describe(found.model, config.config), match(found.model, found.weights, found.dtype)
+    made = weights_found(weights_of(found.model, None, choose_kernels(config.torch_device, config.kernels)))
+    if any(weight.role == "experts" for weight in made):
+        raise NotSupported(
+            f"auto: {found.name} has experts, for whose plans the layout that is written has no form; give quant.auto "
+            "when the model is loaded, or choose a scheme"
+        )
+    device = config.torch_device
+    return measured_plan(found.model, made, config.quant, info, sources, found.dtype, device, found.tokenizer)
 
 
 def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:

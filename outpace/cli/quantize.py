@@ -1,29 +1,61 @@
 """`outpace quantize`: write a model with quantized weights, in a layout that others read too."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from outpace.cli.model import Model, SameModel, one_model
 from outpace.cli.shard import bar, ended_by_signals, float_dtype, has_tokenizer
-from outpace.cli.talk import DType
+from outpace.cli.talk import Device, DType, given
 from outpace.errors import ConfigError
 from outpace.log import size_text
 
 if TYPE_CHECKING:
+    from outpace.config import LLMConfig
     from outpace.loading.write_quantized import WrittenQuantized
+    from outpace.quant.plan import QuantPlan
 
 SCHEMES = ("int8", "int4", "w8a8", "fp8")
 
 
+BOUNDS = {"auto": "max_perplexity_increase", "max_bytes": "max_bytes", "bits_per_weight": "bits_per_weight"}
+"""Options that let a plan be measured, and the fields of quant.auto."""
+
+
 def command(
-    scheme: Annotated[str, typer.Option("--scheme", metavar="S", help=f"One of {', '.join(SCHEMES)}.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; its parent must exist.")],
     model: Model = None,
     same_model: SameModel = None,
+    scheme: Annotated[
+        str | None, typer.Option("--scheme", metavar="S", help=f"One of {', '.join(SCHEMES)}, for all weights.")
+    ] = None,
+    auto: Annotated[
+        float | None,
+        typer.Option(
+            "--auto", metavar="X", help="Measure what each weight gets: perplexity grows by X at most; 0.01 is 1 %."
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="The same: all weights take SIZE at most, as 4GB.")
+    ] = None,
+    bits_per_weight: Annotated[
+        float | None, typer.Option("--bits-per-weight", metavar="B", help="The same: linears have B bits on average.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="What was measured another time: outpace-plan.json.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="What is measured on, in UTF-8.", show_default="a built-in text"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", help="Tokens of it that are used.", show_default="2048")
+    ] = None,
+    device: Device = None,
     group_size: Annotated[
         int | None, typer.Option("--group-size", metavar="N", help="Columns that share a scale (int8, int4).")
     ] = None,
@@ -42,20 +74,63 @@ def command(
     """Write a model with quantized weights. They are in the layout of compressed-tensors.
 
     int8 and int4: weights alone. w8a8 and fp8: rows are quantized too, as they come. One process needs little memory,
-    whatever the size of the model. The folder appears when it is complete; a run that was ended is gone on with by
-    the same command.
+    whatever the size of the model; with --auto, --max-bytes or --bits-per-weight the whole model is held while it is
+    measured, and weights become int4 or int8, or stay. The folder appears when it is complete; a run that was ended is
+    gone on with by the same command.
     """
     name = one_model(model, same_model)
-    if scheme not in SCHEMES:
+    bounds = given(auto=auto, max_bytes=max_bytes, bits_per_weight=bits_per_weight)
+    ways = [*given(scheme=scheme, plan=plan), *bounds]
+    if len(ways) != 1:
+        flags = ", ".join(f"--{way.replace('_', '-')}" for way in ("scheme", "plan", *BOUNDS))
+        raise ConfigError(f"scheme: give one of {flags}{f', not {len(ways)}' if ways else ''}")
+    if scheme is not None and scheme not in SCHEMES:
         raise ConfigError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if scheme is None and any((group_size, asymmetric, head, exclude)):
+        raise ConfigError("group-size, asymmetric, head, exclude: a plan says what each weight becomes; leave them out")
+    if not bounds and (unused := next(iter(given(text=text, tokens=tokens, device=device)), None)):
+        raise ConfigError(f"{unused}: nothing is measured; leave it out, or give --auto")
     wanted = None if dtype is None else float_dtype(dtype)
+    measured = _asked_auto(bounds, text, tokens, dtype, device) if bounds else None
 
     from outpace.loading.quantize import Asked, quantize_model  # imported late: this takes seconds
+    from outpace.quant.plan import QuantPlan
 
-    asked = Asked(scheme, group_size, asymmetric, head, tuple(exclude or ()), wanted)  # type: ignore[arg-type]
+    found = None if plan is None else QuantPlan.read(str(plan))
+    if measured is not None:
+        found = _measured(name, measured, out, force)
+    asked = Asked(scheme, group_size, asymmetric, head, tuple(exclude or ()), wanted, found)  # type: ignore[arg-type]
     with ended_by_signals(), bar(Console(stderr=True)) as progress:
         written = quantize_model(name, out, asked, force=force, progress=progress)
-    typer.echo(json.dumps(_summary(written)) if as_json else _text(written))
+    if as_json:
+        more = {} if found is None else {"plan": found.model_dump(mode="json")}
+        typer.echo(json.dumps(_summary(written) | more))
+    else:
+        typer.echo("\n".join([_text(written), *_told(found)]))
+
+
+def _asked_auto(
+    bounds: Mapping[str, Any], text: Path | None, tokens: int | None, dtype: str | None, device: str | None
+) -> "LLMConfig":
+    from outpace.config import LLMConfig
+
+    auto = {BOUNDS[name]: value for name, value in bounds.items()}
+    calibration = given(text=None if text is None else str(text), tokens=tokens)
+    return LLMConfig.of(quant={"auto": auto, "calibration": calibration}, **given(dtype=dtype, device=device))
+
+
+def _measured(model: str | None, config: "LLMConfig", out: Path, force: bool) -> "QuantPlan":
+    """The plan for a model; what is wrong with the folder is said before."""
+    from outpace.loading.out_folder import check_out
+    from outpace.loading.write_quantized import QUANTIZED
+    from outpace.prepare import find_plan
+
+    check_out(out, QUANTIZED, force=force)
+    return find_plan(model, config)
+
+
+def _told(plan: "QuantPlan | None") -> list[str]:
+    return [] if plan is None else [f"  {line}" for line in (plan.summary, *plan.measured)]
 
 
 def _summary(written: "WrittenQuantized") -> dict[str, object]:

@@ -132,7 +132,7 @@ _FACTORS: Mapping[str, int] = {
 def _size(value: object) -> object:
     """Bytes: a number of them, or text with a unit."""
     if isinstance(value, bool):
-        raise ValueError(f"expected a number of bytes, got {value!r}")
+        raise ValueError(f"expected a number, got {value!r}")
     if not isinstance(value, str):
         return value
     found = _SIZE.fullmatch(value.strip())

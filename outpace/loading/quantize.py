@@ -18,6 +18,7 @@ from outpace.loading.checkpoint import weight_files
 from outpace.loading.conversion import quantization
 from outpace.loading.dtypes import short
 from outpace.loading.inspect import kept_in_fp32
+from outpace.loading.measure_plan import write_plan
 from outpace.loading.names import match, tensors_of, unwrapped
 from outpace.loading.open import open_weights
 from outpace.loading.original import CONFIG, find_model, opened, set_entries, skeleton_of
@@ -27,10 +28,13 @@ from outpace.loading.weights import Source
 from outpace.loading.write_quantized import QUANTIZED, Item, WrittenQuantized, write_quantized
 from outpace.loading.write_shards import Progress
 from outpace.quant.asked import NAMED
-from outpace.quant.compressed import quantization_config
+from outpace.quant.compressed import format_of, quantization_config
+from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import TOGETHER, Rules
 from outpace.quant.scheme import Scheme
 
+PLAN = "outpace-plan.json"
+"""The plan that a folder was made by, in it."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
@@ -39,7 +43,7 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 class Asked:
     """What weights shall become. Options that do not go together are refused when it is made."""
 
-    scheme: str
+    scheme: str | None
     group_size: int | None = None
     """Columns that share a scale; None: of int4 128, or less where a weight needs it."""
     asymmetric: bool = False
@@ -49,8 +53,15 @@ class Asked:
     """Parts of names of linears that stay as they are."""
     dtype: torch.dtype | None = None
     """Of everything that stays, and of scales; None: the model's."""
+    plan: QuantPlan | None = None
+    """What becomes of each weight, in the place of all others but `dtype`."""
 
     def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in _FLOATS:
+            raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {short(self.dtype)}")
+        if self.plan is not None:
+            self._check_plan(self.plan)
+            return
         if self.scheme not in NAMED:
             raise ConfigError(f"scheme: expected one of {', '.join(NAMED)}, got {self.scheme!r}")
         if self.group_size is not None and (self.group_size < 16 or self.group_size % 8):
@@ -65,12 +76,38 @@ class Asked:
             raise ConfigError(f"head: expected int8, got {self.head!r}")
         if self.head is not None and self.scheme == "fp8":
             raise ConfigError("head: a folder of fp8 weights has no place for an int8 head; leave it out")
-        if self.dtype is not None and self.dtype not in _FLOATS:
-            raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {short(self.dtype)}")
+
+    def _check_plan(self, plan: QuantPlan) -> None:
+        others: dict[str, object] = {"scheme": self.scheme, "group_size": self.group_size}
+        others |= {"asymmetric": self.asymmetric, "head": self.head, "exclude": self.exclude}
+        for name, value in others.items():
+            if value:
+                raise ConfigError(f"{name}: the plan says what becomes of each weight; leave it out")
+        found = [(weight, weight.scheme.scheme) for weight in plan.weights if weight.scheme is not None]
+        if not found:
+            raise ConfigError("plan: all weights stay as they are in it; use the model itself, or allow more loss")
+        if len(formats := sorted({format_of(scheme) for _, scheme in found})) > 1:
+            raise ConfigError(
+                f"plan: a folder has one format, and its schemes need {' and '.join(formats)}; make a plan with fewer "
+                "quant.auto.schemes, or give it as quant.plan when the model is loaded"
+            )
+        if stack := next((weight.names[0] for weight, _ in found if len(weight.shape) > 2), None):
+            raise NotSupported(
+                f"plan: {stack} is a stack of experts, for which the layout that is written (compressed-tensors) has "
+                "no form; give the plan as quant.plan when the model is loaded"
+            )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head may be quantized."""
+        return self.head is not None or self.plan is not None
 
     @property
     def rules(self) -> Rules:
         """Which linear gets which scheme."""
+        if self.plan is not None:
+            return self.plan.rules
+        assert self.scheme is not None, "there is one or the other"
         base = NAMED[self.scheme]
         scheme = replace(base, group=self.group_size or base.group, symmetric=not self.asymmetric)
         return Rules(scheme, fit=self.group_size is None)
@@ -78,7 +115,7 @@ class Asked:
     def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, head: bool) -> Scheme | None:
         """The scheme of a linear's weight. dtype: of scales."""
         path = name.removesuffix(".weight")
-        if path.rpartition(".")[2] in _ROUTERS or (head and self.head is None):
+        if path.rpartition(".")[2] in _ROUTERS or (head and not self.has_head):
             return None
         with as_field("group_size", known_as="quant.weight.group_size"):
             found = self.rules.of("head" if head else "other", [name], shape)
@@ -116,6 +153,8 @@ def quantize_model(
             set_entries(folder / CONFIG, dtype=short(asked.dtype))
         if plan.unties:
             set_entries(folder / CONFIG, tie_word_embeddings=False)
+        if asked.plan is not None:
+            write_plan(asked.plan, folder / PLAN)
 
     return write_quantized(plan.items, out, beside=write_beside, unchanged=unchanged, force=force, progress=progress)
 
@@ -151,15 +190,15 @@ class _Plan:
     def _untied(self, stored: Mapping[str, Source], found: Mapping[str, Source]) -> bool:
         """Give a head that is tied to the embedding a weight of its own, if it is quantized."""
         name = f"{self._head}.weight"
-        if self._asked.head is None:
+        if not self._asked.has_head or (name not in found and self._asked.plan is not None):
             return False
         if name not in found:
             raise ModelError("head: this model has none; leave it out")
-        if name not in stored:
+        scheme = self._asked.of(name, found[name].shape, self._scales, head=True)
+        if name not in stored and scheme is not None:
             source = found[name]
-            scheme = self._asked.of(name, source.shape, self._scales, head=True)
             self.items.append(Item(name, source, source.dtype, scheme))
-        return True
+        return scheme is not None
 
     def _names_of(self, name: str, source: Source) -> Sequence[str]:
         """What the model calls a stored tensor; nothing, if it is merged with others."""
@@ -174,7 +213,8 @@ class _Plan:
                 "(compressed-tensors) has no form; give --exclude experts to leave them as they are"
             )
         head = self._head is not None and f"{self._head}.weight" in self._names_of(name, source)
-        return self._asked.of(name, source.shape, self._scales, head=head)
+        known = name if self._asked.plan is None else next(iter(self._names_of(name, source)), name)
+        return self._asked.of(known, source.shape, self._scales, head=head)
 
     def _is_able(self, name: str, source: Source) -> bool:
         """Whether it would be quantized if nothing were excluded, and the layout had a form for it."""
@@ -210,6 +250,8 @@ class _Plan:
 
     def _check(self, stored: Mapping[str, Source]) -> None:
         """Options that do nothing, and folders that nobody could read."""
+        if self._asked.plan is not None:
+            self._check_plan(self._asked.plan)
         able = [name for name, source in stored.items() if self._is_able(name, source)]
         for part in self._asked.exclude:
             if not any(part in name for name in able):
@@ -221,6 +263,16 @@ class _Plan:
             )
         for together in TOGETHER:
             self._check_together(together)
+
+    def _check_plan(self, plan: QuantPlan) -> None:
+        """Every weight that it wants quantized is."""
+        for weight in plan.weights:
+            for name in weight.names if weight.scheme is not None else ():
+                if _module(name) not in self.schemes:
+                    raise ConfigError(
+                        f"plan: {name} is no linear that is stored in this model; make a plan for it with --auto, or "
+                        "give the plan as quant.plan when the model is loaded"
+                    )
 
     def _check_together(self, together: Sequence[str]) -> None:
         layers: dict[str, set[Scheme | None]] = {}

@@ -61,7 +61,8 @@ def _sensitivity(axes: "Axes", plan: QuantPlan, kinds: list[str]) -> None:
         ]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, label=kind)
-    axes.set_yscale("log")
+    if any(value > 0 for weight in plan.weights for value in weight.estimates.values()):
+        axes.set_yscale("log", nonpositive="clip")
     axes.set_ylabel("% of perplexity that the\nworst scheme adds, by estimate")
     axes.set_xlabel("layer")
     axes.grid(alpha=0.3)

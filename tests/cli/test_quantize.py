@@ -15,6 +15,7 @@ from outpace.cli.quantize import SCHEMES
 from outpace.loading.safetensors_write import SafetensorsWriter
 from outpace.quant.asked import NAMED
 from tests.loading.unpack import config_of, unpacked
+from tests.models import CYCLE
 
 
 def run(*args: str | Path) -> Result:
@@ -75,7 +76,6 @@ def test_a_signal_before_a_file_is_finished_leaves_nothing(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--out", "x"), "Missing option '--scheme'"),
         (("--scheme", "int8"), "Missing option '--out'"),
         (("--scheme", "int8", "--out", "x", "--groups", "3"), "Did you mean --group-size?"),
     ],
@@ -90,3 +90,51 @@ def test_a_scheme_that_is_not_known(tmp_path: Path) -> None:
     result = run("x", "--scheme", "int3", "--out", tmp_path / "out")
     assert str(result.exception) == "scheme: expected one of int8, int4, w8a8, fp8, got 'int3'"
     assert set(SCHEMES) == set(NAMED)
+
+
+ONE = "scheme: give one of --scheme, --plan, --auto, --max-bytes, --bits-per-weight"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), ONE),
+        (("--scheme", "int8", "--auto", "0.01"), f"{ONE}, not 2"),
+        (("--scheme", "int8", "--tokens", "64"), "tokens: nothing is measured; leave it out, or give --auto"),
+        (("--auto", "0.01", "--head", "int8"), "group-size, asymmetric, head, exclude: a plan says what each"),
+        (("--auto", "-1"), "quant.auto.max_perplexity_increase: input should be greater than 0"),
+        (("--max-bytes", "many"), "quant.auto.max_bytes: 'many' is no size; write it as 4GB"),
+        (("--plan", "no-such-file.json"), "quant.plan: cannot read no-such-file.json"),
+    ],
+)
+def test_ways_that_cannot_work(args: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    result = run("x", "--out", tmp_path / "out", *args)
+    assert str(result.exception).startswith(words)
+
+
+def test_a_plan_is_measured_and_written_and_given_back(chain_folder: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(CYCLE * 40))
+    options = ("--bits-per-weight", "9", "--text", text, "--tokens", "64", "--device", "cpu", "--dtype", "fp32")
+    result = run(chain_folder, *options, "--out", out)
+    assert result.exit_code == 0, result.exception
+    assert "bits a weight" in result.stdout
+    assert "  calibration: perplexity" in result.stdout
+    plan = json.loads((out / "outpace-plan.json").read_text())
+    assert (out / "outpace-plan.md").is_file()
+    assert (out / "outpace-plan.png").is_file()
+    wanted = {
+        name.removesuffix(".weight"): weight["scheme"]["values"]
+        for weight in plan["weights"]
+        for name in weight["names"]
+        if weight["scheme"] is not None
+    }
+    assert unpacked(out).keys() == wanted.keys()
+    groups = config_of(out)["config_groups"].values()
+    assert {group["weights"]["num_bits"] for group in groups} == {int(name[3:]) for name in wanted.values()}
+    result = run(chain_folder, "--plan", out / "outpace-plan.json", "--dtype", "fp32", "--out", again, "--json")
+    assert result.exit_code == 0, result.exception
+    assert json.loads(result.stdout)["plan"] == plan
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert [(again / name).read_bytes() for name in files] == [(out / name).read_bytes() for name in files]

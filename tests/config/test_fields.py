@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -204,8 +205,54 @@ def quant_activation_refuses(**activation: Any) -> Callable[[], None]:
     return lambda: raises("quant.activation: activations are quantized to 8 bits", quant={"activation": activation})
 
 
-def calibration_refuses(**calibration: Any) -> Callable[[], None]:
-    return lambda: raises("quant.calibration: nothing that was asked for", quant={"calibration": calibration})
+CALIBRATION = {"text": [int(token) for token in prompts(64)[0]], "tokens": 32}
+
+
+def plan_of(auto: dict[str, Any], **quant: Any) -> dict[str, Any]:
+    """What was chosen for a small model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        engine(quant={"calibration": CALIBRATION, "auto": {"out": str(path), **auto}, **quant})
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def bits_of(plan: dict[str, Any]) -> float:
+    size = sum(weight["nbytes"] for weight in plan["weights"])
+    return float(8 * size / sum(math.prod(weight["shape"]) for weight in plan["weights"]))
+
+
+def auto_acts(**bound: Any) -> Callable[[], None]:
+    """A bound gives a plan in which some weights are quantized."""
+    return lambda: _assert(any(weight["scheme"] is not None for weight in plan_of(bound)["weights"]))
+
+
+def bits_per_weight_acts() -> None:
+    assert bits_of(plan_of({"bits_per_weight": 12})) <= 12
+    assert bits_of(plan_of({"bits_per_weight": 7})) <= 7
+
+
+def auto_schemes_act() -> None:
+    plan = plan_of({"bits_per_weight": 12, "schemes": ["fp8"]})
+    assert {weight["scheme"]["values"] for weight in plan["weights"] if weight["scheme"]} == {"fp8"}
+
+
+def plan_acts() -> None:
+    plan = plan_of({"bits_per_weight": 7})
+    assert schemes(plan=plan) == {HEAD, "int4 per channel"}
+    raises("quant.plan: expected a path or a dict", quant={"plan": 7})
+
+
+def calibration_acts() -> None:
+    assert plan_of({"bits_per_weight": 9})["calibration"]["tokens"] == 31
+    short = plan_of({"bits_per_weight": 9}, calibration={**CALIBRATION, "tokens": 16})
+    assert short["calibration"]["tokens"] == 15
+    raises("quant.calibration: nothing that was asked for", quant={"calibration": CALIBRATION})
+    raises("quant.calibration.text: expected token ids", quant={"calibration": {"text": [-1]}})
+
+
+def _assert(fact: bool) -> None:
+    assert fact
 
 
 def post_init_quant_acts() -> None:
@@ -376,8 +423,14 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "quant.weight.post_init_quant": post_init_quant_acts,
     "quant.qkv.enabled": quant_qkv_acts,
     "quant.kv_cache_dtype": kv_cache_dtype_acts,
-    "quant.calibration.text": calibration_refuses(text=[1, 2]),
-    "quant.calibration.tokens": calibration_refuses(tokens=64),
+    "quant.calibration.text": calibration_acts,
+    "quant.calibration.tokens": calibration_acts,
+    "quant.auto.max_perplexity_increase": auto_acts(max_perplexity_increase=0.5),
+    "quant.auto.max_bytes": auto_acts(max_bytes="60KB"),
+    "quant.auto.bits_per_weight": bits_per_weight_acts,
+    "quant.auto.schemes": auto_schemes_act,
+    "quant.auto.out": auto_acts(bits_per_weight=9),
+    "quant.plan": plan_acts,
     "save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
     "checkpoint_config.save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
 }
@@ -489,6 +542,11 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         "how weights are quantized; give one",
     ),
     ({"quant": {"calibration": {"tokens": 64}}}, ("quant.calibration",), "leave it out"),
+    ({"quant": {"auto": {"bits_per_weight": 8}, "scheme": "int8"}}, ("quant.auto", "quant.scheme"), "give one"),
+    ({"quant": {"plan": "x", "qkv": {"enabled": False}}}, ("quant.plan", "quant.qkv"), "leave quant.qkv out"),
+    ({"quant": {"auto": {"bits_per_weight": 8, "max_bytes": 9}}}, ("quant.auto.max_bytes",), "it needs one bound"),
+    ({"quant": {"auto": {"bits_per_weight": 8, "schemes": []}}}, ("quant.auto.schemes",), "or leave it out"),
+    ({"quant": {"auto": {"bits_per_weight": 8, "out": "x.txt"}}}, ("quant.auto.out",), "ends in .json"),
     (
         {"quant": {"weight": {"q_groups": 2, "group_size": 64}}},
         ("quant.weight.q_groups", "quant.weight.group_size"),

@@ -110,7 +110,7 @@ def test_the_config_says_what_is_stored(asked: Asked, llama: Path, tmp_path: Pat
     quantize_model(llama, tmp_path / "out", asked)
     config = config_of(tmp_path / "out")
     assert (config["quant_method"], config["quantization_status"]) == ("compressed-tensors", "compressed")
-    assert (config["format"], config["kv_cache_scheme"]) == (FORMATS[asked.scheme], None)
+    assert (config["format"], config["kv_cache_scheme"]) == (FORMATS[str(asked.scheme)], None)
     assert config["ignore"] == ([] if asked.head else ["lm_head"])
     for group in config["config_groups"].values():
         rows, weights = group["input_activations"], group["weights"]
