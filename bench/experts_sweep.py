@@ -2,9 +2,10 @@
 
     python -m bench.experts_sweep --models qwen3-30b-a3b --tokens 1 8 32 512 8192 --kinds none int4 fp8
 
-What wins goes into `tiles_for`, `up_config`, `down_config`, `few_packed_config` and `prefers_few`. With a kind of
-quantized weights each candidate is beside what 16 bits take. Compiling takes longer than timing: with --compile nothing
-is timed, so that several processes can fill the kernel cache at once (--part 0/8, --part 1/8, ...).
+What wins goes into `tiles_for`, `up_config`, `down_config`, `few_packed_config`, `scaled_tiles`, `prefers_few` and
+`prefers_rounded`. With a kind of quantized weights each candidate is beside what 16 bits take. Compiling takes longer
+than timing: with --compile nothing is timed, so that several processes can fill the kernel cache at once (--part 0/8,
+--part 1/8, ...).
 """
 
 import itertools
@@ -28,6 +29,8 @@ from outpace.kernels.packed_gemv import fitting_depth
 from outpace.kernels.routing import route_ref
 
 ERROR = 0.02  # of the largest result, in bf16
+ROUNDED_ERROR = 0.1  # of that with rounded rows
+LEAST_ROUNDED = 16  # rows of an expert in the mean
 Named = tuple[str, Callable[..., Tensor]]
 """A candidate and what it is called."""
 PLAIN = "none"  # of --kinds
@@ -77,6 +80,18 @@ def many_candidates(rows: float, size: float = 2.0) -> Iterator[Named]:
                 yield str(tiles), partial(experts_many, tiles=tiles)
 
 
+def rounded_candidates(rows: float, kind: str) -> Iterator[Named]:
+    """Many tokens whose rows are rounded like the weights."""
+    run = partial(experts_many, rows=packed_sweep.KINDS[kind][0])
+    yield "rounded", run
+    heights = [m for m in (64, 128) if 4 * m >= min(rows, 128)]
+    for m, n, k, warps, stages in itertools.product(heights, (64, 128, 256), (64, 128), (4, 8), (3, 4)):
+        if (m + n) * k * stages <= 220 << 10 and 8 <= m * n // (32 * warps) <= 64:
+            for down, group in itertools.product((n // 2, n), (1, 8) if rows > 256 else (8,)):
+                tiles = Tiles(m, n, down, k, warps, stages, group)
+                yield f"rounded {tiles}", partial(run, tiles=tiles)
+
+
 def took(calls: Sequence[Callable[[], Tensor]]) -> float:
     """Milliseconds of one of the calls."""
     alone = limits.gpu_ms(calls[0], warm_ups=1, repeats=3)
@@ -117,13 +132,15 @@ def sweep(
         amount, limit = experts.least(model, tokens, routed, rates, sum(each.nbytes for each in packed) / model.experts)
         candidates = [_in_bf16(*packed), *many_candidates(rows, 0.5 if kind == "int4" else 1.0)]
         candidates += packed_few_candidates(model, *packed) if pairs <= experts.FEW_PAIRS else []
+        candidates += rounded_candidates(rows, kind) if kind != "int4" and rows > LEAST_ROUNDED else []
     want = experts_ref(turns[0], *stacks, *routed[0], act="silu").float()
     found = []
     for name, run in candidates if part is None else candidates[part[0] :: part[1]]:
         calls = [partial(run, x, *stacks, *chosen, act="silu") for x, chosen in zip(turns, routed, strict=True)]
         try:
             error = float((calls[0]().float() - want).abs().max() / want.abs().max())
-            ms = took(calls) if error < ERROR and part is None else float("inf")
+            good = error < (ROUNDED_ERROR if name.startswith("rounded") else ERROR)
+            ms = took(calls) if good and part is None else float("inf")
         except Exception as problem:  # a candidate that does not fit the device is no reason to stop
             print(f"{name}: {problem!r}"[:300], flush=True)
             continue
@@ -143,7 +160,7 @@ def measure(
     for model, kind, count in itertools.product(models, kinds, tokens):
         found = sweep(model, count, rates, kind)
         rows += found
-        named = [row for row in found[best:] if row["what"] in ("bf16", "few", "many", "torch")]
+        named = [row for row in found[best:] if row["what"] in ("bf16", "few", "many", "rounded", "torch")]
         report.show(f"{model.name}, {kind}, {count} tokens", found[:best] + named)
         report.save("experts_sweep", limits.device_name(torch.device("cuda")), rows, rates, folder)
         torch.cuda.empty_cache()

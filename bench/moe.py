@@ -109,6 +109,8 @@ class Layer:
             options |= {"gate_up_bias": draw(count, rows), "down_bias": draw(count, self.hidden)}
         shapes = (count, rows, self.hidden), (count, self.hidden, self.inner)
         stacks = [_stack(draw(*shape), quantization) for shape in shapes]
+        if quantization != PLAIN:
+            options["rows"] = NAMED[quantization].activations
         return partial(run, draw(TOKENS, self.hidden), *stacks, weights, chosen, **options)
 
 

@@ -40,7 +40,7 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
         )
     _check_experts(model, make, rules)
     if rules.activates and make.quantized_experts:
-        chosen("quantized experts", "weights only", "no kernel of experts takes quantized activations")
+        chosen("quantized experts", "activations only in steps of many tokens on a GPU", "few tokens gain nothing")
     for name in rules.exact or ():
         if name not in make.schemes:
             raise ConfigError(

@@ -108,7 +108,13 @@ class PackedExperts(Experts):
 
     def __init__(self, *args: Any, **activation: Any) -> None:
         super().__init__(*args, **activation)
+        kinds = {None if recipe.scheme is None else recipe.scheme.activations for recipe in self._stacks()}
+        self.rows_kind = kinds.pop() if len(kinds) == 1 else None
+        """What rows may be rounded to in steps of many tokens."""
         self._packed: dict[str, Packed] = {}
+
+    def _stacks(self) -> list[Recipe]:
+        return [self.recipes[name] for name in ("gate_up", "down")]
 
     def stack(self, name: str) -> Tensor | Packed:
         """The weights of all experts as the kernels take them."""
@@ -128,7 +134,9 @@ class PackedExperts(Experts):
         """See `Experts`."""
         more = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias, "add": add, "out": add}
         stacks = self.stack("gate_up"), self.stack("down")
-        result: Tensor = self._kernels.experts(x, *stacks, weights, chosen, **self.activation, **more)
+        result: Tensor = self._kernels.experts(
+            x, *stacks, weights, chosen, rows=self.rows_kind, **self.activation, **more
+        )
         return result
 
     def extra_repr(self) -> str:

@@ -4,6 +4,10 @@ Every implementation has the same arguments: x [T, H], gate_up [E, 2I, H] (all g
 [E, I, H]), down [E, H, I], weights [T, K] float32, chosen [T, K] int32. Ids outside 0..E-1 add nothing. Products and
 activation are rounded to the dtype of x, the sum over the experts is taken in float32 and rounded once; `add` is added
 to what was rounded, and that sum rounded again.
+
+`rows`: "int8" or "fp8", which quantized weights must be too: rows of both products may be rounded to it, each with its
+own scale. Only our kernels of many tokens do, where experts have so many rows that the products take the time; what
+does not depend on the batch never does.
 """
 
 import itertools
@@ -20,10 +24,11 @@ from torch import Tensor
 from outpace.kernels.activation import bias_act_ref, gated_act_ref
 from outpace.kernels.experts_few import experts_few
 from outpace.kernels.experts_few_packed import experts_few_packed, takes_few_packed
-from outpace.kernels.experts_many import experts_many, fixed_tiles, stack_shape
+from outpace.kernels.experts_many import experts_many, fixed_tiles, stack_shape, takes_rounded
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.matmul import matmul_invariant_ref
 from outpace.kernels.packed import Packed
+from outpace.kernels.quantize import quantize_rows_ref
 from outpace.kernels.triton_stub import HAS_TRITON
 
 
@@ -46,6 +51,8 @@ class Options(TypedDict, total=False):
     """[T, H]: gets the result. May be `add`, or x, neither of which is read any more when it is written."""
 
 
+ROUNDED_ROWS = 64
+"""Rows of an expert in the mean from which on they are rounded, where they may be."""
 Stack = Tensor | Packed
 """The weights of all experts, [E, N, K], plain or quantized."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -110,23 +117,33 @@ def experts_ref(
     chosen: Tensor,
     *,
     invariant: bool = False,
+    rows: str | None = None,
     **options: Unpack[Options],
 ) -> Tensor:
     """The sum of each token's experts, [T, H], one expert after the other; the host reads which were chosen.
 
-    `invariant`: each token bit for bit as if it were alone.
+    invariant: each token bit for bit as if it were alone. rows: they are rounded.
     """
     activation, gate_up_bias, down_bias = check_experts(x, gate_up, down, weights, chosen, **options)
     product: Product = matmul_invariant_ref if invariant else F.linear
     top_k, flat = chosen.shape[1], weights.flatten()
+    x = _rounded(x, rows)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, pairs in _by_expert(chosen, stack_shape(gate_up)[0]):
-        rows = pairs // top_k
-        h = product(x[rows], _one(gate_up, expert, x.dtype), None if gate_up_bias is None else gate_up_bias[expert])
+        tokens = pairs // top_k
+        h = product(x[tokens], _one(gate_up, expert, x.dtype), None if gate_up_bias is None else gate_up_bias[expert])
         bias = None if down_bias is None else down_bias[expert]
-        y = product(activation(h, invariant), _one(down, expert, x.dtype), bias)
-        total.index_add_(0, rows, y.float() * flat[pairs, None])
+        y = product(_rounded(activation(h, invariant), rows), _one(down, expert, x.dtype), bias)
+        total.index_add_(0, tokens, y.float() * flat[pairs, None])
     return _added(total.to(x.dtype), options)
+
+
+def _rounded(x: Tensor, kind: str | None) -> Tensor:
+    """x with each row rounded to the kind."""
+    if kind is None:
+        return x
+    values, scales = quantize_rows_ref(x, kind)
+    return (values.float() * scales).to(x.dtype)
 
 
 def _one(stack: Stack, expert: int, dtype: torch.dtype) -> Tensor:
@@ -157,7 +174,14 @@ def _by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def experts_torch(
-    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor,
+    gate_up: Stack,
+    down: Stack,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    rows: str | None = None,
+    **options: Unpack[Options],
 ) -> Tensor:
     """experts_ref by torch's own products; on a GPU the host waits for nothing, so that a graph can hold it."""
     if not x.is_cuda or len(x) == 0:
@@ -245,23 +269,44 @@ def prefers_few(tokens: int, top_k: int, experts: int) -> bool:
     return tokens == 1 or 2 * tokens * top_k <= experts
 
 
+def prefers_rounded(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether rows are rounded where they may be: products take longer than reading weights. Not measured yet."""
+    return tokens * top_k > ROUNDED_ROWS * experts
+
+
 def experts_triton(
-    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor,
+    gate_up: Stack,
+    down: Stack,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    rows: str | None = None,
+    **options: Unpack[Options],
 ) -> Tensor:
     """experts_ref by our kernels: those of few tokens or those of many."""
     _check_layout(x, gate_up, down, weights, chosen, **options)
     if min(x.numel(), chosen.numel(), *stack_shape(down)) == 0:
         return _added(torch.zeros_like(x), options)
-    few = prefers_few(len(chosen), chosen.shape[1], stack_shape(gate_up)[0])
+    sizes = len(chosen), chosen.shape[1], stack_shape(gate_up)[0]
+    few = prefers_few(*sizes)
     if few and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         return experts_few(x, gate_up, down, weights, chosen, **options)
     if few and isinstance(gate_up, Packed) and isinstance(down, Packed) and takes_few_packed(gate_up, down):
         return experts_few_packed(x, gate_up, down, weights, chosen, **options)
-    return experts_many(x, gate_up, down, weights, chosen, **options)
+    many = prefers_rounded(*sizes) and takes_rounded(rows, gate_up, down)
+    return experts_many(x, gate_up, down, weights, chosen, rows=rows if many else None, **options)
 
 
 def experts_invariant(
-    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor,
+    gate_up: Stack,
+    down: Stack,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    rows: str | None = None,
+    **options: Unpack[Options],
 ) -> Tensor:
     """experts_ref, each token bit for bit as if it were alone: on a GPU the kernels of many tokens with fixed tiles."""
     if not (HAS_TRITON and x.is_cuda):
@@ -270,7 +315,14 @@ def experts_invariant(
 
 
 def experts_invariant_triton(
-    x: Tensor, gate_up: Stack, down: Stack, weights: Tensor, chosen: Tensor, **options: Unpack[Options]
+    x: Tensor,
+    gate_up: Stack,
+    down: Stack,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    rows: str | None = None,
+    **options: Unpack[Options],
 ) -> Tensor:
     """experts_invariant by Triton."""
     _check_layout(x, gate_up, down, weights, chosen, **options)

@@ -5,6 +5,9 @@ finds no work ends. `count` counts the pairs of each expert, where they are so m
 itself; `place` lists the pairs by expert, those of one in their order, so that the result is always the same, and says
 which rows each tile has; the two products gather their rows by that list; `add` takes the weighted sum of each token's
 experts. No row of a tile depends on another one: with fixed tiles each token is bit for bit as if it were alone.
+
+With `rows` both products take rows that are rounded to int8 or fp8, like the weights, so that matrix units multiply
+both as they are: two more kernels round the tokens, and what is between the products.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -17,6 +20,7 @@ from outpace.kernels.activation import activate, activate_gated, activation_kind
 from outpace.kernels.gemv import has_pdl, row_stride
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_tile import packed_step, scale_form, step_depth
+from outpace.kernels.quantize import quantize_rows_triton
 from outpace.kernels.triton_stub import tl, triton
 
 PLACE_BLOCKS = (256, 1024, 4096)  # pairs that a program looks at together; few sizes, since each is compiled
@@ -51,6 +55,22 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype, kind: str | None = N
     if rows <= 96:
         return Tiles(64, 128, 128, 128, num_warps=8)
     return Tiles(128, 256 if kind is None else 128, 128, num_warps=8)
+
+
+def scaled_tiles() -> Tiles:
+    """Tiles of rounded rows, of which there are many: not measured yet (bench.experts_sweep --kinds)."""
+    return Tiles(128, 128, 128, 128, num_warps=8, num_stages=3)
+
+
+def takes_rounded(rows: str | None, *stacks: Tensor | Packed) -> bool:
+    """Whether both products can take rows of this kind: weights of the same kind, no zeros, scales for whole steps."""
+    return all(
+        isinstance(stack, Packed)
+        and stack.kind == rows
+        and stack.zero is None
+        and (stack.group >= stack.shape[1] or stack.group % 32 == 0)
+        for stack in stacks
+    )
 
 
 def fixed_tiles(dtype: torch.dtype) -> Tiles:
@@ -166,9 +186,48 @@ def _packed_product(
     return tl.trans(acc)
 
 
+@triton.jit
+def _rounded_product(
+    x_ptrs: tl.tensor,  # int8 or fp8 [M, K]
+    live: tl.tensor,  # [M]
+    weight_ptrs: tl.tensor,  # as x, [N, K]
+    scale_ptrs: tl.tensor,  # [N, 1]
+    depth: tl.tensor,
+    group: tl.constexpr,
+    form: tl.constexpr,
+    even: tl.constexpr,
+) -> tl.tensor:
+    """x @ weight.T of rounded rows, without their scales: fp32 [M, N]. See scaled_linear.py for the sums."""
+    block_k: tl.constexpr = x_ptrs.shape[1]
+    whole: tl.constexpr = x_ptrs.dtype.element_ty == tl.int8
+    sums: tl.constexpr = tl.int32 if whole else tl.float32
+    exact: tl.constexpr = whole and form == "row"
+    col = tl.arange(0, block_k)[None, :]
+    acc = tl.zeros([weight_ptrs.shape[0], x_ptrs.shape[0]], sums if exact else tl.float32)
+    for k in range(0, depth, block_k):
+        if even:
+            x = tl.load(x_ptrs + k, mask=live[:, None], other=0.0)
+            w = tl.load(weight_ptrs + k)
+        else:
+            x = tl.load(x_ptrs + k, mask=live[:, None] & (k + col < depth), other=0.0)
+            w = tl.load(weight_ptrs + k, mask=k + col < depth, other=0.0)
+        if exact:
+            acc = tl.dot(w, tl.trans(x), acc, out_dtype=sums)
+        elif form == "row":
+            acc += tl.dot(w, tl.trans(x), out_dtype=sums)
+        else:
+            scale = tl.load(scale_ptrs + k // group).to(tl.float32)
+            acc += tl.dot(w, tl.trans(x), out_dtype=sums).to(tl.float32) * scale
+    y = acc.to(tl.float32)
+    if form == "row":
+        y *= tl.load(scale_ptrs).to(tl.float32)
+    return tl.trans(y)
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _grouped_kernel(
     x_ptr: tl.tensor,  # [T, K]: `gather`; else [pairs, K] in the order of the list
+    x_scale_ptr: tl.tensor,  # fp32 [T] or [pairs], of rounded rows, or None
     weight_ptr: tl.tensor,  # [E, N, K]; gated: [E, 2N, K]; quantized: its values
     scale_ptr: tl.tensor,  # of a quantized weight, or None
     zero_ptr: tl.tensor,  # as scale, or None
@@ -227,7 +286,12 @@ def _grouped_kernel(
         source = pair // top_k if gather else m
         x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + col
         base = weight_ptr + far * expert_stride
-        if scale_ptr is not None:
+        if x_scale_ptr is not None:
+            at = row.to(tl.int64)[:, None]
+            scale_ptrs = scale_ptr + far * scale_expert + at // shared_rows * scale_row
+            y = _rounded_product(x_ptrs, live, base + at * row_stride + col, scale_ptrs, depth, group, form, even)
+            y *= tl.load(x_scale_ptr + source, mask=live, other=0.0)[:, None]
+        elif scale_ptr is not None:
             y = _packed_product(
                 x_ptrs, live, base, scale_ptr + far * scale_expert,
                 None if zero_ptr is None else zero_ptr + far * zero_expert,
@@ -351,13 +415,16 @@ def experts_many(
     gated: bool = True,
     add: Tensor | None = None,
     out: Tensor | None = None,
+    rows: str | None = None,
     tiles: Tiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """experts_ref in four or five kernels. pdl: as in gemv_triton; None: for few tokens."""
+    """experts_ref in four or five kernels, with `rows` two more. pdl: as in gemv_triton; None: for few tokens."""
+    assert rows is None or takes_rounded(rows, gate_up, down), f"these weights take no rows of {rows}"
     (tokens, hidden), (experts, _, inner), top_k = x.shape, stack_shape(down), chosen.shape[1]
     pairs = tokens * top_k
-    tiles = tiles or tiles_for(pairs, experts, x.dtype, gate_up.kind if isinstance(gate_up, Packed) else None)
+    usual = tiles_for(pairs, experts, x.dtype, gate_up.kind if isinstance(gate_up, Packed) else None)
+    tiles = tiles or (usual if rows is None else scaled_tiles())
     pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
     h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))
@@ -368,12 +435,13 @@ def experts_many(
     ) -> None:
         """One of the two products; the first has rows of x, and the activation."""
         (width, depth), count = (into.shape[1], a.shape[1]), places.shape[1]
+        a, a_scales = (a, None) if rows is None else quantize_rows_triton(a, rows)
         halves = 2 if first and gated else 1
         packed = weight if isinstance(weight, Packed) else None
         values, scale, zero = (weight, None, None) if packed is None else (packed.values, packed.scale, packed.zero)
         block_k = tiles.block_k if packed is None else step_depth(packed, tiles.block_k)
         _grouped_kernel[(count * triton.cdiv(width, tile_n // halves),)](
-            *(a, values, scale, zero, bias, order, places, into, count, width, depth),
+            *(a, a_scales, values, scale, zero, bias, order, places, into, count, width, depth),
             *(row_stride(a), *_strides(values), *_strides(scale), *_strides(zero)),
             group=None if packed is None else min(packed.group, depth),
             shared_rows=None if packed is None else packed.block,

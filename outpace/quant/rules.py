@@ -42,12 +42,6 @@ class Rules:
 
     def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of a weight that is made of these tensors; None: it stays as it is."""
-        found = self._found(role, names, shape)
-        if found is None or role != "experts":
-            return found
-        return replace(found, activations=None)  # no kernel of experts takes quantized rows
-
-    def _found(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
         if self.exact is not None:
             return _planned(self.exact, role, names, shape)
         keys = [self._key(name) for name in names]

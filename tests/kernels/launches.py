@@ -97,6 +97,8 @@ def packed_experts() -> None:
         (16, "int4", 128, 1, False),
         (64, "int8", 2048, 1, True),
         (512, "fp8", 128, 128, False),
+        (8192, "fp8", 2048, 1, False),
+        (8192, "int8", 2048, 1, False),
         (8192, "int4", 32, 1, True),
     ):
         (x, _, _, *routed), options = moe(tokens, QWEN)
@@ -106,6 +108,8 @@ def packed_experts() -> None:
             for shape in ((2 * inner, hidden), (hidden, inner))
         ]
         experts_many(x, gate_up, down, *routed, **options)
+        if not zero and kind != "int4":
+            experts_many(x, gate_up, down, *routed, **options, rows=kind)
         experts_few_packed(x, gate_up, down, *routed, **options)
 
 

@@ -69,13 +69,12 @@ def check_logits(found: Any, want: torch.Tensor, plain: torch.Tensor, *, activat
 @pytest.mark.parametrize("case", ["qwen2", "gpt-oss", "glm4"])
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "w8a8"])
 def test_a_scheme_is_for_linears_and_experts(case: str, scheme: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Schemes that quantize activations quantize the weights alone of experts, and the log says so."""
+    """Schemes that quantize activations leave those of experts alone, but for many tokens on a GPU; the log says so."""
     how: Any = rounded_fp8 if scheme == "fp8" else rounded
     rows: dict[str, Any] = {} if scheme == "int8" else {"activations": how}
     want = logits(fake_quantized_experts(fake_quantized(made(case), how, **rows), how))
     with caplog.at_level(logging.INFO, logger="outpace"):
         found = engine(made(case), {"scheme": scheme})
-    assert all("activations" not in str(each) for each in packed(found.module))
     said = [record.getMessage() for record in caplog.records if "quantized experts" in record.getMessage()]
     assert bool(said) == bool(rows)
     check_logits(found, want, logits(made(case)), activations=bool(rows))
