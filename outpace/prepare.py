@@ -43,6 +43,7 @@ from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen, logger
 from outpace.quant.asked import NAMED, asked_plan, asked_rules
+from outpace.quant.fast import check_runs
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import Rules
 
@@ -92,6 +93,8 @@ def prepare(
     if config.kv_cache_dtype != "auto" and not info.can_generate:
         raise ConfigError(f"quant.kv_cache_dtype: {type(module).__name__} keeps no keys and values; leave it out")
     kernels, rules = choose_kernels(config.torch_device, config.kernels, deterministic), asked_rules(config)
+    auto = None if config.quant is None else config.quant.auto
+    check_runs([*rules.schemes, *(NAMED[name] for name in (auto.schemes if auto else ()))], config.torch_device)
     injection = _plan(module, config, kernels, rules)
     if check is not None:
         check(info, injection)

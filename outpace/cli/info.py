@@ -1,9 +1,12 @@
 """`outpace info`: the machine, the versions, and what Outpace would use here and why."""
 
+import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -12,15 +15,30 @@ from outpace._version import __version__
 PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "gguf", "pydantic")
 
 
-def command() -> None:
-    """Print the machine, the versions, and what is used here. Each choice is shown with its reason."""
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Print the machine, the versions, what is used here, and which quantization runs fast. Each with its reason."""
+    if as_json:
+        typer.echo(json.dumps(_content()))
+        return
     console = Console()
     console.print(_table("Machine", ("", ""), _machine()))
     console.print(_table("Versions", ("", ""), _versions()))
     console.print(_table("What is used here", ("what", "choice", "why"), _choices()))
+    console.print(_table("Which quantization runs fast here", ("scheme", "fast", "why"), _schemes()))
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
+def _content() -> dict[str, object]:
+    return {
+        "machine": {row[0]: row[1] for row in _machine()},
+        "versions": {row[0]: row[1] for row in _versions()},
+        "choices": [{"what": what, "choice": choice, "why": why} for what, choice, why in _choices()],
+        "schemes": [{"scheme": scheme, "fast": fast, "why": why} for scheme, fast, why in _schemes()],
+    }
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         table.add_column(column)
@@ -55,7 +73,15 @@ def _versions() -> Iterator[tuple[str, ...]]:
             yield package, "not installed"
 
 
-def _choices() -> Iterator[tuple[str, ...]]:
+def _schemes() -> Iterator[tuple[str, str, str]]:
+    from outpace.config import InferenceConfig
+    from outpace.quant.fast import on_device
+
+    for each in on_device(InferenceConfig().torch_device):
+        yield each.scheme, each.fast, each.why
+
+
+def _choices() -> Iterator[tuple[str, str, str]]:
     from outpace.config import InferenceConfig
     from outpace.kernels.dispatch import default_kernels
     from outpace.loading.dtypes import default_dtype

@@ -1,15 +1,19 @@
 """Quantized linears and experts in the place of those that injection leaves alone: plain modules, encoders, level 0."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from outpace.errors import ConfigError, ModelError, NotSupported
 from outpace.inject.apply import refuse_to_save, stand_in
 from outpace.inject.experts_interface import act_of, computes_otherwise, is_stack
 from outpace.inject.make import Maker
+from outpace.inject.modules import Made
 from outpace.inject.policy import MoERoles
 from outpace.inject.quantized import PackedExperts, PackedLinear, StandInExperts
 from outpace.inject.recipe import Recipe
@@ -143,8 +147,37 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if _in_fp32(model, path):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
-        if path and type(module) in (nn.Linear, Conv1D) and not isinstance(parent, nn.TransformerEncoderLayer):
+        if path and _is_linear(module) and not isinstance(parent, nn.TransformerEncoderLayer):
             yield path, module
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what a linear does, and nobody reads its weight behind its back."""
+    kind = type(module)
+    if kind in (nn.Linear, Conv1D):
+        return True
+    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear | Made):
+        return False
+    return kind.forward is nn.Linear.forward or _computes_alike(module)
+
+
+def _computes_alike(module: nn.Linear) -> bool:
+    """Whether a subclass with a forward of its own (Falcon's) gives what a linear gives, tried on small numbers."""
+    trial = copy.copy(module)
+    weight, x = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 3, 8).view(2, 4)
+    bias = None if module.bias is None else torch.tensor([0.5, -1.0, 2.0])
+    kept = {"weight": weight, "bias": bias}
+    trial.__dict__["_parameters"] = {
+        name: None if value is None else nn.Parameter(value, requires_grad=False) for name, value in kept.items()
+    }
+    trial.in_features, trial.out_features = 4, 3
+    try:
+        with torch.no_grad():
+            found = trial.forward(x)
+    except Exception:  # somebody's code, which may want anything
+        return False
+    expected = nn.functional.linear(x, weight, bias)
+    return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
 
 
 def _in_fp32(model: nn.Module, path: str) -> bool:

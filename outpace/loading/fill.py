@@ -205,14 +205,27 @@ class _Scratch:
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = torch.empty(self._size, dtype=torch.uint8)
+            buffer = self._more()
         weight = buffer[: math.prod(target.recipe.shape) * target.dtype.itemsize]
         weight = weight.view(target.dtype).view(target.recipe.shape)
         return weight.zero_() if target.recipe.has_gaps else weight
 
+    def _more(self) -> Tensor:
+        try:
+            return _bytes(self._size)
+        except RuntimeError as error:  # torch's errors of memory
+            raise ModelError(
+                f"model: a weight of {size_text(self._size)} is put together in memory before it is quantized, and "
+                "there is not that much left; free some, or use a smaller dtype, a smaller model or another machine"
+            ) from error
+
     def give_back(self, weight: Tensor) -> None:
         """Nobody uses it any more."""
         self._free.append(torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage()))
+
+
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
 
 class _Waiting:

@@ -37,8 +37,13 @@ class Rules:
     @property
     def activates(self) -> bool:
         """Whether some scheme quantizes activations."""
-        schemes = (self.scheme, *self.named.values(), *(scheme for scheme, _ in (self.exact or {}).values()))
-        return any(scheme is not None and scheme.activations is not None for scheme in schemes)
+        return any(scheme.activations is not None for scheme in self.schemes)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """Those that weights may get."""
+        found = (self.scheme, *self.named.values(), *(scheme for scheme, _ in (self.exact or {}).values()))
+        return [scheme for scheme in found if scheme is not None]
 
     def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
         """The scheme of a weight that is made of these tensors; None: it stays as it is."""

@@ -143,10 +143,19 @@ def test_the_default_model(default_model_folder: Path) -> None:
 def test_info_says_what_would_be_used_and_why(cache: Path) -> None:
     result = run("info")
     assert result.exit_code == 0
-    for said in ("Machine", "Versions", "What is used here", __version__, "torch", "transformers", str(cache)):
+    titles = ("Machine", "Versions", "What is used here", "Which quantization runs fast here")
+    for said in (*titles, __version__, "torch", "transformers", str(cache)):
         assert said in result.stdout
     assert re.search(r"device .*(cpu|cuda).*torch sees", result.stdout)
     assert re.search(r"dtype .*float(32|16).*init_inference: ", result.stdout)
+
+
+def test_info_as_json_says_which_quantization_runs_fast() -> None:
+    found = json.loads(run("info", "--json").stdout)
+    assert found["versions"]["outpace"] == __version__
+    assert {"device", "dtype"} <= {each["what"] for each in found["choices"]}
+    assert [each["scheme"] for each in found["schemes"]] == ["int8", "int4", "w8a8", "fp8"]
+    assert all(each["why"] for each in found["schemes"])
 
 
 def test_info_of_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,3 +102,15 @@ def test_too_little_memory_is_said_in_words(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Target, "empty", fail)
     with pytest.raises(ModelError, match=r"its weights take \d+\.\d\d KB on cpu, which has not that much left"):
         load_paged(tmp_path / "tiny", LLMConfig(dtype="fp32", device="cpu"), tokenizer=False)
+
+
+def test_too_little_memory_for_a_weight_that_is_quantized_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    empty_llama(tmp_path / "tiny", 64, 1, 64)
+    monkeypatch.setattr("outpace.loading.fill._bytes", fail)
+    with pytest.raises(ModelError, match=r"a weight of \d+\.\d\d KB is put together in memory before it is quantized"):
+        load_paged(tmp_path / "tiny", LLMConfig.of(dtype="fp32", device="cpu", quantization="int8"), tokenizer=False)

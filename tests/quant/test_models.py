@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[Any, bool]] = {
     "level 0": (olmo2, True),
     "no injection": (lambda: tiny("llama"), False),
     "Conv1D": (lambda: tiny("gpt2"), False),
+    "subclass of Linear": (lambda: tiny("falcon"), False),
     "encoder": (lambda: tiny("bert"), True),
     "encoder, no injection": (lambda: tiny("bert"), False),
     "encoder-decoder": (lambda: tiny("t5"), False),
@@ -85,6 +86,29 @@ def test_a_plain_module(scheme: str) -> None:
     expected = fake_quantized(copy.deepcopy(net), **fake)(x)
     found = outpace.init_inference(net, device="cpu", dtype="fp32", quant=quant)(x)
     torch.testing.assert_close(found, expected, atol=2e-3 if fake.get("activations") else 1e-5, rtol=0)
+
+
+def test_subclasses_of_linear_that_compute_alike_are_quantized_and_others_stay() -> None:
+    class Alike(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input @ self.weight.T + self.bias
+
+    class Plain(nn.Linear):
+        """With nothing of its own."""
+
+    class Other(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    class Odd(nn.Linear):
+        def forward(self, input: torch.Tensor, more: int) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(input)
+
+    net = nn.ModuleList([Alike(16, 8), Plain(16, 8), Other(16, 8), Odd(16, 8), nn.MultiheadAttention(16, 2)])
+    engine = outpace.init_inference(net, device="cpu", dtype="int8")
+    kinds = [isinstance(module, PackedLinear) for module in engine.module.children()]
+    assert kinds == [True, True, False, False, False]
+    assert not isinstance(engine.module.get_submodule("4.out_proj"), PackedLinear), "its weight is read directly"
 
 
 @pytest.mark.parametrize("inject", [True, False])
