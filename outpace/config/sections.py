@@ -79,7 +79,7 @@ class WeightQuantConfig(BaseQuantConfig):
     group_size: int | None = Field(default=None, ge=8)
     """Columns of a row that share a scale, instead of `q_groups`."""
     per_tensor: bool = False
-    """One scale for a whole weight; q, k and v are one weight in a fused layer, gate and up too."""
+    """One scale for each tensor of the model: q, k and v have one each, fused or not."""
     quantized_initialization: GroupQuantConfig | None = None
     """How all weights are quantized, as DeepSpeed's ZeRO-Inference has it."""
     post_init_quant: dict[str, GroupQuantConfig] | None = None

@@ -60,6 +60,8 @@ class Maker:
         scheme = self._scheme(role, [f"{self._paths[id(module)]}.weight" for module in modules], recipe)
         if scheme is None:
             return PlainLinear(recipe, bias, self._kernels)
+        if scheme.per_tensor and len(recipe.parts) > 1:
+            scheme = replace(scheme, sources=tuple(part.shape_in_weight[0] for part in recipe.parts))
         return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
 
     def _scheme(self, role: Role, names: Sequence[str], recipe: Recipe) -> Scheme | None:

@@ -21,17 +21,15 @@ def quantized(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     made = {end: torch.empty(size, dtype=dtype, device=weight.device) for end, (size, dtype) in sizes}
     rows = weight.reshape(-1, shape[-1])
     flat = {end: tensor.view(-1, tensor.shape[-1]) for end, tensor in made.items()}
+    block = scheme.block(shape[-2])
     if scheme.per_tensor:
-        count = shape[-2]
-        for number in range(len(rows) // count):
-            scale, zero = _scales(_ends(rows[number * count : (number + 1) * count]), scheme)
-            _put(flat, slice(number, number + 1), {"_scale": scale, "_zero": zero})
+        _put_per_tensor(rows, flat, scheme, shape[-2])
     step = max(1, ELEMENTS // max(1, shape[-1]))
     for start in range(0, len(rows), step):
         chosen = slice(start, min(start + step, len(rows)))
         groups = _groups(rows[chosen].float(), scheme)
         if scheme.per_tensor:
-            at = torch.arange(start, chosen.stop, device=weight.device) // shape[-2]
+            at = torch.arange(start, chosen.stop, device=weight.device) // block
             scale, zero = flat["_scale"][at].float(), flat["_zero"][at].float() if "_zero" in flat else None
         else:
             scale, zero = _scales(groups.aminmax(dim=2), scheme)
@@ -57,8 +55,18 @@ def _in_parts(rows: Tensor) -> tuple[Tensor, ...]:
 def as_packed(tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Packed:
     """The same as the kernels take it; shape: (N, K)."""
     rows, columns = shape
-    group, block = scheme.group or columns, rows if scheme.per_tensor else 1
+    group, block = scheme.group or columns, scheme.block(rows)
     return Packed(tensors[""], tensors["_scale"], tensors.get("_zero"), shape, group=group, block=block)
+
+
+def _put_per_tensor(rows: Tensor, flat: dict[str, Tensor], scheme: Scheme, count: int) -> None:
+    """Scales and zeros of weights of `count` rows: one for each weight, or for each tensor that it is made of."""
+    block, start = scheme.block(count), 0
+    while start < len(rows):
+        for size in scheme.sources or (count,):
+            scale, zero = _scales(_ends(rows[start : start + size]), scheme)
+            _put(flat, slice(start // block, (start + size) // block), {"_scale": scale, "_zero": zero})
+            start += size
 
 
 def _groups(rows: Tensor, scheme: Scheme) -> Tensor:

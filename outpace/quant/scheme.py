@@ -28,6 +28,8 @@ class Scheme:
     """What rows are quantized to before they are multiplied, one by one; None: they are multiplied as they are."""
     scales: torch.dtype | None = None
     """What scales are kept in; None: float16 of groups, else float32."""
+    sources: tuple[int, ...] = ()
+    """Rows of each of several tensors that the weight is made of, which have a scale each if it is per tensor."""
 
     def __str__(self) -> str:
         scales = "per channel" if self.group is None else f"in groups of {self.group}"
@@ -40,6 +42,10 @@ class Scheme:
         """The dtype of scales and zeros."""
         return self.scales or (torch.float32 if self.group is None else torch.float16)
 
+    def block(self, rows: int) -> int:
+        """Rows that share a scale, or whose scales are equal, of a weight with so many."""
+        return max(1, math.gcd(*self.sources) if self.sources else rows) if self.per_tensor else 1
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a weight [..., N, K] with its scales and zeros."""
         return sum(math.prod(size) * dtype.itemsize for size, dtype in self.tensors(shape).values())
@@ -48,6 +54,6 @@ class Scheme:
         """Shapes and dtypes of what a weight [..., N, K] becomes, by what is put behind its name."""
         *stack, rows, columns = shape
         width = -(-columns // 2) if self.values == "int4" else columns
-        scales = (*stack, 1 if self.per_tensor else rows, 1 if self.group is None else -(-columns // self.group))
+        scales = (*stack, rows // self.block(rows), 1 if self.group is None else -(-columns // self.group))
         found = {"": ((*stack, rows, width), DTYPES[self.values]), "_scale": (scales, self.kept)}
         return found if self.symmetric else {**found, "_zero": (scales, self.kept)}

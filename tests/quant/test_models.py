@@ -17,7 +17,14 @@ from outpace.inject.quantized import PackedLinear
 from tests.inject.test_level0 import SMALL
 from tests.loading.tiny import tiny_model, write_gguf
 from tests.models import prompts, tiny
-from tests.quant.fake import fake_quantized, linears, rounded, rounded_asymmetric, rounded_fp8
+from tests.quant.fake import (
+    fake_quantized,
+    linears,
+    rounded,
+    rounded_asymmetric,
+    rounded_by_tensor,
+    rounded_fp8,
+)
 
 IDS = prompts(7, 7)
 BATCH = torch.stack(IDS)
@@ -25,6 +32,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"scheme": "int8"}, {}),
     "asymmetric": ({"weight": {"q_type": "asymmetric"}}, {"how": rounded_asymmetric}),
     "groups": ({"weight": {"group_size": 16}}, {"group": 16}),
+    "per tensor": ({"weight": {"per_tensor": True}}, {"how": rounded_by_tensor}),
     "fp8": ({"scheme": "fp8"}, {"how": rounded_fp8, "activations": rounded_fp8}),
     "w8a8": ({"scheme": "w8a8"}, {"activations": rounded}),
 }
