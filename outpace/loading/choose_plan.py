@@ -98,8 +98,9 @@ class Chooser:
         count, length = ESTIMATE
         tokens = self.calibration.tokens
         length = min(length, max(len(tokens.of(window)) for window in self.calibration.windows))
-        windows = make_windows(tokens, length)[:count]
-        return estimates(self.model, asked, [tokens.of(each) for each in windows], self._passes("estimates"))
+        windows = [tokens.of(each) for each in make_windows(tokens, length)[:count]]
+        windows = [ids for ids in windows if len(ids) == len(windows[0])]
+        return estimates(self.model, asked, windows, self._passes("estimates"))
 
     def _options(self, weight: Weight, found: Mapping[Scheme, float]) -> list[Option]:
         """What a weight may get, the smallest first. One of unknown influence stays as it is."""

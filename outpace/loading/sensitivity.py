@@ -25,6 +25,8 @@ from outpace.quant.rounding import restored
 from outpace.quant.rules import TOGETHER, Role
 from outpace.quant.scheme import Scheme
 
+TOGETHER_TOKENS = 2048
+"""Most tokens of a pass."""
 Advance = Callable[[], None]
 """Told after every pass."""
 
@@ -143,15 +145,16 @@ def loss(
 ) -> float:
     """The mean loss of a token, in nats, with weights quantized by these schemes."""
     total, count = 0.0, 0
-    for window in windows:
-        ids = tokens.of(window)
+    for batch in _batches(tokens, windows):
+        rows = [tokens.of(window) for window in batch]
         with rounded(model, schemes):
-            logits = _logits(model, ids)[window.first - 1 : -1]
-        targets = torch.tensor(ids[window.first :], device=logits.device)
-        for part, wanted in zip(logits.split(256), targets.split(256), strict=True):
-            total += float(F.cross_entropy(part.float(), wanted, reduction="sum"))
-        count += len(targets)
-        advance()
+            logits = _logits(model, rows)
+        for window, ids, found in zip(batch, rows, logits, strict=True):
+            targets = torch.tensor(ids[window.first :], device=logits.device)
+            for part, wanted in zip(found[window.first - 1 : -1].split(256), targets.split(256), strict=True):
+                total += float(F.cross_entropy(part.float(), wanted, reduction="sum"))
+            count += len(targets)
+            advance()
     if not total < float("inf"):
         raise ModelError(
             "quant.auto: the model gives NaN or infinite losses on the calibration text; use another dtype, or check "
@@ -160,11 +163,24 @@ def loss(
     return total / count
 
 
+def _batches(tokens: Tokens, windows: Sequence[Window]) -> Iterator[list[Window]]:
+    """Windows of one length that run together: weights are rounded once for all of them."""
+    batch: list[Window] = []
+    for window in windows:
+        length = len(tokens.of(window))
+        if batch and (len(tokens.of(batch[0])) != length or (len(batch) + 1) * length > TOGETHER_TOKENS):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
 @torch.no_grad()
-def _logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """[T, V]."""
+def _logits(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    """[B, T, V]."""
     device = next(model.parameters()).device
-    found: Tensor = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+    found: Tensor = model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits
     return found
 
 
@@ -174,7 +190,10 @@ Estimates = dict[Weight, dict[Scheme, float]]
 def estimates(
     model: Any, asked: Mapping[Weight, Sequence[Scheme]], windows: Sequence[Sequence[int]], advance: Advance
 ) -> Estimates:
-    """What each scheme of each weight adds to the loss of a token, in nats. Weights that did not run are left out."""
+    """What each scheme of each weight adds to the loss of a token, in nats. Weights that did not run are left out.
+
+    windows: of one length. On a CPU, where rounding takes longer than a pass, they run together.
+    """
     found: Estimates = {}
     places = {weight: _Place.of(model, weight) for weight in asked}
     linear = {weight: each for weight, each in places.items() if all(place.is_linear for place in each)}
@@ -187,8 +206,9 @@ def estimates(
             for place in each:
                 listener = _Listener(place, asked[weight], found.setdefault(weight, {}), 0.5 / tokens)
                 stack.enter_context(_removed(place.module.register_forward_hook(listener)))
-        for number, ids in enumerate(windows):
-            _backward(model, ids, seed=number)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        for number, rows in enumerate([windows] if on_cpu else [[ids] for ids in windows]):
+            _backward(model, rows, seed=number)
             advance()
     others = {weight: schemes for weight, schemes in asked.items() if weight not in linear}
     _tried(model, others, windows, found, advance)
@@ -221,11 +241,11 @@ class _Listener:
             self._sums[scheme] = self._sums.get(scheme, 0.0) + added
 
 
-def _backward(model: nn.Module, ids: Sequence[int], seed: int) -> None:
+def _backward(model: nn.Module, rows: Sequence[Sequence[int]], seed: int) -> None:
     """One pass forward and back, of the loss against tokens that are drawn from the model's own distributions."""
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.enable_grad():
-        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float()
+        logits = model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits.flatten(0, 1).float()
         drawn = torch.Generator(device).manual_seed(seed)
         labels = torch.multinomial(logits.detach().softmax(dim=1), 1, generator=drawn)[:, 0]
         F.cross_entropy(logits, labels, reduction="sum").backward()
@@ -254,12 +274,12 @@ def _tried(
     """The mean KL divergence from the model, with each weight quantized alone."""
     tokens = sum(map(len, windows))
     for ids in windows if asked else ():
-        plain = _logits(model, ids).log_softmax(dim=1, dtype=torch.float32)
+        plain = _logits(model, [ids])[0].log_softmax(dim=1, dtype=torch.float32)
         for weight, schemes in asked.items():
             sums = found.setdefault(weight, {})
             for scheme in schemes:
                 with rounded(model, {weight: scheme}):
-                    other = _logits(model, ids).log_softmax(dim=1, dtype=torch.float32)
+                    other = _logits(model, [ids])[0].log_softmax(dim=1, dtype=torch.float32)
                 added = float((plain.exp() * (plain - other)).sum().clamp(min=0)) / tokens
                 sums[scheme] = sums.get(scheme, 0.0) + added
             advance()

@@ -49,7 +49,7 @@ def restored(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 
 
 def _in_parts(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.split(max(1, 4 * ELEMENTS // max(1, rows.shape[1])))
+    return rows.split(max(1, ELEMENTS // max(1, rows.shape[1])))
 
 
 def as_packed(tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Packed:
