@@ -7,14 +7,14 @@ from torch import Tensor
 from outpace.kernels.activation import activate, activate_gated, activation_kind
 from outpace.kernels.gemv import has_pdl, row_stride
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_gemv import CHUNK, fitting_depth, packed_product, takes_chunks
+from outpace.kernels.packed_gemv import CHUNK, fitting_depth, packed_product, takes_chunks, words_of_chunk
 from outpace.kernels.triton_stub import tl, triton
 
 
 @triton.jit
 def _packed_up_kernel(
     x_ptr: tl.tensor,  # [T, H]
-    values_ptr: tl.tensor,  # [E, 2I, H]; not gated: [E, I, H]; int4: half as wide
+    values_ptr: tl.tensor,  # [E, 2I, H]; not gated: [E, I, H]; int4: half as wide; or the same as int32
     scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,  # as scale, or None
     bias_ptr: tl.tensor,  # [E, 2I] or [E, I], or None
@@ -42,6 +42,7 @@ def _packed_up_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     chunk: tl.constexpr,
+    words: tl.constexpr,
 ) -> None:
     # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
     tile_n: tl.constexpr = 2 * block_n if gated else block_n
@@ -73,6 +74,7 @@ def _packed_up_kernel(
             False,
             block_k,
             chunk,
+            words,
         )
         y = tl.reshape(y, [tile_n])
         if bias_ptr is not None:
@@ -92,7 +94,7 @@ def _packed_up_kernel(
 @triton.jit
 def _packed_down_kernel(
     h_ptr: tl.tensor,  # [T * K, I]; rows of pairs without an expert are zero
-    values_ptr: tl.tensor,  # [E, H, I]; int4: half as wide
+    values_ptr: tl.tensor,  # [E, H, I]; int4: half as wide; or the same as int32
     scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,  # as scale, or None
     bias_ptr: tl.tensor,  # [E, H] or None
@@ -120,6 +122,7 @@ def _packed_down_kernel(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     chunk: tl.constexpr,
+    words: tl.constexpr,
 ) -> None:
     # M are the experts of one token; beyond the last one lies the last one again, and a pair without an expert reads
     # the first: neither is added. With pdl `chosen` is read before the wait: see experts_few.py.
@@ -145,6 +148,7 @@ def _packed_down_kernel(
         pdl,
         block_k,
         chunk,
+        words,
     )
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + tl.where(found, expert, 0).to(tl.int64)[:, None] * outputs + row[None, :]
@@ -164,7 +168,7 @@ def few_packed_config(weight: Packed, block_p: int, gated: bool) -> dict[str, in
     width: int = max(CHUNK, triton.next_power_of_2(weight.shape[1]))
     block_k = min(2048 if block_p == 1 and weight.kind == "int4" else max(256, 1024 // block_p), width)
     warps = max(1, min(4, block_k // (32 * CHUNK)))
-    return {"block_n": 2 if gated or block_p > 1 else 4, "block_k": fitting_depth(weight, block_k), "num_warps": warps}
+    return {"block_n": 2 if gated or block_p > 1 else 4, "block_k": block_k, "num_warps": warps}
 
 
 def takes_few_packed(*stacks: Packed) -> bool:
@@ -197,12 +201,12 @@ def experts_few_packed(
     h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
     pdl = pdl is not False and has_pdl(x.device)
-    both = {"top_k": top_k, "pdl": pdl, "chunk": CHUNK, **({"launch_pdl": True} if pdl else {})}
-    meta = up or few_packed_config(gate_up, 1, gated)
+    both = {"top_k": top_k, "pdl": pdl, **({"launch_pdl": True} if pdl else {})}
+    values, form, meta = _read(gate_up, x.dtype, up or few_packed_config(gate_up, 1, gated))
     _packed_up_kernel[(tokens * top_k, triton.cdiv(inner, meta["block_n"]))](
-        *(x, gate_up.values, gate_up.scale, gate_up.zero, gate_up_bias, chosen, h, experts, inner),
-        *(row_stride(x), *_strides(gate_up)),
-        **_form(gate_up),
+        *(x, values, gate_up.scale, gate_up.zero, gate_up_bias, chosen, h, experts, inner),
+        *(row_stride(x), *_strides(values, gate_up.scale, gate_up.zero)),
+        **form,
         activation=activation_kind(act),
         gated=gated,
         limit=limit,
@@ -211,11 +215,11 @@ def experts_few_packed(
         **meta,
     )
     block_p = triton.next_power_of_2(top_k)
-    meta = down_tiles or few_packed_config(down, block_p, False)
+    values, form, meta = _read(down, x.dtype, down_tiles or few_packed_config(down, block_p, False))
     _packed_down_kernel[(tokens, triton.cdiv(hidden, meta["block_n"]))](
-        *(h, down.values, down.scale, down.zero, down_bias, weights, chosen, add, out, experts, hidden),
-        *(*_strides(down), row_stride(add), row_stride(out)),
-        **_form(down),
+        *(h, values, down.scale, down.zero, down_bias, weights, chosen, add, out, experts, hidden),
+        *(*_strides(values, down.scale, down.zero), row_stride(add), row_stride(out)),
+        **form,
         block_p=block_p,
         **both,
         **meta,
@@ -223,17 +227,23 @@ def experts_few_packed(
     return out
 
 
-def _strides(stack: Packed) -> tuple[int, ...]:
-    """Of experts and rows, of values, scales and zeros."""
-    tensors = (stack.values, stack.scale, stack.zero)
+def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Of experts and rows."""
     return tuple(stride for t in tensors for stride in ((0, 0) if t is None else (t.stride(0), t.stride(1))))
 
 
-def _form(stack: Packed) -> dict[str, int]:
-    depth = stack.shape[1]
-    return {
+def _read(stack: Packed, dtype: torch.dtype, tiles: dict[str, int]) -> tuple[Tensor, dict[str, int], dict[str, int]]:
+    """The values, as words where they can be read so, what the kernels must know of them, and tiles that fit."""
+    depth, words = stack.shape[1], words_of_chunk(stack, dtype)
+    chunk = words * (8 if stack.kind == "int4" else 4)
+    words, chunk = (words, chunk) if 0 < chunk <= depth else (0, CHUNK)
+    form = {
         "depth": depth,
         "group": min(stack.group, depth),
         "shared_rows": stack.block,
         "default_zero": stack.default_zero,
+        "chunk": chunk,
+        "words": words,
     }
+    block_k = fitting_depth(stack, max(chunk, tiles["block_k"]))
+    return stack.values.view(torch.int32) if words else stack.values, form, {**tiles, "block_k": block_k}

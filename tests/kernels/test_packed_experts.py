@@ -15,6 +15,7 @@ from outpace.kernels.experts import (
 )
 from outpace.kernels.experts_few_packed import experts_few_packed, takes_few_packed
 from outpace.kernels.experts_many import Tiles, experts_many
+from outpace.kernels.packed_gemv import words_of_chunk
 from tests.kernels.packing import random_packed
 from tests.kernels.test_experts import Call, call_of, check, exact
 
@@ -32,11 +33,11 @@ SHAPE = (5, 3, 4, 40, 36)  # tokens, experts of one, experts, hidden, inner
 
 
 def packed_call(
-    form: tuple[str, int, int, bool], dtype: torch.dtype, device: torch.device, **options: Any
+    form: tuple[str, int, int, bool], dtype: torch.dtype, device: torch.device, *, shape: Any = SHAPE, **options: Any
 ) -> tuple[Call, dict[str, Any]]:
     """A call with the weights that quantized ones stand for, and the quantized ones."""
     kind, group, block, zero = form
-    call = call_of(SHAPE, dtype, device, **options)
+    call = call_of(shape, dtype, device, **options)
     stacks: dict[str, Any] = {}
     for name in ("gate_up", "down"):
         experts, rows, columns = getattr(call, name).shape
@@ -64,6 +65,16 @@ def test_the_kernels(form: tuple[str, int, int, bool], dtype: torch.dtype, devic
         check(run(experts_many, call, stacks, tiles=tiles), exact(call))
         if takes_few_packed(*stacks.values()):
             check(run(experts_few_packed, call, stacks), exact(call))
+
+
+@pytest.mark.parametrize("form", [FORMS[1], ("int4", 16, 1, True)], ids=str)
+def test_few_tokens_whose_values_are_read_as_words(form: tuple[str, int, int, bool], device: torch.device) -> None:
+    """Where they lie at multiples of 16 bytes, with x of 16 bits."""
+    call, stacks = packed_call(form, torch.bfloat16, device, bias=True, shape=(1, 2, 3, 32, 32))
+    stacks = {name: replace(stack, values=stack.values.contiguous()) for name, stack in stacks.items()}
+    call.chosen[0, 0] = -1
+    assert all(words_of_chunk(stack, torch.bfloat16) for stack in stacks.values())
+    check(run(experts_few_packed, call, stacks), exact(call))
 
 
 @pytest.mark.parametrize("experts", [experts_ref, experts_torch, experts_invariant])
