@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ from outpace.bench import limits, shapes
 
 THREADS = (1, 4, 8, 16)
 CHUNK = 16 << 20  # bytes of one read
+KEPT = (
+    *("weights GB", "largest weight GB", "allocated GB after loading", "allocated GB while loading"),
+    *("reserved GB after loading", "reserved GB at most"),
+)
 RING = 64  # chunks of page-locked memory
 START = """
 import gc, json, logging, sys, time
@@ -50,11 +56,13 @@ fill = prepare.fill
 def watched(module, *rest):
     fill(module, *rest)
     sizes = [each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers())]
+    details["allocated GB after loading"] = torch.cuda.memory_allocated() / 1e9
+    details["allocated GB while loading"] = torch.cuda.max_memory_allocated() / 1e9
     details["reserved GB after loading"] = torch.cuda.max_memory_reserved() / 1e9
     details["weights GB"], details["largest weight GB"] = sum(sizes) / 1e9, max(sizes) / 1e9
 
 prepare.fill = watched
-llm = LLM(sys.argv[1], max_model_len=4096)
+llm = LLM(sys.argv[1], max_model_len=4096, **json.loads(sys.argv[2]))
 ready = time.perf_counter()
 llm.generate([[1, 2, 3]], outpace.SamplingParams(max_tokens=1), use_tqdm=False)
 parts = {"import": imported - begin, **llm.startup_seconds, "first token": time.perf_counter() - ready}
@@ -90,12 +98,18 @@ def copy_speed(ring: torch.Tensor) -> float:
     return ring.numel() / (limits.gpu_ms(lambda: there.copy_(ring, non_blocking=True)) / 1e3)
 
 
-def started(folder: Path, kernel_cache: Path, bytecode: Path) -> tuple[dict[str, float], dict[str, Any]]:
+def started(
+    folder: Path, kernel_cache: Path, bytecode: Path, options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, float], dict[str, Any]]:
     """A start in a process of its own: seconds by part, and what else there is to know."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache), "PYTHONPYCACHEPREFIX": str(bytecode)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
-        [sys.executable, "-c", START, str(folder)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", START, str(folder), json.dumps({**options})],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -114,6 +128,7 @@ def _row(what: str, seconds: float, size: int | None, limit: float | None = None
 def main() -> None:
     """Write a folder, measure the limits, then starts with an empty and a full kernel cache."""
     parser = report.parser(__doc__)
+    parser.add_argument("--quantization", default="", help="schemes, each loaded once more: int8,int4,fp8")
     parser.add_argument("--shape", default="llama-3.1-8b", help="shape of the model")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="outpace-loading-"))
@@ -141,9 +156,18 @@ def main() -> None:
             for part, took in parts.items():
                 streams = part == "weights"
                 rows.append(_row(f"{part}, kernel cache {state}", took, size if streams else None, limit))
+        for scheme in filter(None, options.quantization.split(",")):
+            parts, known = started(folder / "model", folder / "kernels", folder / "bytecode", {"quantization": scheme})
+            details[scheme] = {**parts, **known}
+            rows += [
+                _row(f"{part}, {scheme}", parts[part], size if part == "weights" else None)
+                for part in ("weights", "all")
+            ]
+            for name in KEPT:
+                rows.append({**_row(f"{name}, {scheme}", 0.0, None), "seconds": None, "GB": known[name]})
         device = limits.device_name(torch.device("cuda"))
-        kept = ("weights GB", "largest weight GB", "reserved GB after loading", "reserved GB at most")
-        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files), **{name: known[name] for name in kept}}
+        known = details["full"]
+        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files), **{name: known[name] for name in KEPT}}
         notes["bytecode"] = "present, as after an install"
         report.save("loading", device, rows, notes, options.out, details)
         report.show("loading", rows)

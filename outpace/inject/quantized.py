@@ -60,7 +60,7 @@ class PackedLinear(Linear):
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """With the weight as it is kept."""
-        if self.rows_kind is not None:
+        if self.rows_kind is not None and not self._alone(x):
             values, scales = self._kernels.quantize_rows(x, self.rows_kind)
             return self._scaled(values, scales, x.dtype, bias, add, out)
         result: Tensor = self._kernels.packed_linear(x, self.packed, bias=bias, add=add, out=out)
@@ -70,7 +70,7 @@ class PackedLinear(Linear):
         self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
     ) -> Tensor | None:
         """Rows quantized by what comes before, or few rows in one kernel."""
-        if self.rows_kind is not None:
+        if self.rows_kind is not None and not self._alone(x):
             if before is None or act is not None:
                 return None
             return self._scaled(*before.quantized(x, self.rows_kind), x.dtype, self.bias, add)
@@ -82,6 +82,10 @@ class PackedLinear(Linear):
         kind = None if act is None else activation_kind(act)
         result: Tensor = self._kernels.packed_linear(x, self.packed, bias=self.bias, activation=kind, add=add, **fused)
         return result
+
+    def _alone(self, x: Tensor) -> bool:
+        """A single row is not quantized where one kernel does all with it: that is faster, and nearer to the model."""
+        return len(x) == 1 and self._kernels.gemv is not None and packed_choice(1, self.packed) == "few"
 
     def _scaled(
         self,

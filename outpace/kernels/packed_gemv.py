@@ -341,14 +341,16 @@ def _packed_gemv_kernel(
 
 
 def packed_gemv_config(kind: str, rows: int, outputs: int, depth: int, gated: bool) -> dict[str, int]:
-    """The default tiles: 32 to 64 bytes under way to every thread. Not measured yet: bench/packed_sweep.py."""
+    """The tiles that win on an H200 with a single row (bench/results/packed_sweep_*): 128 bytes for every thread."""
+    block_n, block_k, warps = (8, 2048, 2) if kind == "int4" else (8, 2048, 4)
+    if kind == "fp8" and depth > 8192:
+        block_k = 1024
+    if rows > 1:
+        block_n = 4 if rows == 2 else 2
     width: int = max(CHUNK, triton.next_power_of_2(depth))
-    if rows == 1:
-        block_n, block_k = (4, min(2048, width)) if kind == "int4" else (8, min(1024, width))
-    else:
-        block_n, block_k = 4 if rows == 2 else 2, min(512, width)
-    warps = max(1, min(4, block_k // (32 * CHUNK)))
-    return {"block_n": max(1, min(2, block_n // 2)) if gated else block_n, "block_k": block_k, "num_warps": warps}
+    if width < block_k:
+        block_k, warps = width, max(1, min(warps, width // 512))
+    return {"block_n": max(1, block_n // 2) if gated else block_n, "block_k": block_k, "num_warps": warps}
 
 
 def takes_chunks(weight: Packed) -> bool:

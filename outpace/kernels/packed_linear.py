@@ -15,11 +15,9 @@ from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, pa
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.triton_stub import HAS_TRITON
 
-MOST_ROWS = (("few", 4), ("tiles", 256))
-"""The most rows of the kernel of few rows and of the one with matrix units; more: dequantized, for torch's product.
-
-Not measured yet: bench/packed_sweep.py.
-"""
+MOST_ROWS = (("few", 2), ("tiles", 256))
+"""The most rows of the kernel of few rows and of the one with matrix units; more: dequantized, for torch's product
+(bench/results/packed_sweep_*)."""
 
 
 class Options(TypedDict, total=False):

@@ -86,26 +86,34 @@ def _packed_matmul_kernel(
     add_and_store(tl.trans(acc), m, n[None, :], bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
 
 
-def packed_tiles(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> PackedTiles:
-    """The default tiles. Not measured yet: bench/packed_sweep.py."""
+def packed_tiles(kind: str, rows: int, outputs: int, depth: int, dtype: torch.dtype) -> PackedTiles:
+    """The tiles that win on an H200 (bench/results/packed_sweep_*)."""
     if dtype == torch.float32:  # no matrix instruction
         return PackedTiles(32, 64, 32)
-    block_m = min(128, max(16, triton.next_power_of_2(rows)))
-    wide = rows > 64
-    block_n = 128 if wide else 64
-    programs = -(-outputs // block_n) * -(-rows // block_m)
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    many = outputs >= 16384  # programs enough without cutting the depth
+    if rows > 64:
+        return PackedTiles(
+            256 if rows > 128 else 128, 128, 64, 8, 3, split=1 if many else split_for(outputs, 128, depth)
+        )
+    if many and rows <= 32:
+        return PackedTiles(block_m, 128, 128, num_stages=3, split=2 if depth >= 1024 else 1)
+    if many and kind != "int4":
+        return PackedTiles(block_m, 128, 128, num_warps=8, num_stages=3)
+    return PackedTiles(block_m, 64, 128, num_stages=3 if depth <= 4096 else 4, split=split_for(outputs, 64, depth))
+
+
+def split_for(outputs: int, block_n: int, depth: int) -> int:
+    """How many programs share a depth, so that there are more of them than SMs."""
     split = 1
-    while programs * split < 200 and split < 8 and depth // (2 * split) >= 512 and rows <= 64:
+    while -(-outputs // block_n) * split < 200 and split < 4 and depth // (2 * split) >= 512:
         split *= 2
-    return PackedTiles(block_m, block_n, 64 if wide else 128, num_warps=8 if wide else 4, num_stages=3, split=split)
+    return split
 
 
 def invariant_tiles(outputs: int, depth: int) -> PackedTiles:
     """Tiles that do not depend on the rows, so that a row's result does not either."""
-    split = 1
-    while -(-outputs // 64) * split < 200 and split < 4 and depth // (2 * split) >= 512:
-        split *= 2
-    return PackedTiles(64, 64, num_stages=3, split=split)
+    return PackedTiles(64, 64, num_stages=3, split=split_for(outputs, 64, depth))
 
 
 def packed_matmul_triton(
@@ -124,7 +132,7 @@ def packed_matmul_triton(
     check_packed(x, weight, bias, (rows, outputs), add, out)
     if out.numel() == 0:
         return out
-    tiles = tiles or packed_tiles(rows, outputs, depth, x.dtype)
+    tiles = tiles or packed_tiles(weight.kind, rows, outputs, depth, x.dtype)
     block_k = step_depth(weight, tiles.block_k)
     part = triton.cdiv(triton.cdiv(depth, tiles.split), block_k) * block_k
     split = triton.cdiv(depth, part)

@@ -14,11 +14,11 @@ from outpace.kernels.matmul import add_and_store, add_chunks, matmul_invariant_r
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_gemv import row_stride
 from outpace.kernels.packed_linear import packed_linear_invariant_triton, packed_linear_triton
-from outpace.kernels.packed_matmul import PackedTiles
+from outpace.kernels.packed_matmul import PackedTiles, split_for
 from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
 
 LIBRARY_ROWS = 256
-"""More rows than these are for torch's own product, where it can. Not measured yet: bench/packed_sweep.py."""
+"""More rows of fp8 than these are for torch's own product. Of int8 ours is faster (bench/results/packed_sweep_*)."""
 PADDED_ROWS = 16  # fewer, but more than one, are slower in the library on a CPU
 
 
@@ -145,9 +145,9 @@ def scaled_linear_triton(
 
 
 def takes_library(values: Tensor, weight: Packed, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies so many rows: it wants one scale a row, widths that are multiples of 16, fp8 in bf16."""
+    """Whether torch multiplies so many rows: fp8 in bf16, with one scale a row and widths that are multiples of 16."""
     plain = weight.group >= weight.shape[1] and weight.block == 1 and all(n % 16 == 0 for n in weight.shape)
-    return plain and len(values) > LIBRARY_ROWS and (values.dtype == torch.int8 or dtype == torch.bfloat16)
+    return plain and len(values) > LIBRARY_ROWS and values.dtype != torch.int8 and dtype == torch.bfloat16
 
 
 def _by_library(
@@ -161,8 +161,6 @@ def _by_library(
 ) -> Tensor:
     """The product by torch's own kernels, and what they do not do after it."""
     w, scale = weight.values.t(), weight.scale.float().t()  # [K, N], [1, N]
-    if values.dtype == torch.int8:
-        return _finish(torch._int_mm(values, w).float().mul_(scales).mul_(scale), bias, add, out, dtype)
     y = torch._scaled_mm(values, w, scales, scale.contiguous(), bias=bias, out_dtype=dtype)
     return _finish(y, None, add, out, dtype) if add is not None or out is not None else y
 
@@ -232,14 +230,16 @@ def _scaled_matmul_kernel(
     add_and_store(y, m, n[None, :], bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
 
 
-def scaled_tiles(rows: int, outputs: int, depth: int) -> PackedTiles:
-    """The default tiles: bench/packed_sweep.py."""
-    if rows > 64:
-        return PackedTiles(min(128, triton.next_power_of_2(rows)), 128, 128, num_warps=8, num_stages=3)
-    split, programs = 1, -(-outputs // 64)
-    while programs * split < 200 and split < 4 and depth // (2 * split) >= 512:
-        split *= 2
-    return PackedTiles(max(16, triton.next_power_of_2(rows)), 64, 128, num_stages=3, split=split)
+def scaled_tiles(dtype: torch.dtype, rows: int, outputs: int, depth: int) -> PackedTiles:
+    """The tiles that win on an H200 (bench/results/packed_sweep_*)."""
+    many = outputs >= 16384  # programs enough without cutting the depth
+    if rows <= 64:
+        split = 1 if many else split_for(outputs, 64, depth)
+        return PackedTiles(max(16, triton.next_power_of_2(rows)), 64, 128, num_stages=3 if many else 4, split=split)
+    if rows > 512 or many:
+        return PackedTiles(128, 128 if dtype == torch.int8 else 64, 128, num_warps=8, num_stages=3)
+    split = split_for(outputs, 128, depth) if rows <= 128 else 2
+    return PackedTiles(64, 128, 128, num_warps=8, num_stages=4, split=split if depth >= 1024 else 1)
 
 
 def scaled_matmul_triton(
@@ -268,7 +268,7 @@ def scaled_matmul_triton(
     assert all(t is None or t.shape[1] == 1 or t.stride(1) == 1 for t in every), "rows must be contiguous"
     if out.numel() == 0:
         return out
-    tiles = tiles or scaled_tiles(rows, outputs, depth)
+    tiles = tiles or scaled_tiles(values.dtype, rows, outputs, depth)
     grouped = weight.group < depth
     block_k = min(tiles.block_k, weight.group & -weight.group) if grouped else tiles.block_k
     part = -(-depth // (tiles.split * block_k)) * block_k

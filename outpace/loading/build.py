@@ -32,7 +32,8 @@ from outpace.loading.open import open_weights
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
 from outpace.loading.skeleton import outside, skeleton
-from outpace.loading.weights import Weights
+from outpace.loading.stream import lock_ahead
+from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen
 
 
@@ -113,6 +114,7 @@ def _find_folder(path: Path, name: str, dtype: torch.dtype | None, device: torch
     config = _read_config(folder)
     _check_kind(config, name)
     weights = _open(path, folder, config)
+    lock_ahead(stored_bytes(weights.sources), device)
     dtype, reason = _decide_dtype(dtype, _own_dtype(config, weights), device)
     tokenizer = read_tokenizer(checkpoint) if with_tokenizer else None
     return Found(_make_skeleton(config, dtype, folder), weights, tokenizer, name, path, dtype, reason)

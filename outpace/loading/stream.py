@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -49,7 +49,7 @@ def stream(
     copy = torch.cuda.Stream(device) if device.type == "cuda" else None
     total = sum(job.nbytes for job in jobs) + sum(group.nbytes for group in groups)
     chunk = CHUNK if copy is None else DEVICE_CHUNK
-    threads = max(1, min(THREADS, len(os.sched_getaffinity(0)), total // chunk))
+    threads = _threads(total, chunk)
     with _Files() as files:
         work = _Work(_tasks(jobs, groups, files, chunk))
         landings: list[_Landing] = [_Host() for _ in range(threads)]
@@ -61,6 +61,26 @@ def stream(
         finally:
             if copy is not None:  # after an error too: nobody may get memory that is still written to
                 copy.synchronize()
+
+
+def _threads(total: int, chunk: int) -> int:
+    return max(1, min(THREADS, len(os.sched_getaffinity(0)), total // chunk))
+
+
+def lock_ahead(total: int, device: torch.device) -> None:
+    """Lock the pages that a stream of so many bytes will take, beside what is done until then: 8 ms for each slot.
+
+    They are given back at once, to torch, which keeps them for whoever asks for as many.
+    """
+    count = _threads(total, DEVICE_CHUNK) + SPARE
+
+    def lock() -> None:
+        with torch.cuda.device(device), suppress(RuntimeError):  # the stream says what is wrong, if it is still so then
+            held = [_page_locked(DEVICE_CHUNK) for _ in range(count)]
+            del held
+
+    if device.type == "cuda" and total >= DEVICE_CHUNK:
+        threading.Thread(target=lock, name="outpace-lock-pages", daemon=True).start()
 
 
 class _Files:

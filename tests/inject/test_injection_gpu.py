@@ -104,9 +104,9 @@ def test_alternating_batch_sizes_and_lengths_share_pages_and_graphs(monkeypatch:
     captured: list[Shape] = []
     capture = StepGraphs.capture
 
-    def noted(graphs: StepGraphs, shape: Shape, run: Any) -> bool:
+    def noted(graphs: StepGraphs, shape: Shape, run: Any, **options: Any) -> bool:
         captured.append(shape)
-        return capture(graphs, shape, run)
+        return capture(graphs, shape, run, **options)
 
     monkeypatch.setattr(StepGraphs, "capture", noted)
     engine = outpace.init_inference(
