@@ -40,10 +40,11 @@ from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.loading.save import save_shards
 from outpace.loading.sensitivity import weights as weights_found
 from outpace.loading.skeleton import outside, with_buffers
-from outpace.loading.weights import Weights, stored_bytes
+from outpace.loading.stored import as_read, kept_names, log_converted, reasons, stored_forms
+from outpace.loading.weights import Source, Weights, stored_bytes
 from outpace.log import chosen, logger
-from outpace.quant.asked import NAMED, asked_plan, asked_rules
-from outpace.quant.fast import check_runs
+from outpace.quant.asked import NAMED, asked_plan, asked_rules, runs_stored
+from outpace.quant.fast import check_runs, runs
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import Rules
 
@@ -95,12 +96,13 @@ def prepare(
     kernels, rules = choose_kernels(config.torch_device, config.kernels, deterministic), asked_rules(config)
     auto = None if config.quant is None else config.quant.auto
     check_runs([*rules.schemes, *(NAMED[name] for name in (auto.schemes if auto else ()))], config.torch_device)
-    injection = _plan(module, config, kernels, rules)
-    if check is not None:
-        check(info, injection)
     dtype = _choose_dtype(config)
     with as_field("model" if asked is None else _named_by(config)):
         sources = None if weights is None else match(module, weights, dtype)
+    rules = _with_stored(rules, config, sources or {}, dtype)
+    injection = _plan(module, config, kernels, rules)
+    if check is not None:
+        check(info, injection)
     if sources is not None:
         check_buffers(module, sources)
     device, plan = _choose_device(config), asked_plan(config)
@@ -111,7 +113,8 @@ def prepare(
         plan = measured_plan(module, made, quant, info, sources, dtype, device, tokenizer)
         rules = plan.rules
         injection = _plan(module, config, kernels, rules)
-    check_rules(module, injection, kernels, rules)
+    if rules.stored is None:
+        check_rules(module, injection, kernels, rules)
     if (folder := _save_to(config)) is not None:
         save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
     begin = time.perf_counter()
@@ -122,16 +125,19 @@ def prepare(
         injection.apply()
     quantize_others(module, make)
     if (quantized := Quantized.of(module, dtype, plan)) is not None:
-        chosen("quantization", quantized, "asked for")
+        chosen("quantization", quantized, "asked for" if rules.stored is None else runs_stored(config)[1])
     if sources is None:
         settle(module, before, device)
         seconds = {"inject": time.perf_counter() - begin}
         return Prepared(module.eval(), info, injection, dtype, device, seconds, quantized=quantized)
+    kept = kept_names(module)
+    log_converted(sources, dtype, kept, note=None if rules.stored is not None else runs_stored(config)[1])
+    needed = as_read(sources, kept)
     at_fill = time.perf_counter()
-    with progress(sources) as advance:
+    with progress(needed) as advance:
         fill(module, before, sources, device, advance)
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
-    read = stored_bytes(sources)
+    read = stored_bytes(needed)
     return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized)
 
 
@@ -161,6 +167,18 @@ def find_plan(model: str | os.PathLike[str] | None, config: LLMConfig) -> QuantP
         )
     device = config.torch_device
     return measured_plan(found.model, made, config.quant, info, sources, found.dtype, device, found.tokenizer)
+
+
+def _with_stored(rules: Rules, config: InferenceConfig, sources: Mapping[str, Source], dtype: torch.dtype) -> Rules:
+    """Rules with what runs from the checkpoint's own bits, if that is asked for, or usual on the device."""
+    if not runs_stored(config)[0]:
+        return rules
+    if forms := stored_forms(sources, dtype, lambda scheme: runs(scheme, config.torch_device)):
+        return replace(rules, stored=forms)
+    if config.asked_quant is not None:
+        why = "; ".join(sorted(reasons(sources))) or "they are not quantized"
+        raise ConfigError(f"quant.scheme: 'stored', but no weights here run as they are stored: {why}; leave it out")
+    return rules
 
 
 def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:

@@ -31,7 +31,10 @@ GenerationConfig = Annotated[
 ]
 DType = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.", show_default="the checkpoint's own")]
 Quantization = Annotated[
-    str | None, typer.Option(help="Weights in int8 or int4, or with activations in fp8 or w8a8.", show_default="none")
+    str | None,
+    typer.Option(
+        help="Weights in int8 or int4, with activations in fp8 or w8a8, as stored, or none.", show_default=False
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
 

@@ -44,6 +44,10 @@ QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...]
         "quant.scheme with quant.weight or quant.activation: both say how weights are quantized; give one",
     ),
     (
+        lambda q: q.scheme in ("stored", "none") and not q.qkv.enabled,
+        "quant.qkv.enabled=False with quant.scheme stored or none: neither quantizes anything; leave quant.qkv out",
+    ),
+    (
         lambda q: _several(q.weight, *_SCALES),
         "quant.weight.q_groups, quant.weight.group_size and quant.weight.per_tensor: each says how many scales a "
         "weight has; give one",

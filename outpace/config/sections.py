@@ -124,8 +124,10 @@ class QuantizationConfig(ConfigModel):
 
     enabled: bool = True
     """False: as if `quant` had not been given."""
-    scheme: Literal["int8", "int4", "fp8", "w8a8"] | None = None
-    """A usual combination: int8 weights, int4 weights in groups, fp8 or int8 (w8a8) weights and activations."""
+    scheme: Literal["int8", "int4", "fp8", "w8a8", "stored", "none"] | None = None
+    """A usual combination: int8 weights, int4 weights in groups, fp8 or int8 (w8a8) weights and activations. stored:
+    weights that the checkpoint stores quantized run from their own bits, the default on a GPU; none: they are converted
+    to the model's dtype, the default on a CPU."""
     activation: BaseQuantConfig | None = None
     """Activations: not quantized unless this is given."""
     weight: WeightQuantConfig = WeightQuantConfig()

@@ -11,11 +11,12 @@ from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExpert
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
 from outpace.inject.policy import MoERoles, Policy
-from outpace.inject.quantized import PackedExperts, PackedLinear
+from outpace.inject.quantized import PackedEmbedding, PackedExperts, PackedLinear
 from outpace.inject.recipe import Pairs, Recipe, RowOrder
 from outpace.kernels.dispatch import Kernels
 from outpace.quant.rules import KEEP, Role, Rules
 from outpace.quant.scheme import Scheme
+from outpace.quant.stored import common
 
 _EPS_NAMES = ("eps", "variance_epsilon")
 
@@ -57,12 +58,22 @@ class Maker:
             rows = [part.shape_in_weight[0] for part in recipe.parts]
             tensors = [count if each is None else self._tensor(each) for each, count in zip(biases, rows, strict=True)]
             bias = Recipe.joined(tensors, order=order)
-        scheme = self._scheme(role, [f"{self._paths[id(module)]}.weight" for module in modules], recipe)
+        names = [f"{self._paths[id(module)]}.weight" for module in modules]
+        scheme = self._stored(recipe) or self._scheme(role, names, recipe)
         if scheme is None:
             return PlainLinear(recipe, bias, self._kernels)
         if scheme.per_tensor and len(recipe.parts) > 1:
             scheme = replace(scheme, sources=tuple(part.shape_in_weight[0] for part in recipe.parts))
         return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
+
+    def _stored(self, recipe: Recipe) -> Scheme | None:
+        """The scheme in which a weight runs from the numbers of the checkpoint; None: it cannot, or shall not."""
+        forms = {} if self.rules.stored is None else self.rules.stored.schemes
+        schemes = [forms[part.name] for part in recipe.parts if part.name in forms]
+        if len(schemes) < len(recipe.parts) or any(part.transposed or part.slice for part in recipe.parts):
+            return None
+        rows = [part.shape_in_weight[0] for part in recipe.parts]
+        return common(schemes, rows, recipe.shape[1], ordered=any(part.order for part in recipe.parts))
 
     def _scheme(self, role: Role, names: Sequence[str], recipe: Recipe) -> Scheme | None:
         self.roles.add(role)
@@ -162,7 +173,11 @@ class Maker:
         weight = _parameter(module, "weight")
         if weight is None or weight.dim() != 2:
             raise ModelError(f"injection: {type(module).__name__} is not an embedding with a weight")
-        return Embedding(Recipe.whole(*self._tensor(weight)), self._kernels, scale)
+        recipe = Recipe.whole(*self._tensor(weight))
+        scheme, stored = self._stored(recipe), self.rules.stored
+        if scheme is None or stored is None or scheme.block_rows > 1:
+            return Embedding(recipe, self._kernels, scale)
+        return PackedEmbedding(replace(recipe, scheme=scheme), self._kernels, scale, stored.dtype)
 
     def norm(self, module: nn.Module, policy: Policy) -> Norm:
         """See `make_norm`."""

@@ -146,9 +146,15 @@ class Embedding(Made):
         """What the model around it expects of it, and does not multiply with itself."""
         self._kernels = kernels
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its rows."""
+        return self.weight.dtype
+
     def forward(self, ids: Tensor) -> Tensor:
         """[...] -> [..., H], as the model around it calls it."""
-        return self.rows(ids.reshape(-1), scale=self.scale).view(*ids.shape, self.weight.shape[1])
+        rows = self.rows(ids.reshape(-1), scale=self.scale)
+        return rows.view(*ids.shape, rows.shape[-1])
 
     def rows(self, ids: Tensor, **options: Any) -> Tensor:
         """[T] -> [T, H], with scale and learned positions (`kernels.embedding`)."""

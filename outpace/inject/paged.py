@@ -98,7 +98,7 @@ class PagedModel:
         self._softcap, self._logit_scale = roles.logit_softcap(config), roles.logit_scale(config)
         self._tables = rope_tables(model, injected, max_positions)
         self.max_positions = min([max_positions, *self._known_positions()])
-        self.dtype, self.device = embedding.weight.dtype, embedding.weight.device
+        self.dtype, self.device = embedding.dtype, embedding.weight.device
         self._slopes = [alibi_slopes(layer, max_positions, self.device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outpace.errors import ModelError
 from outpace.inject.experts import Experts
-from outpace.inject.modules import Before, Linear, Made, Norm, fused_norm
+from outpace.inject.modules import Before, Embedding, Linear, Made, Norm, fused_norm
 from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
@@ -163,6 +163,41 @@ class StandInExperts(nn.Module):
         return result.view(hidden_states.shape)
 
 
+class PackedEmbedding(Embedding):
+    """Rows of a table that is kept by a scheme."""
+
+    weight_scale: nn.Parameter
+    weight_zero: nn.Parameter | None
+
+    def __init__(self, weight: Recipe, kernels: Kernels, scale: float, dtype: torch.dtype) -> None:
+        super().__init__(weight, kernels, scale)
+        assert weight.scheme is not None, "an embedding without a scheme is a plain one"
+        assert weight.scheme.block_rows == 1, "rows are taken one by one"
+        self.scheme, self._dtype, self._width = weight.scheme, dtype, weight.shape[1]
+        if self.scheme.symmetric:
+            self.weight_zero = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its rows."""
+        return self._dtype
+
+    def rows(self, ids: Tensor, **options: Any) -> Tensor:
+        """Only the rows that are asked for are dequantized."""
+        tensors = {"": self.weight, "_scale": self.weight_scale}
+        if self.weight_zero is not None:
+            tensors["_zero"] = self.weight_zero
+        taken = {end: _as_bytes(tensor).index_select(0, ids).view(tensor.dtype) for end, tensor in tensors.items()}
+        table = as_packed(taken, self.scheme, (len(ids), self._width)).dequantized(self._dtype)
+        rows: Tensor = self._kernels.embed(torch.arange(len(ids), device=ids.device), table, **options)
+        return rows
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits as bytes: not every device takes rows of float8."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 @dataclass(frozen=True)
 class Quantized:
     """What was quantized in a model."""
@@ -180,7 +215,8 @@ class Quantized:
     def of(cls, model: nn.Module, dtype: torch.dtype, plan: QuantPlan | None = None) -> "Quantized | None":
         """Looks at a model; None: nothing was."""
         made = [module for module in model.modules() if isinstance(module, Made)]
-        recipes = [recipe for module in made for recipe in module.recipes.values() if recipe.scheme is not None]
+        every = [recipe for module in made for recipe in module.recipes.values() if recipe.scheme is not None]
+        recipes = list(dict.fromkeys(every))  # a head and an embedding may share one
         if not recipes:
             return None
         counts = Counter(str(recipe.scheme) for recipe in recipes)

@@ -32,6 +32,7 @@ from outpace.loading.open import open_weights
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
 from outpace.loading.skeleton import outside, skeleton
+from outpace.loading.stored import log_converted
 from outpace.loading.stream import lock_ahead
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen
@@ -77,6 +78,7 @@ def load(
     device = device or choose_device()
     found = find(source, dtype=dtype, device=device, tokenizer=tokenizer)
     sources = match(found.model, found.weights, found.dtype)
+    log_converted(sources, found.dtype, note=None)
     with progress(sources) as advance:
         fill(found.model, Before.of(found.model, found.dtype), sources, device, advance)
     model = found.model.eval().requires_grad_(False)

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,9 @@ from outpace.loading.inspect import kept_in_fp32
 from outpace.loading.jobs import Job, jobs
 from outpace.loading.read_source import read
 from outpace.loading.skeleton import own_dtypes, set_dtype
-from outpace.loading.stream import Advance, stream
-from outpace.loading.weights import Extent, Piece, Source
+from outpace.loading.stored import StoredPart
+from outpace.loading.stream import Advance, Group, stream
+from outpace.loading.weights import Piece, Source, first_place
 from outpace.log import size_text
 from outpace.quant.rounding import quantized
 
@@ -59,14 +61,34 @@ class Target:
     dtype: torch.dtype
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    @property
+    def runs_as_stored(self) -> bool:
+        """Whether its numbers are those of the checkpoint."""
+        return self.recipe.scheme is not None and self.recipe.scheme.stored
+
+    @property
+    def nbytes(self) -> int:
+        """Of it, as it stays or while it is put together."""
+        scheme, shape = self.recipe.scheme, self.recipe.shape
+        return scheme.nbytes(shape) if scheme and self.runs_as_stored else math.prod(shape) * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> Tensor:
         """Memory for it."""
         make = torch.zeros if self.recipe.has_gaps else torch.empty
         return make(self.recipe.shape, dtype=self.dtype, device=device)
 
+    def empty_parts(self, device: torch.device) -> dict[str, Tensor]:
+        """Memory for what its scheme makes of it."""
+        assert self.recipe.scheme is not None, "it has a scheme"
+        sizes = self.recipe.scheme.tensors(self.recipe.shape)
+        return {end: torch.empty(size, dtype=dtype, device=device) for end, (size, dtype) in sizes.items()}
+
     def give(self, weight: Tensor) -> None:
         """Let its owners have it, in the form that its scheme says."""
-        made = {"": weight} if self.recipe.scheme is None else quantized(weight, self.recipe.scheme)
+        self.give_all({"": weight} if self.recipe.scheme is None else quantized(weight, self.recipe.scheme))
+
+    def give_all(self, made: Mapping[str, Tensor]) -> None:
+        """Let its owners have tensors, by what is put behind its name."""
         for end, tensor in made.items():
             own = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
             for module, name in self.owners:
@@ -157,7 +179,8 @@ def fill(
 ) -> None:
     """Fill a skeleton, injected or not, from a checkpoint: every byte goes straight to where it stays.
 
-    A weight with a scheme is put together first, and is quantized as soon as it is whole.
+    A weight with a scheme is put together first, and is quantized as soon as it is whole; one that runs as it is
+    stored gets its numbers part by part.
     """
     every = targets(model, before)
     found = [target for target in every if target.recipe.scheme is None]
@@ -166,13 +189,15 @@ def fill(
     work = [job for target, weight in made for job in jobs(target.recipe, weight, sources)]
     for target, weight in zip(found, weights, strict=True):
         _keep(target, weight, sources, before)
-    later = [target for target in every if target.recipe.scheme is not None]
-    largest = max((math.prod(target.recipe.shape) * target.dtype.itemsize for target in later), default=0)
+    parts = _stored_parts([target for target in every if target.runs_as_stored], sources, device)
+    later = [target for target in every if target.recipe.scheme is not None and not target.runs_as_stored]
+    largest = max((target.nbytes for target in later), default=0)
     scratch = _Scratch(largest) if device.type == "cpu" else None
     waiting = [_Waiting(target, sources, before, device, scratch) for target in later]
     waiting.sort(key=lambda each: each.place)
-    stream(work, device, advance, waiting)
-    if waiting and device.type == "cuda":
+    groups: list[Group] = [*parts, *waiting]
+    stream(work, device, advance, groups)
+    if groups and device.type == "cuda":
         torch.cuda.empty_cache()  # what weights were put together in belongs to another stream
     for target, weight in zip(found, weights, strict=True):
         target.give(weight)
@@ -181,6 +206,17 @@ def fill(
             if name in sources:
                 module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(before.dtypes[name])
     settle_buffers(model, before, device)
+
+
+def _stored_parts(found: list[Target], sources: Mapping[str, Source], device: torch.device) -> list[StoredPart]:
+    """Memory for weights that run as they are stored, and what fills it."""
+    parts: list[StoredPart] = []
+    with _in_words(found, device):
+        for target in found:
+            made = target.empty_parts(device)
+            target.give_all(made)
+            parts += [StoredPart(part, sources[part.name], made, target.recipe) for part in target.recipe.parts]
+    return sorted(parts, key=lambda part: part.place)
 
 
 def _keep(target: Target, weight: Tensor, sources: Mapping[str, Source], before: Before) -> None:
@@ -244,8 +280,7 @@ class _Waiting:
         self._weight: Tensor | None = None
         pieces = [piece for part in target.recipe.parts for piece in _pieces_of(part, sources)]
         self.nbytes = sum(piece.dtype.itemsize * math.prod(piece.shape) for piece in pieces)
-        extents = [piece.place for piece in pieces if isinstance(piece.place, Extent)]
-        self.place = min(((str(extent.path), extent.offset) for extent in extents), default=("", 0))
+        self.place = first_place(pieces)
         """Where in the files it begins."""
 
     def begin(self) -> list[Job]:
@@ -272,10 +307,16 @@ def _pieces_of(part: Part, sources: Mapping[str, Source]) -> Sequence[Piece]:
 
 def _allocated(found: list[Target], device: torch.device) -> list[Tensor]:
     """Memory for all weights, or an error in words."""
-    try:
+    with _in_words(found, device):
         return [target.empty(device) for target in found]
+
+
+@contextmanager
+def _in_words(found: list[Target], device: torch.device) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:  # torch's errors of memory, of every device
-        size = sum(math.prod(target.recipe.shape) * target.dtype.itemsize for target in found)
+        size = sum(target.nbytes for target in found)
         raise ModelError(
             f"model: its weights take {size_text(size)} on {device}, which has not that much left; free some, or use a "
             "smaller dtype, a smaller model or another device"

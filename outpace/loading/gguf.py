@@ -41,13 +41,21 @@ class GGUFModel:
         """Its tensors by Hugging Face names, each dequantized when it is wanted. dtype: None is float32."""
         import torch
 
-        from outpace.loading.weights import Piece, Source, Weights
+        from outpace.loading.gguf_blocks import GGUFWeight
+        from outpace.loading.weights import Extent, Piece, Source, Weights
 
         wanted = dtype or torch.float32
         sources: dict[str, Source] = {}
         for name, entry in self.entries.items():
             shape = tuple(int(size) for size in reversed(entry.shape))
-            make = partial(self._make, name, entry, wanted)
+            make: Callable[[], torch.Tensor] = partial(self._make, name, entry, wanted)
+            if entry.data.dtype == np.uint8 and entry.tensor_type.name != "BF16" and len(shape) == 2:
+                stored = tuple(entry.data.shape)
+                raw = Piece(Extent(self.path, int(entry.data_offset)), stored, torch.uint8)
+                heads = self._rotated_heads(name) if self.permuted else 0
+                where, kind = f"model: {self.path.name}: {entry.name}", entry.tensor_type.name
+                sources_of = {"": Source(stored, torch.uint8, (raw,))}
+                make = GGUFWeight(where, kind, (shape[0], shape[1]), sources_of, wanted, heads, make)
             sources[name] = Source(shape, wanted, (Piece(make, shape, wanted),))
         return Weights(str(self.path), sources)
 

@@ -1,7 +1,7 @@
 """What a checkpoint holds, known without reading it: tensors by name, each a piece of some file or several."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,12 @@ class Source:
 def stored_bytes(sources: Mapping[str, Source]) -> int:
     """Of all pieces, each counted once however many tensors it is in."""
     return sum({id(piece): piece.nbytes for source in sources.values() for piece in source.pieces}.values())
+
+
+def first_place(pieces: Iterable[Piece]) -> tuple[str, int]:
+    """Where in the files these pieces begin."""
+    extents = (piece.place for piece in pieces if isinstance(piece.place, Extent))
+    return min(((str(extent.path), extent.offset) for extent in extents), default=("", 0))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,18 @@ def asked_plan(config: InferenceConfig) -> QuantPlan | None:
     return None if quant is None or quant.plan is None else QuantPlan.read(quant.plan)
 
 
+def runs_stored(config: InferenceConfig) -> tuple[bool, str]:
+    """Whether weights that a checkpoint stores quantized run from their own bits; and why, or what to ask for."""
+    quant = config.asked_quant
+    if quant is not None and quant.scheme == "stored":
+        return True, "asked for"
+    if quant is not None:
+        return False, "asked for" if asked_rules(config) is KEEP else "they are quantized as asked for"
+    if config.torch_device.type == "cpu" or config.keep_module_on_host:
+        return False, "products of a CPU are faster so; quant.scheme 'stored' runs them from their own bits"
+    return True, "the checkpoint's own; quant.scheme 'none' converts them"
+
+
 def _rules(quant: QuantizationConfig) -> Rules:
     if quant.auto is not None:
         return KEEP  # until they are chosen
@@ -34,6 +46,8 @@ def _rules(quant: QuantizationConfig) -> Rules:
         return QuantPlan.read(quant.plan).rules
     weight, qkv = quant.weight, quant.qkv.enabled
     activations: Activations | None = "int8" if activates(quant) else None
+    if quant.scheme in ("stored", "none"):
+        return KEEP
     if quant.scheme is not None:
         return Rules(NAMED[quant.scheme], qkv=qkv, fit=True)
     if not weight.enabled:

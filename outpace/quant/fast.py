@@ -92,11 +92,19 @@ def on_device(device: torch.device) -> tuple[Speed, ...]:
     return on_cpu(cpu_flags())
 
 
+def runs(scheme: Scheme, device: torch.device) -> bool:
+    """Whether the kernels of a scheme run on a device."""
+    return (
+        scheme.values != "fp8"
+        or device.type != "cuda"
+        or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    )
+
+
 def check_runs(schemes: Iterable[Scheme], device: torch.device) -> None:
     """Refuse schemes whose kernels this GPU cannot run."""
-    if device.type != "cuda" or all(scheme.values != "fp8" for scheme in schemes):
-        return
-    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+    if not all(runs(scheme, device) for scheme in schemes):
+        found = torch.cuda.get_device_capability(device)
         raise ConfigError(f"quant: this GPU has compute capability {found[0]}.{found[1]}, and {_NO_FP8}")
 
 

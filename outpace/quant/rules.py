@@ -6,6 +6,7 @@ from typing import Literal
 
 from outpace.errors import ConfigError
 from outpace.quant.scheme import Scheme
+from outpace.quant.stored import StoredForms
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Linears that are one in fused layers, ours or others'."""
@@ -33,6 +34,8 @@ class Rules:
     """Of a plan: schemes by whole names, and the columns that each is for; nothing else counts then."""
     field: str = "group_size"
     """What says how many columns a group of `scheme` has, in quant.weight."""
+    stored: StoredForms | None = None
+    """Weights that run from the numbers of the checkpoint; None: nothing does."""
 
     @property
     def activates(self) -> bool:

@@ -30,12 +30,18 @@ class Scheme:
     """What scales are kept in; None: float16 of groups, else float32."""
     sources: tuple[int, ...] = ()
     """Rows of each of several tensors that the weight is made of, which have a scale each if it is per tensor."""
+    block_rows: int = 1
+    """Rows that share a scale."""
+    stored: bool = False
+    """Its values, scales and zeros are those of the checkpoint: they are put in place, and nothing is rounded."""
 
     def __str__(self) -> str:
         scales = "per channel" if self.group is None else f"in groups of {self.group}"
         scales = "per tensor" if self.per_tensor else scales
+        scales = scales if self.block_rows == 1 else f"in blocks of {self.block_rows} x {self.group or 'all'}"
         activations = "" if self.activations is None else f", activations {self.activations}"
-        return f"{self.values} {scales}{'' if self.symmetric else ', asymmetric'}{activations}"
+        stored = ", as stored" if self.stored else ""
+        return f"{self.values} {scales}{'' if self.symmetric else ', asymmetric'}{activations}{stored}"
 
     @property
     def kept(self) -> torch.dtype:
@@ -44,7 +50,7 @@ class Scheme:
 
     def block(self, rows: int) -> int:
         """Rows that share a scale, or whose scales are equal, of a weight with so many."""
-        return max(1, math.gcd(*self.sources) if self.sources else rows) if self.per_tensor else 1
+        return max(1, math.gcd(*self.sources) if self.sources else rows) if self.per_tensor else self.block_rows
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a weight [..., N, K] with its scales and zeros."""
@@ -54,6 +60,6 @@ class Scheme:
         """Shapes and dtypes of what a weight [..., N, K] becomes, by what is put behind its name."""
         *stack, rows, columns = shape
         width = -(-columns // 2) if self.values == "int4" else columns
-        scales = (*stack, rows // self.block(rows), 1 if self.group is None else -(-columns // self.group))
+        scales = (*stack, -(-rows // self.block(rows)), 1 if self.group is None else -(-columns // self.group))
         found = {"": ((*stack, rows, width), DTYPES[self.values]), "_scale": (scales, self.kept)}
         return found if self.symmetric else {**found, "_zero": (scales, self.kept)}

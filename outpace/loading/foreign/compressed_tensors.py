@@ -18,11 +18,13 @@ from outpace.loading.foreign.format import (
     PackedFormat,
     Parts,
     as_bytes,
+    holds,
     in_groups,
     reorder_nibbles,
     unsigned,
 )
 from outpace.loading.foreign.scales import Span, scale_of
+from outpace.quant.scheme import Activations
 
 _G_IDX = ".weight_g_idx"
 
@@ -45,8 +47,8 @@ class PackQuantized(PackedFormat):
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The shape cannot be told from padded words."""
-        return (".weight_shape", *([_G_IDX] if self.act_order else ()))
+        """The shape cannot be told from padded words; the order says whether the weight can run as it is stored."""
+        return (".weight_shape", _G_IDX)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """(N, K)."""
@@ -89,6 +91,7 @@ class Quantized(PackedFormat):
     span: Span
     symmetric: bool
     act_order: bool
+    activations: Activations | None = None
 
     endings = (".weight", ".weight_scale", ".weight_zero_point", _G_IDX)
 
@@ -99,8 +102,8 @@ class Quantized(PackedFormat):
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The order of the columns is checked beforehand where it may be another."""
-        return (_G_IDX,) if self.act_order else ()
+        """The order of the columns says whether the weight can run as it is stored."""
+        return (_G_IDX,)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """(N, K)."""
@@ -124,7 +127,10 @@ class Quantized(PackedFormat):
         values, order = parts.tensors[".weight"], _order(parts, columns, group)
         if order is not None:
             values = values.view(torch.uint8)[:, order].view(self.dtype)  # fp8 has no indexing on every device
-        zero = None if zero is None or not bool(zero.any()) else zero
+        if self.symmetric and zero is not None:
+            if not holds(zero == 0):
+                raise parts.error("it has zero points, but config.json says that it is symmetric")
+            zero = None
         return ForeignWeight(Packed(values, scale, zero, shape, group, min(block, max(1, rows))), order)
 
 

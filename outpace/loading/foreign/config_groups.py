@@ -11,6 +11,7 @@ from outpace.loading.foreign.compressed_tensors import PackQuantized, Quantized
 from outpace.loading.foreign.format import Format
 from outpace.loading.foreign.scales import CHANNEL, TENSOR, Span
 from outpace.loading.foreign.settings import Settings
+from outpace.quant.scheme import Activations
 
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = ("pack-quantized",)
@@ -93,10 +94,19 @@ def _group(part: Settings, name: str, whole: str) -> Group:
     targets = group.texts("targets")
     for target in targets:
         _check_pattern(target)
-    return Group(targets, _layout(weights, packed=kind in _PACKED))
+    return Group(targets, _layout(weights, _quantized_rows(group), packed=kind in _PACKED))
 
 
-def _layout(weights: Settings, packed: bool) -> Format:
+def _quantized_rows(group: Settings) -> Activations | None:
+    """What the rows of linears become, if one scale for each row will do; None: they stay as they are."""
+    found = group.part("input_activations")
+    usual = found.text_or("strategy", "token").lower() in ("token", "tensor") and found.flag("symmetric", True)
+    if not found.values or not usual or found.choice("num_bits", range(1, 17), 8) != 8:
+        return None
+    return "fp8" if found.text_or("type", "int").lower() == "float" else "int8"
+
+
+def _layout(weights: Settings, activations: Activations | None, packed: bool) -> Format:
     symmetric, order = weights.flag("symmetric", True), weights.values.get("actorder")
     act_order = order is True or (isinstance(order, str) and order.lower() in ("group", "dynamic"))
     kind = weights.text("type", "int").lower()
@@ -112,7 +122,7 @@ def _layout(weights: Settings, packed: bool) -> Format:
         return PackQuantized(bits, span, symmetric, act_order)
     weights.choice("num_bits", (8,) if kind == "float" else (4, 8))  # 4 bits have a byte each too
     dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
-    return Quantized(dtype, span, symmetric, act_order)
+    return Quantized(dtype, span, symmetric, act_order, activations)
 
 
 def _span(weights: Settings) -> Span:

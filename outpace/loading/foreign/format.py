@@ -10,6 +10,7 @@ from torch import Tensor
 from outpace.errors import ModelError
 from outpace.kernels.packed import Packed, pack_nibbles
 from outpace.loading.dtypes import short
+from outpace.quant.scheme import Activations
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _AT_ONCE = 1 << 24
@@ -107,9 +108,12 @@ class Format(ABC):
 class PackedFormat(Format):
     """A format that `Packed` can hold bit for bit."""
 
+    activations: Activations | None = None
+    """What rows become before they are multiplied, as far as our products do it so; None: they stay as they are."""
+
     @abstractmethod
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored."""
+        """The weight as it is stored; of tensors on the meta device, its form."""
 
     def dequantized(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """The plain weight [N, K]."""
@@ -137,6 +141,11 @@ def reorder_nibbles(values: Tensor, columns: Tensor) -> Tensor:
     """Columns of 4-bit numbers [N, K] that are packed two to a byte, put in another order."""
     low_and_high = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
     return pack_nibbles(low_and_high[:, columns])
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether something is true of all numbers; on the meta device it is taken to be."""
+    return condition.is_meta or bool(condition.all())
 
 
 def as_bytes(words: Tensor) -> Tensor:

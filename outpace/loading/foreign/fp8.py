@@ -11,6 +11,7 @@ import torch
 from outpace.kernels.packed import Packed
 from outpace.loading.foreign.format import FLOATS, ForeignWeight, PackedFormat, Parts
 from outpace.loading.foreign.scales import CHANNEL, TENSOR, Span, scale_of
+from outpace.quant.scheme import Activations
 
 _SCALES = ("_scale_inv", "_scale")
 _SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
@@ -22,6 +23,8 @@ class Fp8(PackedFormat):
 
     blocks: tuple[int, int] | None
     """Rows and columns that share a scale; None: rows or the whole tensor, as the scales are shaped."""
+
+    activations: Activations | None = None
 
     label = "fp8"
     endings = ("", *_SCALES)

@@ -16,6 +16,7 @@ from outpace.loading.foreign.format import (
     PackedFormat,
     Parts,
     as_bytes,
+    holds,
     in_groups,
     reorder_nibbles,
     unsigned,
@@ -42,8 +43,8 @@ class Gptq(PackedFormat):
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The order of the columns is checked beforehand where it may be another."""
-        return (".g_idx",) if self.act_order else ()
+        """The order of the columns says whether the weight can run as it is stored."""
+        return (".g_idx",)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """(N, K)."""
@@ -71,8 +72,9 @@ class Gptq(PackedFormat):
             zero = (zero + 1) & (2**self.bits - 1)
         values = as_bytes(parts.tensors[".qweight"].T)
         order = in_groups(parts, parts.tensors.get(".g_idx"), columns, group)
-        usual = self.symmetric and bool((zero == 2 ** (self.bits - 1)).all())
-        zeros = None if usual else zero.T.contiguous()
+        if self.symmetric and not holds(zero == 2 ** (self.bits - 1)):
+            raise parts.error("sym is true, but its zero points are not those of symmetric weights", "set sym to false")
+        zeros = None if self.symmetric else zero.T.contiguous()
         if self.bits == 8:
             values = values if order is None else values[:, order]
             return ForeignWeight(unsigned(values, zeros, scale, group), order)

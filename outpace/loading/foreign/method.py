@@ -104,11 +104,14 @@ def _fp8(settings: Settings) -> Method:
     if (fmt := settings.text("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise settings.refuse(f"fmt {fmt!r}", "use a checkpoint in e4m3")
     kind = settings.text("activation_scheme", "dynamic")
-    return Method(_of_dtype(Fp8(settings.pair("weight_block_size"))), f"{kind} fp8 activations")
+    blocks = settings.pair("weight_block_size")
+    # rows of blocks have a scale for every 128 columns, which our products do not: they stay as they are
+    layout = Fp8(blocks, "fp8" if blocks is None else None)
+    return Method(_of_dtype(layout), f"{kind} fp8 activations")
 
 
 def _fbgemm(settings: Settings) -> Method:
-    return Method(_of_dtype(Fp8(None)), "dynamic fp8 activations")
+    return Method(_of_dtype(Fp8(None, "fp8")), "dynamic fp8 activations")
 
 
 def _mxfp4(settings: Settings) -> Method:

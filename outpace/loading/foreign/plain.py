@@ -1,35 +1,61 @@
-"""Quantized weights of a checkpoint as plain ones: each is made of its stored tensors when it is wanted."""
+"""Quantized weights of a checkpoint as sources: each is made of its stored tensors when it is wanted."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.errors import as_field
-from outpace.loading.dtypes import short
-from outpace.loading.foreign.format import Format, Parts
+from outpace.kernels.packed import Packed
+from outpace.loading.foreign.format import Format, PackedFormat, Parts
 from outpace.loading.foreign.method import Method, read_method
 from outpace.loading.read_source import read
 from outpace.loading.regions import cut
+from outpace.loading.stored import StoredWeight
 from outpace.loading.weights import Piece, Source, Weights, stored_bytes
-from outpace.log import chosen, size_text
+from outpace.quant.scheme import Scheme
+from outpace.quant.stored import scheme_of
 
 _OF_ACTIVATIONS = re.compile(
     r"\.((input|output|activation)_(scale|zero_point|scale_ub)|(kv?|[qv])_(scale|zero_point))$"
 )
 
 
-@dataclass(frozen=True)
-class _Quantized:
-    """A quantized weight, or a stack of experts: its tensors by the endings of their names."""
+@dataclass(frozen=True, eq=False)
+class _Quantized(StoredWeight):
+    """A quantized weight, or one of a stack of experts."""
 
     stem: str
     layout: Format
     sources: Mapping[str, Source]
+    """Of a stack those of all experts."""
+    dtype: torch.dtype
+    """What it is converted to."""
+    words: str | None = None
+    expert: int = 0
+
+    @property
+    def label(self) -> str:
+        """See `StoredWeight`."""
+        return self.layout.label
+
+    @property
+    def peeks(self) -> tuple[str, ...]:
+        """See `StoredWeight`."""
+        return self.layout.peeks
+
+    @property
+    def told(self) -> str | None:
+        """See `StoredWeight`."""
+        return self.words
+
+    @property
+    def nbytes(self) -> int:
+        """See `StoredWeight`."""
+        return stored_bytes(self.sources) // (self.experts or 1)
 
     @property
     def experts(self) -> int | None:
@@ -37,20 +63,35 @@ class _Quantized:
         shape = self.sources[self.layout.endings[0]].shape
         return shape[0] if len(shape) == self.layout.dims + 1 else None
 
-    def plain(self, dtype: torch.dtype) -> Source:
+    def plain(self) -> Source:
         """The weight without quantization. Its tensors are checked now, and read when it is wanted."""
         swap = (0, 1) if self.layout.transposed else None
         shape = self.layout.shape(self.parts(0, values=False))
         full = (shape[1], shape[0]) if swap else shape
         experts = self.experts
         if experts is None:
-            return Source(full, dtype, (Piece(partial(self.make, 0, dtype), shape, dtype, swap=swap),))
-        pieces = (Piece(partial(self.make, e, dtype), shape, dtype, swap=swap, into=(e,)) for e in range(experts))
-        return Source((experts, *full), dtype, tuple(pieces))
+            return Source(full, self.dtype, (Piece(self, shape, self.dtype, swap=swap),))
+        each = (replace(self, expert=number) for number in range(experts))
+        pieces = (Piece(one, shape, self.dtype, swap=swap, into=(one.expert,)) for one in each)
+        return Source((experts, *full), self.dtype, tuple(pieces))
 
-    def make(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """The weight, or one of the stack, from its stored tensors."""
-        return self.layout.dequantized(self.parts(expert, values=True), dtype)
+    def __call__(self) -> Tensor:
+        """See `StoredWeight`."""
+        return self.layout.dequantized(self.parts(self.expert, values=True), self.dtype)
+
+    def scheme(self) -> Scheme | str:
+        """See `StoredWeight`."""
+        if not isinstance(self.layout, PackedFormat):
+            return "no scheme has such numbers"
+        weight = self.layout.packed(self.parts(0, values=False))
+        if weight.columns is not None:
+            return "its columns are not in the order of their groups (act-order)"
+        return scheme_of(weight.packed, self.layout.activations) or "its groups have too few columns"
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> Packed:
+        """See `StoredWeight`."""
+        assert isinstance(self.layout, PackedFormat), "it has a scheme"
+        return self.layout.packed(Parts(self.stem, tensors)).packed
 
     def parts(self, expert: int, *, values: bool) -> Parts:
         """The stored tensors of one weight; without values they are on the meta device."""
@@ -83,23 +124,23 @@ def plain_weights(
     """
     with as_field(f"model: {weights.origin}", known_as="model"):
         method = read_method(settings)
-        found = {weight.stem + weight.layout.makes: weight for weight in _quantized(weights.sources, method)}
-        plain = {name: weight.plain(dtype) for name, weight in found.items()}
+        every = _quantized(weights.sources, method, dtype)
+        found = {weight.stem + weight.layout.makes: weight for weight in every}
+        plain = {name: weight.plain() for name, weight in found.items()}
     if not found:
         return weights
     used = {weight.stem + ending for weight in found.values() for ending in weight.sources}
     rest = {name: source for name, source in weights.sources.items() if name not in used}
     unused = {name for name in rest if name not in wanted and _of_no_use(name, rest[name], found)}
-    _log(found, plain, dtype, method)
     return replace(weights, sources={name: rest[name] for name in rest if name not in unused} | plain)
 
 
-def _quantized(sources: Mapping[str, Source], method: Method) -> Iterator[_Quantized]:
+def _quantized(sources: Mapping[str, Source], method: Method, dtype: torch.dtype) -> Iterator[_Quantized]:
     for name, source in sources.items():
         if (weight := method.find(name, source.dtype)) is not None:
             stem, layout = weight
             parts = {ending: sources[stem + ending] for ending in layout.endings if stem + ending in sources}
-            yield _Quantized(stem, layout, parts)
+            yield _Quantized(stem, layout, parts, dtype, method.activations)
 
 
 def _of_no_use(name: str, source: Source, found: Collection[str]) -> bool:
@@ -108,16 +149,6 @@ def _of_no_use(name: str, source: Source, found: Collection[str]) -> bool:
         return True
     layer, _, leaf = name.rpartition(".")
     return leaf == "bias" and f"{layer}.weight" in found and not bool(read(source).any())
-
-
-def _log(found: Mapping[str, _Quantized], plain: Mapping[str, Source], dtype: torch.dtype, method: Method) -> None:
-    for label in sorted({weight.layout.label for weight in found.values()}):
-        names = [name for name, weight in found.items() if weight.layout.label == label]
-        stored = sum(stored_bytes(found[name].sources) for name in names)
-        memory = size_text(stored_bytes({name: plain[name] for name in names}))
-        chosen(label, f"converted to {short(dtype)} while loading", f"{size_text(stored)} stored, {memory} in memory")
-    if method.activations is not None:
-        chosen("activations", f"not quantized, although the checkpoint has {method.activations}", "this is more exact")
 
 
 def _empty(source: Source) -> Tensor:

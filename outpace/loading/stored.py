@@ -1,0 +1,186 @@
+"""Weights that a file stores quantized: converted as they are read, or run from their own numbers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from outpace.inject.modules import Made
+from outpace.inject.recipe import Part, Recipe
+from outpace.kernels.packed import Packed
+from outpace.loading.dtypes import short
+from outpace.loading.jobs import Job, jobs
+from outpace.loading.read_source import read
+from outpace.loading.weights import Piece, Source, first_place
+from outpace.log import chosen, size_text
+from outpace.quant.scheme import Scheme
+from outpace.quant.stored import StoredForms, fitted
+
+_NOT_ALONE = "weights of which several make up one of the model, as experts do, do not run as they are stored yet"
+
+
+class StoredWeight(ABC):
+    """A quantized weight [N, K] of a file, what makes it of its stored tensors, and the place of a `Piece`."""
+
+    sources: Mapping[str, Source]
+    """Its stored tensors, by the endings of their names."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What the log calls its format."""
+
+    @property
+    def peeks(self) -> tuple[str, ...]:
+        """Stored tensors that are looked at on the host."""
+        return ()
+
+    @property
+    def told(self) -> str | None:
+        """What the checkpoint says about activations and the cache, in words; None: nothing."""
+        return None
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of its stored tensors."""
+
+    @abstractmethod
+    def __call__(self) -> Tensor:
+        """The plain weight, on the host."""
+
+    @abstractmethod
+    def scheme(self) -> Scheme | str:
+        """What its own numbers are, or why they are nothing that runs. Reads no weights."""
+
+    @abstractmethod
+    def packed(self, tensors: Mapping[str, Tensor]) -> Packed:
+        """The weight made of its stored tensors, where they are; those of `peeks` are on the host."""
+
+
+def stored_weight(source: Source) -> StoredWeight | None:
+    """The one that a tensor of the model is, unchanged; None: it is something else."""
+    if len(source.pieces) != 1:
+        return None
+    piece = source.pieces[0]
+    whole = not piece.take and not piece.into and piece.swap is None
+    return piece.place if whole and isinstance(piece.place, StoredWeight) else None
+
+
+def stored_forms(sources: Mapping[str, Source], dtype: torch.dtype) -> StoredForms | None:
+    """The tensors of a model that can run from the numbers of its checkpoint; None: there are none."""
+    schemes = {}
+    for name, source in sources.items():
+        if (weight := stored_weight(source)) is not None and isinstance(scheme := weight.scheme(), Scheme):
+            schemes[name] = scheme
+    return StoredForms(schemes, dtype) if schemes else None
+
+
+def reasons(sources: Mapping[str, Source]) -> set[str]:
+    """Why quantized weights of a checkpoint do not run as they are stored, each with the name of the format."""
+    found = set()
+    for source in sources.values():
+        places = [piece.place for piece in source.pieces[:1] if isinstance(piece.place, StoredWeight)]
+        for weight in places:
+            why = weight.scheme() if stored_weight(source) is not None else _NOT_ALONE
+            found |= {f"{weight.label}: {why}"} if isinstance(why, str) else set()
+    return found
+
+
+def kept_names(model: nn.Module) -> set[str]:
+    """The tensors of a checkpoint that a model runs as they are stored."""
+    made = [recipe for module in model.modules() if isinstance(module, Made) for recipe in module.recipes.values()]
+    return {part.name for recipe in made if recipe.scheme and recipe.scheme.stored for part in recipe.parts}
+
+
+def as_read(sources: Mapping[str, Source], kept: Collection[str]) -> dict[str, Source]:
+    """What is read of a checkpoint: of the tensors in `kept` that which is stored."""
+    found = {name: source for name, source in sources.items() if name not in kept}
+    for name in kept:
+        if (weight := stored_weight(sources[name])) is not None:
+            found |= {name + ending: source for ending, source in weight.sources.items()}
+    return found
+
+
+def log_converted(
+    sources: Mapping[str, Source], dtype: torch.dtype, kept: Collection[str] = (), note: str | None = None
+) -> None:
+    """Say which quantized weights are converted, and why; note: the reason for all of them."""
+    told: set[tuple[str, str | None]] = set()
+    found: dict[tuple[str, str | None], dict[int, Piece]] = {}
+    for name, source in sources.items():
+        for piece in source.pieces:
+            weight = piece.place
+            if not isinstance(weight, StoredWeight):
+                continue
+            whole = stored_weight(source) is not None
+            scheme = (weight.scheme() if whole else _NOT_ALONE) if name in kept or note is None else None
+            if weight.told:
+                rows = scheme.activations if name in kept and isinstance(scheme, Scheme) else None
+                told.add((weight.told, rows))
+            if name not in kept:
+                why = scheme if isinstance(scheme, str) else note
+                found.setdefault((weight.label, why), {})[id(weight)] = piece
+    for (label, why), pieces in sorted(found.items(), key=str):
+        weights = [piece.place for piece in pieces.values() if isinstance(piece.place, StoredWeight)]
+        sizes = f"{size_text(sum(weight.nbytes for weight in weights))} stored, "
+        sizes += f"{size_text(sum(piece.nbytes for piece in pieces.values()))} in memory"
+        count = f"{len(weights)} weights, " if kept else ""
+        reason = f"; {why}" if why else ""
+        chosen(label, f"converted to {short(dtype)} while loading", f"{count}{sizes}{reason}")
+    for words, rows in sorted(told, key=str):
+        if rows is None:
+            chosen("activations", f"not quantized, although the checkpoint has {words}", "this is more exact")
+        else:
+            chosen("activations", f"{rows}, each token with a scale of its own", f"the checkpoint has {words}")
+
+
+class StoredPart:
+    """A stored weight on its way into the weight that it is a part of (see `stream.Group`).
+
+    Its stored tensors are read to the device, and become what they are there.
+    """
+
+    def __init__(self, part: Part, source: Source, made: Mapping[str, Tensor], recipe: Recipe) -> None:
+        weight, scheme = stored_weight(source), recipe.scheme
+        assert weight is not None, f"{part.name} is stored as it runs"
+        assert scheme is not None, f"{part.name} has a scheme"
+        self._part, self._weight, self._made, self._scheme = part, weight, made, scheme
+        self._tensors: dict[str, Tensor] = {}
+        self.nbytes = weight.nbytes
+        self.place = first_place(piece for source in weight.sources.values() for piece in source.pieces)
+        """Where in the files it begins."""
+
+    def begin(self) -> list[Job]:
+        """See `Group`."""
+        return list(self._jobs())
+
+    def _jobs(self) -> Iterator[Job]:
+        device = self._made[""].device
+        for ending, source in self._weight.sources.items():
+            if ending in self._weight.peeks:
+                continue
+            tensor = self._tensors[ending] = torch.empty(source.shape, dtype=source.dtype, device=device)
+            yield from jobs(Recipe.whole(ending, source.shape), tensor, {ending: source})
+
+    def end(self) -> None:
+        """See `Group`."""
+        tensors, self._tensors = self._tensors, {}
+        for ending in self._weight.peeks:
+            if ending in self._weight.sources:
+                tensors[ending] = read(self._weight.sources[ending])
+        part, block = self._part, self._scheme.block_rows
+        for ending, tensor in fitted(self._weight.packed(tensors), self._scheme).items():
+            place, found = _as_bytes(self._made[ending]), _as_bytes(tensor)
+            first = part.start if ending == "" else part.start // block
+            place = place.narrow(0, first, len(found))
+            if part.order is None:
+                place.copy_(found)
+            else:
+                place.index_copy_(0, part.order.rows().to(place.device), found)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits as bytes: not every device moves float8."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
