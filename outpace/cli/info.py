@@ -85,6 +85,7 @@ def _choices() -> Iterator[tuple[str, str, str]]:
     from outpace.config import InferenceConfig
     from outpace.kernels.dispatch import default_kernels
     from outpace.loading.dtypes import default_dtype
+    from outpace.quant.asked import runs_stored
 
     device = InferenceConfig().torch_device
     dtype, reason = default_dtype(device)
@@ -93,5 +94,7 @@ def _choices() -> Iterator[tuple[str, str, str]]:
     default, why = default_kernels(device)
     yield "attention", "the model's own (sdpa where it can)", "with kernel_inject=True: pages and the kernels below"
     yield "kernels", default, f"in fused layers (kernel_inject=True): {why}"
+    stored, why = runs_stored(InferenceConfig())
+    yield "quantized checkpoints", "run from their own bits" if stored else "converted to the model's dtype", why
     graphs = "on request" if device.type == "cuda" else "no"
     yield "cuda graphs", graphs, "enable_cuda_graph=True" if device.type == "cuda" else "a CPU has none"

@@ -78,7 +78,7 @@ def load(
     device = device or choose_device()
     found = find(source, dtype=dtype, device=device, tokenizer=tokenizer)
     sources = match(found.model, found.weights, found.dtype)
-    log_converted(sources, found.dtype, note=None)
+    log_converted(sources, found.dtype, note="")
     with progress(sources) as advance:
         fill(found.model, Before.of(found.model, found.dtype), sources, device, advance)
     model = found.model.eval().requires_grad_(False)

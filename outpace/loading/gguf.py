@@ -55,7 +55,7 @@ class GGUFModel:
                 heads = self._rotated_heads(name) if self.permuted else 0
                 where, kind = f"model: {self.path.name}: {entry.name}", entry.tensor_type.name
                 sources_of = {"": Source(stored, torch.uint8, (raw,))}
-                make = GGUFWeight(where, kind, (shape[0], shape[1]), sources_of, wanted, heads, make)
+                make = GGUFWeight(where, kind, (shape[0], shape[1]), sources_of, heads, make)
             sources[name] = Source(shape, wanted, (Piece(make, shape, wanted),))
         return Weights(str(self.path), sources)
 

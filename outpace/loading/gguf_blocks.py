@@ -45,8 +45,6 @@ class GGUFWeight(StoredWeight):
     kind: str
     shape: tuple[int, int]
     sources: Mapping[str, Source]
-    dtype: torch.dtype
-    """What it is converted to, and runs with."""
     heads: int
     """Whose rows are stored as pairs that rope turns; 0: rows are in order."""
     dequantized: Callable[[], Tensor]
@@ -65,33 +63,35 @@ class GGUFWeight(StoredWeight):
         """See `StoredWeight`."""
         return self.dequantized()
 
-    def scheme(self) -> Scheme | str:
-        """See `StoredWeight`."""
+    def scheme(self, dtype: torch.dtype) -> Scheme | str:
+        """See `StoredWeight`.
+
+        A scale that is a product of two numbers is exact in float32. Rounded to float16 it is nearer than a weight that
+        is rounded to 16 bits.
+        """
         if self.kind not in LAYOUTS:
             return "no scheme has such numbers"
         raw = torch.empty(self.sources[""].shape, dtype=torch.uint8, device="meta")
-        return scheme_of(self._packed(raw)) or "its groups have too few columns"
+        scales = torch.float32 if dtype == torch.float32 else torch.float16
+        return scheme_of(self._packed(raw, scales)) or "its groups have too few columns"
 
-    def packed(self, tensors: Mapping[str, Tensor]) -> Packed:
+    def packed(self, tensors: Mapping[str, Tensor], scales: torch.dtype) -> Packed:
         """See `StoredWeight`."""
-        made = self._packed(tensors[""])
+        made = self._packed(tensors[""], scales)
         if not all(bool(part.isfinite().all()) for part in (made.scale, made.zero) if part is not None):
             raise ModelError(f"{self.where}: holds values that are not finite; use another file")
         return made
 
-    def _packed(self, raw: Tensor) -> Packed:
+    def _packed(self, raw: Tensor, scales: torch.dtype) -> Packed:
         layout = LAYOUTS[self.kind]
         if self.heads:
             pairs = raw.view(self.heads, self.shape[0] // self.heads // 2, 2, raw.shape[1])
             raw = pairs.transpose(1, 2).reshape(raw.shape)
         values, scale, lowest = layout.read(raw.unflatten(1, (-1, layout.size)))
-        # A scale that is a product of two numbers is exact in float32. Rounded to float16 it is nearer than a weight
-        # that is rounded to 16 bits.
-        kept = torch.float32 if self.dtype == torch.float32 else torch.float16
         zero = None
         if lowest is not None:
-            values, scale, zero = _with_zero(values, scale, lowest, kept)
-        scale = scale.half() if layout.own_scale and zero is None else scale.to(kept)
+            values, scale, zero = _with_zero(values, scale, lowest, scales)
+        scale = scale.half() if layout.own_scale and zero is None else scale.to(scales)
         columns = values.shape[2]
         flat = pack_nibbles(values.flatten(1)) if layout.half else values.flatten(1).to(torch.int8)
         return Packed(flat, scale.squeeze(2), None if zero is None else zero.squeeze(2), self.shape, columns)

@@ -1,7 +1,7 @@
 """Weights that a file stores quantized: converted as they are read, or run from their own numbers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from outpace.log import chosen, size_text
 from outpace.quant.scheme import Scheme
 from outpace.quant.stored import StoredForms, fitted
 
+_NO_FORM = "the weight that it becomes a part of has no form for it, or the device no product"
 _NOT_ALONE = "weights of which several make up one of the model, as experts do, do not run as they are stored yet"
 
 
@@ -51,12 +52,15 @@ class StoredWeight(ABC):
         """The plain weight, on the host."""
 
     @abstractmethod
-    def scheme(self) -> Scheme | str:
-        """What its own numbers are, or why they are nothing that runs. Reads no weights."""
+    def scheme(self, dtype: torch.dtype) -> Scheme | str:
+        """What its own numbers are in a model of this dtype, or why they are nothing that runs. Reads no weights."""
 
     @abstractmethod
-    def packed(self, tensors: Mapping[str, Tensor]) -> Packed:
-        """The weight made of its stored tensors, where they are; those of `peeks` are on the host."""
+    def packed(self, tensors: Mapping[str, Tensor], scales: torch.dtype) -> Packed:
+        """The weight made of its stored tensors, where they are; those of `peeks` are on the host.
+
+        scales: what scales and zeros that are no stored numbers are rounded to.
+        """
 
 
 def stored_weight(source: Source) -> StoredWeight | None:
@@ -68,12 +72,17 @@ def stored_weight(source: Source) -> StoredWeight | None:
     return piece.place if whole and isinstance(piece.place, StoredWeight) else None
 
 
-def stored_forms(sources: Mapping[str, Source], dtype: torch.dtype) -> StoredForms | None:
-    """The tensors of a model that can run from the numbers of its checkpoint; None: there are none."""
-    schemes = {}
+def stored_forms(
+    sources: Mapping[str, Source], dtype: torch.dtype, runs: Callable[[Scheme], bool] = lambda scheme: True
+) -> StoredForms | None:
+    """The tensors of a model that can run from the numbers of its checkpoint; None: there are none.
+
+    runs: whether the device has products for a scheme.
+    """
+    schemes: dict[str, Scheme] = {}
     for name, source in sources.items():
-        if (weight := stored_weight(source)) is not None and isinstance(scheme := weight.scheme(), Scheme):
-            schemes[name] = scheme
+        if (weight := stored_weight(source)) is not None and isinstance(scheme := weight.scheme(dtype), Scheme):
+            schemes |= {name: scheme} if runs(scheme) else {}
     return StoredForms(schemes, dtype) if schemes else None
 
 
@@ -83,7 +92,7 @@ def reasons(sources: Mapping[str, Source]) -> set[str]:
     for source in sources.values():
         places = [piece.place for piece in source.pieces[:1] if isinstance(piece.place, StoredWeight)]
         for weight in places:
-            why = weight.scheme() if stored_weight(source) is not None else _NOT_ALONE
+            why = weight.scheme(torch.float32) if stored_weight(source) is not None else _NOT_ALONE
             found |= {f"{weight.label}: {why}"} if isinstance(why, str) else set()
     return found
 
@@ -108,19 +117,19 @@ def log_converted(
 ) -> None:
     """Say which quantized weights are converted, and why; note: the reason for all of them."""
     told: set[tuple[str, str | None]] = set()
-    found: dict[tuple[str, str | None], dict[int, Piece]] = {}
+    found: dict[tuple[str, str], dict[int, Piece]] = {}
     for name, source in sources.items():
         for piece in source.pieces:
             weight = piece.place
             if not isinstance(weight, StoredWeight):
                 continue
             whole = stored_weight(source) is not None
-            scheme = (weight.scheme() if whole else _NOT_ALONE) if name in kept or note is None else None
+            scheme = (weight.scheme(dtype) if whole else _NOT_ALONE) if name in kept or note is None else None
             if weight.told:
                 rows = scheme.activations if name in kept and isinstance(scheme, Scheme) else None
                 told.add((weight.told, rows))
             if name not in kept:
-                why = scheme if isinstance(scheme, str) else note
+                why = scheme if isinstance(scheme, str) else _NO_FORM if note is None else note
                 found.setdefault((weight.label, why), {})[id(weight)] = piece
     for (label, why), pieces in sorted(found.items(), key=str):
         weights = [piece.place for piece in pieces.values() if isinstance(piece.place, StoredWeight)]
@@ -129,11 +138,11 @@ def log_converted(
         count = f"{len(weights)} weights, " if kept else ""
         reason = f"; {why}" if why else ""
         chosen(label, f"converted to {short(dtype)} while loading", f"{count}{sizes}{reason}")
-    for words, rows in sorted(told, key=str):
-        if rows is None:
+    for words, kind in sorted(told, key=str):
+        if kind is None:
             chosen("activations", f"not quantized, although the checkpoint has {words}", "this is more exact")
         else:
-            chosen("activations", f"{rows}, each token with a scale of its own", f"the checkpoint has {words}")
+            chosen("activations", f"{kind}, each token with a scale of its own", f"the checkpoint has {words}")
 
 
 class StoredPart:
@@ -171,7 +180,7 @@ class StoredPart:
             if ending in self._weight.sources:
                 tensors[ending] = read(self._weight.sources[ending])
         part, block = self._part, self._scheme.block_rows
-        for ending, tensor in fitted(self._weight.packed(tensors), self._scheme).items():
+        for ending, tensor in fitted(self._weight.packed(tensors, self._scheme.kept), self._scheme).items():
             place, found = _as_bytes(self._made[ending]), _as_bytes(tensor)
             first = part.start if ending == "" else part.start // block
             place = place.narrow(0, first, len(found))

@@ -94,11 +94,7 @@ def on_device(device: torch.device) -> tuple[Speed, ...]:
 
 def runs(scheme: Scheme, device: torch.device) -> bool:
     """Whether the kernels of a scheme run on a device."""
-    return (
-        scheme.values != "fp8"
-        or device.type != "cuda"
-        or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-    )
+    return scheme.values != "fp8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def check_runs(schemes: Iterable[Scheme], device: torch.device) -> None:

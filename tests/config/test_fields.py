@@ -559,6 +559,11 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ),
     ({"quant": {"weight": {"post_init_quant": {}}}}, ("quant.weight.post_init_quant",), "give some, or leave it out"),
     (
+        {"quant": {"scheme": "none", "qkv": {"enabled": False}}},
+        ("quant.qkv.enabled=False", "quant.scheme stored or none"),
+        "leave quant.qkv out",
+    ),
+    (
         {"quant": {"weight": {"post_init_quant": {"mlp": {}}}, "qkv": {"enabled": False}}},
         ("quant.qkv.enabled=False", "quant.weight.post_init_quant"),
         "leave quant.qkv out",

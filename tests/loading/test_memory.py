@@ -1,8 +1,10 @@
 """What loading takes beside the weights themselves: bytes of the stream's own, never a second copy."""
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,17 @@ print(weights, largest, anonymous("VmHWM") - files - before, 2 * stream.CHUNK * 
 """
 
 
-def empty_llama(folder: Path, width: int, layers: int, vocab: int) -> int:
+Kept = dict[str, tuple[str, list[int]]]
+"""Tensors by name: dtype and shape."""
+
+
+def plain(shapes: dict[str, list[int]]) -> Kept:
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def empty_llama(
+    folder: Path, width: int, layers: int, vocab: int, kept: Callable[[dict[str, list[int]]], Kept] = plain
+) -> int:
     """A Llama of zeros in bfloat16, in a file that takes no room on the disk; the bytes of its weights."""
     folder.mkdir()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "dtype": "bfloat16"}
@@ -55,9 +67,9 @@ def empty_llama(folder: Path, width: int, layers: int, vocab: int) -> int:
         shapes |= {f"{name}.mlp.down_proj.weight": [width, 4 * width]}
         shapes |= {f"{name}.{part}_layernorm.weight": [width] for part in ("input", "post_attention")}
     header, at = {}, 0
-    for name, shape in shapes.items():
-        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+    for name, (dtype, shape) in kept(shapes).items():
+        size = (4 if dtype == "I32" else 2) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -91,6 +103,36 @@ def test_quantized_weights_and_one_layer_are_in_memory(scheme: str, share: float
     weights, _, peak, ring = map(int, found.stdout.split())
     layer = 2 * (4 + 3 * 4) * width * width
     assert stored * share < weights < stored * (share + 0.03)
+    assert weights * 0.95 < peak <= weights + ring + layer
+
+
+def awq(shapes: dict[str, list[int]], group: int) -> Kept:
+    """The tensors of a Llama whose linears are AWQ: dtypes and shapes."""
+    found: Kept = {}
+    for name, shape in shapes.items():
+        if "_proj" not in name:
+            found[name] = ("BF16", shape)
+            continue
+        layer, (rows, columns) = name.removesuffix(".weight"), shape
+        found[f"{layer}.qweight"] = ("I32", [columns, rows // 8])
+        found[f"{layer}.qzeros"] = ("I32", [columns // group, rows // 8])
+        found[f"{layer}.scales"] = ("F16", [columns // group, rows])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_run_as_they_are_stored_take_the_bytes_of_the_file(tmp_path: Path) -> None:
+    width = 1024
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    for name, size in (("tiny", (256, 1, 64)), ("large", (width, 24, 2048))):
+        stored = empty_llama(tmp_path / name, *size, kept=lambda shapes: awq(shapes, 128))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    command = [sys.executable, "-c", WATCH, str(tmp_path / "tiny"), str(tmp_path / "large"), "bf16", "stored"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights, _, peak, ring = map(int, found.stdout.split())
+    layer = 2 * (4 + 3 * 4) * width * width
+    assert stored < weights < 1.03 * stored
     assert weights * 0.95 < peak <= weights + ring + layer
 
 

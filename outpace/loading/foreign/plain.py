@@ -79,7 +79,7 @@ class _Quantized(StoredWeight):
         """See `StoredWeight`."""
         return self.layout.dequantized(self.parts(self.expert, values=True), self.dtype)
 
-    def scheme(self) -> Scheme | str:
+    def scheme(self, dtype: torch.dtype) -> Scheme | str:
         """See `StoredWeight`."""
         if not isinstance(self.layout, PackedFormat):
             return "no scheme has such numbers"
@@ -88,7 +88,7 @@ class _Quantized(StoredWeight):
             return "its columns are not in the order of their groups (act-order)"
         return scheme_of(weight.packed, self.layout.activations) or "its groups have too few columns"
 
-    def packed(self, tensors: Mapping[str, Tensor]) -> Packed:
+    def packed(self, tensors: Mapping[str, Tensor], scales: torch.dtype) -> Packed:
         """See `StoredWeight`."""
         assert isinstance(self.layout, PackedFormat), "it has a scheme"
         return self.layout.packed(Parts(self.stem, tensors)).packed
