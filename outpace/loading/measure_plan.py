@@ -58,7 +58,7 @@ def measured_plan(
     sizes = {name: value.numel() * before.dtypes[name].itemsize for name, value in module.named_parameters()}
     linears = sum(math.prod(weight.shape) * dtype.itemsize for weight in weights if not weight.tied)
     _check_room(module, sizes, sources is not None, dtype, device)
-    with _in_words(device), passes() as report:
+    with torch.inference_mode(False), _in_words(device), passes() as report:  # the estimates need gradients
         if sources is None:
             settle(module, before, device)
             model = module

@@ -157,6 +157,14 @@ def test_a_module_that_was_measured_and_refused_is_as_it_was(text: list[int]) ->
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_the_callers_inference_mode_does_not_matter(text: list[int], tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    with torch.inference_mode():
+        llm = LLM(tmp_path, **CPU, **auto(text, 128, bits_per_weight=8))
+    assert llm.quantized is not None
+    assert llm.quantized.plan is not None
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "encoder": ("bert", auto([5] * 64, bits_per_weight=8), ConfigError, "quant.auto: BertForMaskedLM predicts no next"),
     "no tokenizer": (
