@@ -74,12 +74,15 @@ class Chooser:
 
     def choose(self) -> QuantPlan:
         """Estimate, choose, measure, and choose again while the bound does not hold."""
-        before = self._loss("the model as it is", self.calibration, {})
         asked = {weight: schemes for weight in self.weights if (schemes := self._schemes(weight))}
         if not asked:
             raise ConfigError(
                 f"quant.auto: {type(self.model).__name__} has no linears that could be quantized; remove it"
             )
+        if self._auto.max_perplexity_increase is None:  # said before minutes have gone into it
+            unknown = {weight: dict.fromkeys(schemes, 0.0) for weight, schemes in asked.items()}
+            self._within(Choices([self._options(weight, unknown.get(weight, {})) for weight in self.weights]))
+        before = self._loss("the model as it is", self.calibration, {})
         found = self._estimates(asked)
         choices = Choices([self._options(weight, found.get(weight, {})) for weight in self.weights])
         if self._auto.max_perplexity_increase is None:
@@ -126,7 +129,6 @@ class Chooser:
                 f"quant.auto.{name}: with quant.auto.schemes={list(auto.schemes)} the least is {shown(least)}; allow "
                 "more, or give smaller schemes"
             )
-        self._measure(choices, picks, "the plan")
         return picks
 
     def _below(self, choices: Choices, before: float, limit: float) -> list[int]:
