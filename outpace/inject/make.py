@@ -132,7 +132,10 @@ class Maker:
     def _with_scheme(self, recipe: Recipe) -> Recipe:
         """The stack of a recipe as the rules want it."""
         names = list(dict.fromkeys(part.name for part in recipe.parts))
-        return replace(recipe, scheme=self._scheme("experts", names, recipe))
+        scheme, first = self._scheme("experts", names, recipe), [part for part in recipe.parts if part.expert == 0]
+        if scheme is not None and scheme.per_tensor and len(first) > 1:
+            scheme = replace(scheme, sources=tuple(part.shape_in_weight[0] for part in first))
+        return replace(recipe, scheme=scheme)
 
     def _stacked(
         self, module: nn.Module, name: str | tuple[str, str], transposed: bool, paired: bool

@@ -102,10 +102,10 @@ def test_rules_may_leave_experts_alone(inject: bool, linears: int) -> None:
     assert sum(isinstance(module, PackedLinear) for module in found.module.modules()) == linears
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_lists_of_experts_of_one_s_own(scheme: str) -> None:
-    """Fused or not, they are the same: what is fused has a scale for each row and expert too."""
-    fused, alone = (engine(net(Mine), {"scheme": scheme}, inject=inject) for inject in (True, False))
+@pytest.mark.parametrize("quant", [{"scheme": "int8"}, {"scheme": "int4"}, {"weight": {"per_tensor": True}}], ids=str)
+def test_lists_of_experts_of_one_s_own(quant: dict[str, Any]) -> None:
+    """Fused or not, they are the same: what is fused has scales of its own for each expert too."""
+    fused, alone = (engine(net(Mine), quant, inject=inject) for inject in (True, False))
     assert packed(fused.module)
     assert not packed(alone.module)
     torch.testing.assert_close(fused(inputs())[0], alone(inputs())[0])
