@@ -71,6 +71,14 @@ class Stored:
         found = self.pages.view(torch.int8).index_select(0, ids).view(self.pages.dtype).to(dtype)
         return found.mul_(self.scales.index_select(0, ids).transpose(1, 2)[..., None])
 
+    def run(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """`blocks` to be read alone: without a copy where the pages lie one behind the other."""
+        numbers = ids.tolist()
+        first = numbers[0]
+        if self.scales is not None or self.pages.dtype != dtype or numbers != list(range(first, first + len(numbers))):
+            return self.blocks(ids.long(), dtype)
+        return self.pages[first : first + len(numbers)]
+
     def tokens(self, page: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
         """What is at (page, offset) [n, L], in `dtype`: [n, Hkv, L, D]."""
         _, size, heads, dim = self.shape

@@ -5,6 +5,7 @@ The norm and the activation kernels do the same on their way out (`scales=`), so
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
+from ctypes import c_float
 from types import MappingProxyType
 
 import torch
@@ -28,6 +29,8 @@ def empty_rows(rows: int, width: int, kind: str, device: torch.device) -> tuple[
 def quantize_into(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Writes x [T, K] as values and scales; returns the values. A row of zeros has the scale 1."""
     check_scales(x.shape, values, scales)
+    if len(x) == 1 and x.numel() and values.dtype == torch.int8 and not x.is_cuda:
+        return _quantize_one(x, values, scales)
     size = x.float().abs().amax(dim=1, keepdim=True) if x.numel() else scales.new_zeros(scales.shape)
     limit = LARGEST[values.dtype]
     scale = (size / torch.full_like(size, limit)).clamp(min=SMALLEST).masked_fill(size == 0, 1.0)  # by a number, a GPU
@@ -35,6 +38,16 @@ def quantize_into(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     y = x.float() * scale.reciprocal()
     scales.copy_(scale)
     return values.copy_((y.round() if values.dtype == torch.int8 else y).clamp(-limit, limit))
+
+
+def _quantize_one(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """One row on a CPU, the same bits: its scale is a number of Python's, which saves 12 us of tiny tensors."""
+    size = x.float().abs().max().item()
+    scale = c_float(size / LARGEST[torch.int8]).value  # a double that is rounded to float32 is a float32 division
+    if scale < SMALLEST:
+        scale = 1.0 if size == 0 else SMALLEST
+    scales.fill_(scale)
+    return values.copy_((x.float() * c_float(1 / scale).value).round_())
 
 
 def quantize_rows_ref(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:

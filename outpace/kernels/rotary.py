@@ -27,6 +27,11 @@ def split_qkv(
     return q, k, v
 
 
+def _heads(qkv: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """The first heads of a fused row: a view [T, heads, D]."""
+    return qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+
+
 def _pairs(x: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The two columns of each rotated pair: x [T, N, D] → two views [T, N, R/2]."""
     half = rotary_dim // 2
@@ -71,8 +76,9 @@ def rope_and_cache_ref(
         assert sin is not None, "cos without sin"
         assert positions is not None, "a rotation needs positions"
         assert 2 * cos.shape[1] == rotary_dim
-        cos, sin = cos[positions, None], sin[positions, None]  # [T, 1, R/2]
-        for x in (q, k):
+        cos, sin = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]  # [T, 1, R/2]
+        fused = isinstance(qkv, torch.Tensor) and q_out is None  # queries and keys lie side by side
+        for x in (_heads(qkv, num_heads + num_kv_heads, head_dim),) if fused else (q, k):
             first, second = _pairs(x, rotary_dim, interleaved)
             turned = first.float() * cos - second.float() * sin, second.float() * cos + first.float() * sin
             first.copy_(turned[0])
@@ -80,11 +86,22 @@ def rope_and_cache_ref(
     if k_pages is not None:
         assert v_pages is not None, "k_pages without v_pages"
         assert slots is not None, "a write to pages needs slots"
+        if len(slots) == 1 and scales is None and not slots.is_cuda:
+            _write_one(k, v, int(slots), k_pages, v_pages)
+            return q, k, v
         rows = (slots >= 0).nonzero().squeeze(1)
         page, offset = slots[rows] // k_pages.shape[1], slots[rows] % k_pages.shape[1]
         for x, to in zip((k, v), stored(k_pages, v_pages, scales), strict=True):
             write_tokens(x[rows], to.pages, page, offset, to.scales)
     return q, k, v
+
+
+def _write_one(k: torch.Tensor, v: torch.Tensor, slot: int, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """One token on a CPU: its place is a number of Python's, and nothing is indexed by tensors."""
+    if slot >= 0:
+        page, offset = divmod(slot, k_pages.shape[1])
+        k_pages[page, offset].copy_(k[0])
+        v_pages[page, offset].copy_(v[0])
 
 
 @triton.jit

@@ -19,7 +19,6 @@ from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
 
 LIBRARY_ROWS = 256
 """More rows of fp8 than these are for torch's own product. Of int8 ours is faster (bench/results/packed_sweep_*)."""
-PADDED_ROWS = 16  # fewer, but more than one, are slower in the library on a CPU
 
 
 def scaled_linear_ref(
@@ -38,9 +37,13 @@ def scaled_linear_ref(
 
 
 def _finish(y: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y + bias + add, rounded once."""
-    for term in (bias, add):
-        y = y if term is None else y + term.float()
+    """y + bias + add, rounded once; y is overwritten."""
+    if bias is not None:
+        y.add_(bias)
+    if add is not None:
+        if out is add and out.dtype == y.dtype:
+            return out.add_(y)
+        y.add_(add)
     return y.to(dtype) if out is None else out.copy_(y)
 
 
@@ -55,13 +58,17 @@ def scaled_linear_torch(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """scaled_linear_ref by torch's integer product on a CPU, exact in int32; others as the reference."""
-    if values.is_cuda or (values.dtype, weight.kind) != (torch.int8, "int8") or values.numel() == 0:
+    if values.is_cuda or values.dtype != torch.int8 or weight.values.dtype != torch.int8 or values.numel() == 0:
         return scaled_linear_ref(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
-    depth, group = weight.shape[1], min(weight.group, weight.shape[1])
+    rows, depth = weight.shape
+    if weight.group >= depth and weight.zero is None and (weight.block == 1 or weight.block >= rows):
+        y = torch._int_mm(values, weight.values.t()).float().mul_(weight.scale.t())
+        return _finish(y.mul_(scales), bias, add, out, dtype)
+    group = min(weight.group, depth)
     y = torch.zeros(len(values), weight.shape[0])
     for number, start in enumerate(range(0, depth, group)):
         x, w = values[:, start : start + group], weight.values[:, start : start + group]
-        part = _int_product(x, w).float()
+        part = torch._int_mm(x.contiguous(), w.t()).float()
         if weight.zero is not None:
             part -= x.sum(dim=1, keepdim=True, dtype=torch.int32).float() * _of_rows(weight, weight.zero, number)
         y += part * _of_rows(weight, weight.scale, number)
@@ -72,14 +79,6 @@ def _of_rows(weight: Packed, per_block: Tensor, number: int) -> Tensor:
     """The scale or zero of this group for each row of the weight, [N]."""
     rows = weight.shape[0]
     return per_block[:, number].float().repeat_interleave(min(weight.block, rows))[:rows]
-
-
-def _int_product(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w.T in int32, with rows of zeros where few rows are slow."""
-    rows = len(x)
-    if 1 < rows < PADDED_ROWS:
-        x = F.pad(x, (0, 0, 0, PADDED_ROWS - rows))
-    return torch._int_mm(x.contiguous(), w.t())[:rows]
 
 
 def scaled_linear_invariant(
