@@ -16,7 +16,7 @@ from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
-from outpace.kernels.packed_linear import packed_linear_invariant, packed_linear_ref, packed_linear_triton
+from outpace.kernels.packed_linear import packed_linear_invariant, packed_linear_torch, packed_linear_triton
 from outpace.kernels.quantize import quantize_rows_ref, quantize_rows_triton
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
@@ -44,7 +44,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
     "linear": {"torch": matmul_torch, "invariant": matmul_invariant},
     "gemv": {"torch": None, "triton": gemv_triton},
     "packed_linear": {
-        "torch": packed_linear_ref,
+        "torch": packed_linear_torch,
         "triton": packed_linear_triton,
         "invariant": packed_linear_invariant,
     },

@@ -29,7 +29,9 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 def unpack_nibbles(packed: Tensor, columns: int) -> Tensor:
     """uint8 [..., ceil(K / 2)] → uint8 [..., K], as pack_nibbles had them."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :columns]
+    wide = packed.to(torch.int16)
+    pairs = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F)  # the low half is the byte that comes first
+    return pairs.view(torch.uint8)[..., :columns]
 
 
 def scale_shape(shape: tuple[int, int], group: int, block: int = 1) -> tuple[int, int]:
@@ -149,11 +151,20 @@ class Packed:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight that it stands for, [N, K] or [E, N, K], rounded once."""
         values = unpack_nibbles(self.values, self.shape[1]) if self.kind == "int4" else self.values
-        zero = self.default_zero if self.zero is None else self._spread(self.zero)
-        return ((values.float() - zero) * self._spread(self.scale)).to(dtype)
+        weight = values.to(torch.float32, copy=True)
+        whole = self.block == 1 and self.shape[1] % self.group == 0 and weight.numel() > 0
+        shaped = weight.unflatten(-1, (-1, self.group)) if whole else weight  # a view
+        if self.zero is not None:
+            shaped.sub_(self._spread(self.zero, whole))
+        elif self.default_zero:
+            shaped.sub_(self.default_zero)
+        shaped.mul_(self._spread(self.scale, whole))
+        return weight.to(dtype)
 
-    def _spread(self, per_block: Tensor) -> Tensor:
-        """A number for each block → one for each weight, in float32."""
+    def _spread(self, per_block: Tensor, whole: bool) -> Tensor:
+        """A number for each block → one for each weight, in float32; or, if `whole`, for each group [..., 1]."""
+        if whole:
+            return per_block.float().unsqueeze(-1)
         rows = per_block.float().repeat_interleave(min(self.block, max(1, self.shape[0])), dim=-2)
         return rows.repeat_interleave(min(self.group, max(1, self.shape[1])), dim=-1)[
             ..., : self.shape[0], : self.shape[1]

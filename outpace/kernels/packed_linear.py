@@ -5,11 +5,12 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
-from outpace.kernels.activation import gated_act_triton
+from outpace.kernels.activation import gated_act_ref, gated_act_triton
 from outpace.kernels.gemv import gemv_ref
 from outpace.kernels.invariant import gated_act_invariant
 from outpace.kernels.matmul import matmul_invariant_ref, matmul_torch
 from outpace.kernels.packed import Packed
+from outpace.kernels.packed_digits import digits_linear, takes_digits
 from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
 from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, packed_matmul_triton
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
@@ -40,6 +41,22 @@ Product = Callable[..., Tensor]
 def packed_linear_ref(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
     """gemv_ref with a quantized weight, dequantized to the dtype of x. x: [M, K], weight: [N, K] → [M, N]."""
     return gemv_ref(x, weight.dequantized(x.dtype), **options)
+
+
+def packed_linear_torch(x: Tensor, weight: Packed, **options: Unpack[Options]) -> Tensor:
+    """packed_linear_ref; int8 weights with a scale for each row by integer products on a CPU."""
+    if not takes_digits(x, weight):
+        return packed_linear_ref(x, weight, **options)
+
+    def product(
+        x: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        y = digits_linear(x, weight)
+        for term in (bias, add):
+            y = y if term is None else y.add_(term)
+        return y.to(x.dtype) if out is None else out.copy_(y)
+
+    return _around(product, x, (rms_norm_ref, gated_act_ref), **options)
 
 
 def packed_choice(rows: int, weight: Packed) -> str:

@@ -32,7 +32,9 @@ def rms_norm_ref(
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = (y.to(x.dtype) if round_before_weight else y) * (weight.float() + weight_offset if weight_offset else weight)
+        y = (y.to(x.dtype) if round_before_weight else y) * (
+            weight.float() + weight_offset if weight_offset else weight
+        )
     y = y.to(x.dtype)
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
