@@ -35,7 +35,7 @@ def test_what_a_row_may_hold() -> None:
     weight = random_packed("int8", (11, 96), 96)
     x = torch.randn(6, 96)
     x[0] = 0
-    x[1] *= 1e-36
+    x[1] *= 1e-30
     x[2] *= 1e30
     x[3, 5] = 5000.0
     x[4, 1:] = 0
@@ -44,7 +44,11 @@ def test_what_a_row_may_hold() -> None:
     size = x.abs().amax(dim=1, keepdim=True).double()
     assert ((digits_linear(x, weight) - want).abs() <= 2e-6 * size).all()
     assert torch.isfinite(digits_linear(x, weight)).all()
+    for seed in range(50):  # the largest number itself, however it is rounded
+        row = torch.full((1, 96), torch.rand(()).item() * 10.0**seed * 1e-28)
+        assert_near(digits_linear(row, weight) / row[0, 0], (row.sign().double() @ weight.dequantized(torch.float64).T))
     x[0, 0] = torch.nan
+    assert digits_linear(x[:1], weight).isnan().all()
     assert digits_linear(x, weight)[0].isnan().any()
     assert not digits_linear(x, weight)[1:].isnan().any()
 
