@@ -77,8 +77,11 @@ def rope_and_cache_ref(
         assert positions is not None, "a rotation needs positions"
         assert 2 * cos.shape[1] == rotary_dim
         cos, sin = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]  # [T, 1, R/2]
-        fused = isinstance(qkv, torch.Tensor) and q_out is None  # queries and keys lie side by side
-        for x in (_heads(qkv, num_heads + num_kv_heads, head_dim),) if fused else (q, k):
+        if isinstance(qkv, torch.Tensor) and q_out is None:  # queries and keys lie side by side
+            turn: tuple[torch.Tensor, ...] = (_heads(qkv, num_heads + num_kv_heads, head_dim),)
+        else:
+            turn = (q, k)
+        for x in turn:
             first, second = _pairs(x, rotary_dim, interleaved)
             turned = first.float() * cos - second.float() * sin, second.float() * cos + first.float() * sin
             first.copy_(turned[0])
