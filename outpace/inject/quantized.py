@@ -1,7 +1,7 @@
 """Linears and experts whose weights are quantized: they bring products of their own, the rest stays as it is."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_linear import packed_choice
+from outpace.kernels.packed_linear import packed_choice, packed_linear_tiles
+from outpace.kernels.packed_tiles import Tiles, takes_tiles
 from outpace.log import size_text
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rounding import as_packed
@@ -33,17 +34,28 @@ class PackedLinear(Linear):
         self.rows_kind = self.scheme.activations
         if self.scheme.symmetric:
             self.weight_zero = None
-        self._packed: Packed | None = None
+        self._packed: Packed | Tiles | None = None
 
     @property
-    def packed(self) -> Packed:
-        """The weight as the kernels take it."""
+    def packed(self) -> Packed | Tiles:
+        """The weight as the kernels take it. Groups may be put in tiles at the first use, and stay so."""
         if self._packed is None or self._packed.values is not self.weight:
-            tensors = {"": self.weight, "_scale": self.weight_scale}
-            if self.weight_zero is not None:
-                tensors["_zero"] = self.weight_zero
-            self._packed = as_packed(tensors, self.scheme, (self.out_features, self.in_features))
+            self._packed = self._arranged()
         return self._packed
+
+    def _arranged(self) -> Packed | Tiles:
+        shape, zero = (self.out_features, self.in_features), self.weight_zero
+        if self.weight.dim() == 3:  # in tiles: by this linear, or by another that shares the weight
+            return Tiles.again(self.weight, self.weight_scale, zero, shape, self.scheme.group or self.in_features)
+        tensors = {"": self.weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
+        packed = as_packed(tensors, self.scheme, shape)
+        if self.rows_kind is not None or self._kernels.packed_linear is not packed_linear_tiles:
+            return packed
+        if not takes_tiles(packed):
+            return packed
+        tiles = Tiles.of(replace(packed, values=self.weight.detach()))  # another thread may be here too
+        self.weight.data = tiles.values
+        return replace(tiles, values=self.weight)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """See `Linear`."""
@@ -74,13 +86,15 @@ class PackedLinear(Linear):
             if before is None or act is not None:
                 return None
             return self._scaled(*before.quantized(x, self.rows_kind), x.dtype, self.bias, add)
-        if (act is not None and not gated) or packed_choice(len(x), self.packed) != "few":
+        weight = self.packed
+        few = isinstance(weight, Packed) and packed_choice(len(x), weight) == "few"
+        if (act is not None and not gated) or not few:
             return None
         fused = fused_norm(before) if isinstance(before, Norm) else {}
         if before is not None and not fused:
             x = before(x)
         kind = None if act is None else activation_kind(act)
-        result: Tensor = self._kernels.packed_linear(x, self.packed, bias=self.bias, activation=kind, add=add, **fused)
+        result: Tensor = self._kernels.packed_linear(x, weight, bias=self.bias, activation=kind, add=add, **fused)
         return result
 
     def _alone(self, x: Tensor) -> bool:

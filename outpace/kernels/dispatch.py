@@ -16,7 +16,12 @@ from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
 from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
 from outpace.kernels.matmul import matmul_invariant, matmul_torch
-from outpace.kernels.packed_linear import packed_linear_invariant, packed_linear_torch, packed_linear_triton
+from outpace.kernels.packed_linear import (
+    packed_linear_invariant,
+    packed_linear_tiles,
+    packed_linear_torch,
+    packed_linear_triton,
+)
 from outpace.kernels.quantize import quantize_rows_ref, quantize_rows_triton
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
@@ -45,6 +50,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
     "gemv": {"torch": None, "triton": gemv_triton},
     "packed_linear": {
         "torch": packed_linear_torch,
+        "tiles": packed_linear_tiles,
         "triton": packed_linear_triton,
         "invariant": packed_linear_invariant,
     },
@@ -62,6 +68,7 @@ VARIANT = frozenset(
         ("linear", "torch"),
         ("gemv", "triton"),
         ("packed_linear", "torch"),
+        ("packed_linear", "tiles"),
         ("packed_linear", "triton"),
         ("scaled_linear", "torch"),
         ("scaled_linear", "triton"),
@@ -131,6 +138,8 @@ def choose_kernels(
 def _default(op: str, default: str, deterministic: bool) -> str:
     """The implementation of an op that nothing was asked for."""
     name = default if default in IMPLEMENTATIONS[op] else "torch"
+    if (op, name) == ("packed_linear", "torch"):
+        name = "tiles"
     return "invariant" if deterministic and (op, name) in VARIANT and op != "gemv" else name
 
 

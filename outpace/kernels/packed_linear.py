@@ -1,8 +1,10 @@
 """A linear layer with a quantized weight: x stays in 16 or 32 bits, and the weight is dequantized on the way."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from outpace.kernels.activation import gated_act_ref, gated_act_triton
@@ -13,6 +15,7 @@ from outpace.kernels.packed import Packed
 from outpace.kernels.packed_digits import digits_linear, takes_digits
 from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
 from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, packed_matmul_triton
+from outpace.kernels.packed_tiles import Tiles, tiles_linear
 from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from outpace.kernels.triton_stub import HAS_TRITON
 
@@ -47,16 +50,30 @@ def packed_linear_torch(x: Tensor, weight: Packed, **options: Unpack[Options]) -
     """packed_linear_ref; int8 weights with a scale for each row by integer products on a CPU."""
     if not takes_digits(x, weight):
         return packed_linear_ref(x, weight, **options)
+    return _around(partial(_finished, lambda x: digits_linear(x, weight)), x, (rms_norm_ref, gated_act_ref), **options)
 
-    def product(
-        x: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        y = digits_linear(x, weight)
-        for term in (bias, add):
-            y = y if term is None else y.add_(term)
-        return y.to(x.dtype) if out is None else out.copy_(y)
 
-    return _around(product, x, (rms_norm_ref, gated_act_ref), **options)
+def packed_linear_tiles(x: Tensor, weight: Packed | Tiles, **options: Unpack[Options]) -> Tensor:
+    """packed_linear_torch, and weights in groups that are in tiles: products with few rows are computed in bf16."""
+    if isinstance(weight, Packed):
+        return packed_linear_torch(x, weight, **options)
+    return _around(partial(_finished, lambda x: tiles_linear(x, weight)), x, (rms_norm_ref, gated_act_ref), **options)
+
+
+def _finished(
+    product: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The product of x, which may be changed, + bias + add in its dtype."""
+    y = product(x)
+    y = y if y.dtype == torch.float32 or (bias is None and add is None) else y.float()
+    for term in (bias, add):
+        y = y if term is None else y.add_(term)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def packed_choice(rows: int, weight: Packed) -> str:
