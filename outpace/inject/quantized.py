@@ -43,17 +43,18 @@ class PackedLinear(Linear):
             self._packed = self._arranged()
         return self._packed
 
+    @torch.inference_mode(False)  # what is kept must serve outside of it too
     def _arranged(self) -> Packed | Tiles:
+        weight = self.weight.detach()  # another thread may put it in tiles meanwhile
         shape, zero = (self.out_features, self.in_features), self.weight_zero
-        if self.weight.dim() == 3:  # in tiles: by this linear, or by another that shares the weight
+        if weight.dim() == 3:  # in tiles: by this linear, or by another that shares the weight
             return Tiles.again(self.weight, self.weight_scale, zero, shape, self.scheme.group or self.in_features)
-        tensors = {"": self.weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
+        tensors = {"": weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
         packed = as_packed(tensors, self.scheme, shape)
-        if self.rows_kind is not None or self._kernels.packed_linear is not packed_linear_tiles:
-            return packed
-        if not takes_tiles(packed):
-            return packed
-        tiles = Tiles.of(replace(packed, values=self.weight.detach()))  # another thread may be here too
+        tiled = self.rows_kind is None and self._kernels.packed_linear is packed_linear_tiles
+        if not tiled or not takes_tiles(packed):
+            return replace(packed, values=self.weight)
+        tiles = Tiles.of(packed)
         self.weight.data = tiles.values
         return replace(tiles, values=self.weight)
 
@@ -99,7 +100,9 @@ class PackedLinear(Linear):
 
     def _alone(self, x: Tensor) -> bool:
         """A single row is not quantized where one kernel does all with it: that is faster, and nearer to the model."""
-        return len(x) == 1 and self._kernels.gemv is not None and packed_choice(1, self.packed) == "few"
+        if len(x) > 1 or self._kernels.gemv is None:
+            return False
+        return isinstance(self.packed, Packed) and packed_choice(1, self.packed) == "few"
 
     def _scaled(
         self,

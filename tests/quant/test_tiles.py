@@ -29,7 +29,12 @@ GROUPS: dict[str, dict[str, Any]] = {
 def wide() -> Any:
     """A model whose linears have rows enough for tiles."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = hf.LlamaConfig(vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=2, eos_token_id=None, **sizes)
     return hf.LlamaForCausalLM(config).eval()
 
