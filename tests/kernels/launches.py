@@ -136,6 +136,7 @@ def packed_few() -> None:
     packed_gemv_triton(x, packed("int8", 28672, 4096, 4096), norm_weight=norm, eps=1e-5, activation="silu")
     packed_gemv_triton(x, packed("int4", 28672, 4096, 128), norm_weight=norm, eps=1e-5, activation="silu")
     packed_gemv_triton(x, packed("int4", 6144, 4096, 32, zero=True), norm_weight=norm, eps=1e-5)
+    packed_gemv_triton(x, packed("int8", 6144, 4096, 16, zero=True), norm_weight=norm, eps=1e-5)  # GGUF's Q6_K, Q4_K
     packed_gemv_triton(meta(2, 4096), packed("fp8", 4096, 4096, 128, 128), bias=norm, add=meta(2, 4096))
     packed_gemv_triton(meta(4, 577, dtype=FP16), packed("int4", 64, 577, 64))
     packed_gemv_triton(meta(16, 4096), packed("int8", 4096, 4096, 4096, zero=True))
@@ -151,6 +152,7 @@ def packed_many() -> None:
         (256, packed("fp8", 6144, 4096, 128, 128)),
         (256, packed("int8", 4096, 4096, 4096, zero=True)),
         (33, packed("int4", 4096, 4096, 16)),
+        (256, packed("int8", 4096, 4096, 16, zero=True)),
     ):
         packed_matmul_triton(meta(rows, 4096), weight)
     packed_matmul_triton(meta(100, 577, dtype=FP32), packed("int4", 64, 577, 64))
