@@ -280,6 +280,7 @@ class _Waiting:
         self._weight: Tensor | None = None
         pieces = [piece for part in target.recipe.parts for piece in _pieces_of(part, sources)]
         self.nbytes = sum(piece.dtype.itemsize * math.prod(piece.shape) for piece in pieces)
+        self.held = target.nbytes
         self.place = first_place(pieces)
         """Where in the files it begins."""
 

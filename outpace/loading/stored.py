@@ -157,7 +157,7 @@ class StoredPart:
         assert scheme is not None, f"{part.name} has a scheme"
         self._part, self._weight, self._made, self._scheme = part, weight, made, scheme
         self._tensors: dict[str, Tensor] = {}
-        self.nbytes = weight.nbytes
+        self.nbytes = self.held = weight.nbytes
         self.place = first_place(piece for source in weight.sources.values() for piece in source.pieces)
         """Where in the files it begins."""
 

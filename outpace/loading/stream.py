@@ -34,6 +34,8 @@ class Group(Protocol):
 
     nbytes: int
     """That are read."""
+    held: int
+    """Bytes that the weight takes until it has become something else."""
 
     def begin(self) -> Sequence[Job]:
         """Make room for the weight; its jobs."""
@@ -231,22 +233,59 @@ def _tasks(jobs: Sequence[Job], groups: Sequence[Group], files: _Files, chunk: i
     for job in jobs:
         if not isinstance(job.piece.place, Extent):
             yield _made(job, alone, chunk)
+    largest = max((group.held for group in groups), default=0)
+    room = _Room(max(THREADS * chunk, largest * 3 // 2))  # work for all threads, or both stacks of a layer's experts
     for group in groups:
-        yield from _grouped(group, files, alone, chunk)
+        yield from _grouped(group, files, alone, chunk, room)
 
 
-def _grouped(group: Group, files: _Files, alone: threading.Lock, chunk: int) -> Iterator[Task]:
+class _Room:
+    """Memory that groups share: one that would take too much waits until others have ended.
+
+    A group is waited for while its tasks are with other threads, all of them: they are handed out in order.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held, self._failed = limit, 0, False
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        """Wait for so many bytes; what is larger than the limit is alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or not self._held or self._held + size <= self._limit)
+            self._held += size
+
+    def give_back(self, size: int) -> None:
+        """A group has ended."""
+        with self._changed:
+            self._held -= size
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """A group will never end: nobody waits any more."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+def _ended(group: Group, room: _Room) -> None:
+    group.end()
+    room.give_back(group.held)
+
+
+def _grouped(group: Group, files: _Files, alone: threading.Lock, chunk: int, room: _Room) -> Iterator[Task]:
     """The tasks of a group; the thread that does the last one ends the group."""
     tasks: list[Task] = []
+    room.take(group.held)
     for job in group.begin():
         extent = job.piece.place
         tasks += _pieces(job, files.reader(extent), chunk) if isinstance(extent, Extent) else [_made(job, alone, chunk)]
     if not tasks:
-        group.end()
-    left = _Countdown(len(tasks), group.end)
+        _ended(group, room)
+    left = _Countdown(len(tasks), partial(_ended, group, room))
     del group  # the last task lets go of it
     for task in tasks:
-        yield partial(_counted, task=task, left=left)
+        yield partial(_counted, task=task, left=left, room=room)
 
 
 class _Countdown:
@@ -264,9 +303,13 @@ class _Countdown:
             self._end()
 
 
-def _counted(landing: _Landing, task: Task, left: _Countdown) -> int:
-    count = task(landing)
-    left.done()
+def _counted(landing: _Landing, task: Task, left: _Countdown, room: _Room) -> int:
+    try:
+        count = task(landing)
+        left.done()
+    except BaseException:
+        room.fail()
+        raise
     return count
 
 

@@ -10,8 +10,9 @@ import torch
 import transformers as hf
 
 import outpace
-from outpace import LLM, ConfigError, NotSupported, SamplingParams
+from outpace import LLM, ConfigError, ModelError, NotSupported, SamplingParams
 from outpace.inject.quantized import PackedExperts, PackedLinear
+from outpace.loading import fill, stream
 from tests.inject.checks import padded_prompts, randomised
 from tests.inject.test_level0 import LATENT
 from tests.inject.test_mixtures import Mine, inputs, net
@@ -157,6 +158,51 @@ def test_checkpoints_become_what_a_live_module_becomes(case: str, inject: bool, 
     quant = only(num_bits=4, group_size=8)
     found = engine(empty, quant, inject=inject, checkpoint=str(tmp_path))
     assert torch.equal(logits(found), logits(engine(made(case), quant, inject=inject)))
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small reads by more threads than there are stacks in a layer."""
+    monkeypatch.setattr(stream, "CHUNK", 4096)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_experts_of_one_layer_are_in_memory_in_the_model_s_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made("qwen3", num_experts=16, moe_intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    live: dict[int, int] = {}
+    most: list[int] = []
+    begin, end = fill._Waiting.begin, fill._Waiting.end
+
+    def begun(self: fill._Waiting) -> Any:
+        live[id(self)] = self.held
+        most.append(sum(list(live.values())))
+        return begin(self)
+
+    def ended(self: fill._Waiting) -> None:
+        end(self)
+        del live[id(self)]
+
+    monkeypatch.setattr(fill._Waiting, "begin", begun)
+    monkeypatch.setattr(fill._Waiting, "end", ended)
+    LLM(tmp_path, device="cpu", dtype="fp32", quantization="int4")
+    assert max(most) <= sum(parameter.nbytes for parameter in model.model.layers[0].mlp.experts.parameters())
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_a_stack_that_cannot_be_quantized_is_waited_for_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: fill.Target, weight: torch.Tensor) -> None:
+        raise ModelError("model: it is broken")
+
+    made("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(fill.Target, "give", fail)
+    with pytest.raises(ModelError, match="it is broken"):
+        LLM(tmp_path, device="cpu", dtype="fp32", quantization="int4")
 
 
 def test_what_was_quantized_is_counted() -> None:
