@@ -27,9 +27,10 @@ class PackedLinear(Linear):
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter | None
 
-    def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels) -> None:
+    def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels, *, in_rows: bool = False) -> None:
         super().__init__(weight, bias, kernels)
         assert weight.scheme is not None, "a linear without a scheme is a PlainLinear"
+        self._in_rows = in_rows  # an embedding reads rows of the same weight, so that it stays as it is
         self.scheme = weight.scheme
         self.rows_kind = self.scheme.activations
         if self.scheme.symmetric:
@@ -51,7 +52,7 @@ class PackedLinear(Linear):
             return Tiles.again(self.weight, self.weight_scale, zero, shape, self.scheme.group or self.in_features)
         tensors = {"": weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
         packed = as_packed(tensors, self.scheme, shape)
-        tiled = self.rows_kind is None and self._kernels.packed_linear is packed_linear_tiles
+        tiled = self.rows_kind is None and not self._in_rows and self._kernels.packed_linear is packed_linear_tiles
         if not tiled or not takes_tiles(packed):
             return replace(packed, values=self.weight)
         tiles = Tiles.of(packed)

@@ -43,7 +43,9 @@ class Awq(PackedFormat):
         values, zero = (_outputs(parts.tensors[ending], rows) for ending in (".qweight", ".qzeros"))
         scale = parts.tensors[".scales"].T.contiguous()
         group = max(1, columns if self.group_size is None else self.group_size)
-        return ForeignWeight(Packed(pack_nibbles(values.T), scale, zero.T.contiguous().half(), shape, group))
+        return ForeignWeight(
+            Packed(pack_nibbles(values.T.contiguous()), scale, zero.T.contiguous().half(), shape, group)
+        )
 
 
 def _outputs(words: Tensor, rows: int) -> Tensor:
