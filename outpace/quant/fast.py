@@ -54,7 +54,6 @@ GPUS: tuple[tuple[tuple[int, int], str, Rows], ...] = (
 )
 """From this compute capability on: what such GPUs are called, and what runs fast there."""
 
-_DEQUANTIZED = "each weight is dequantized at every product: it saves memory and costs time"
 INT8_FLAGS: Mapping[str, str] = {"amx_int8": "AMX", "avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI"}
 """Instructions of a CPU that multiply int8, as the system calls them and as people do, the fastest first."""
 
@@ -77,11 +76,19 @@ def on_gpu(capability: tuple[int, int]) -> tuple[Speed, ...]:
 def on_cpu(flags: frozenset[str]) -> tuple[Speed, ...]:
     """What runs fast on a CPU with these instructions."""
     name = next((name for flag, name in INT8_FLAGS.items() if flag in flags), None)
-    ints: tuple[Fast, str] = ("no", "this CPU has no instructions for int8 (VNNI, AMX)")
-    if name is not None:
-        ints = ("yes", f"{name} multiplies int8 by int8, and weights are a quarter of fp32")
-    rows: Rows = {"int8": ("no", _DEQUANTIZED), "int4": ("no", _DEQUANTIZED), "w8a8": ints}
-    rows = {**rows, "fp8": ("no", "CPUs have no instructions for fp8; " + _DEQUANTIZED)}
+    missing: tuple[Fast, str] = ("no", "this CPU has no instructions for int8 (VNNI, AMX)")
+    ints: tuple[Fast, str] = ("yes", f"{name} multiplies int8 by int8, and weights are a quarter of fp32")
+    digits: tuple[Fast, str] = (
+        "at few rows",
+        f"rows become digits of int8, and {name} multiplies two or three of each",
+    )
+    tiles: tuple[Fast, str] = ("at few rows", "torch's int4 kernel reads an eighth of the bytes of fp32")
+    rows: Rows = {
+        "int8": missing if name is None else digits,
+        "int4": tiles if "avx512f" in flags else ("no", "torch's int4 kernel needs AVX-512, and this CPU has none"),
+        "w8a8": missing if name is None else ints,
+        "fp8": ("no", "CPUs have no instructions for fp8: each weight is dequantized at every product"),
+    }
     return tuple(Speed(scheme, *found) for scheme, found in rows.items())
 
 

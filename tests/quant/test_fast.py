@@ -49,4 +49,6 @@ def test_cpus() -> None:
     plain, new = on_cpu(frozenset({"avx2"})), on_cpu(frozenset({"avx2", "avx512_vnni"}))
     assert {each.scheme for each in plain} == set(NAMED)
     assert [each.scheme for each in plain if each.fast == "yes"] == []
+    tiles = {each.scheme: each.fast for each in on_cpu(frozenset({"avx512f"}))}
+    assert tiles == {"int8": "no", "int4": "at few rows", "w8a8": "no", "fp8": "no"}
     assert [(each.scheme, each.why.split()[0]) for each in new if each.fast == "yes"] == [("w8a8", "AVX512-VNNI")]
