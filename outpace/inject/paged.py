@@ -164,7 +164,7 @@ class PagedModel:
 def _kind(layer: FusedLayer, table: Table, slopes: Tensor | None) -> Hashable:
     """Equal for layers that launch the same kernels."""
     parts = tuple(
-        (name, type(part), tuple((each.shape, each.dtype) for each in part.parameters(recurse=False)))
+        (name, type(part).__name__, tuple((each.shape, each.dtype) for each in part.parameters(recurse=False)))
         for name, part in layer.named_modules()
     )
     return layer.settings, parts, None if table[0] is None else table[0].shape[1], slopes is None

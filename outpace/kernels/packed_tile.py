@@ -5,11 +5,13 @@ number is rounded with them), and are multiplied by matrix units.
 """
 # mypy: disallow-untyped-decorators=False
 
+import torch
+
 from outpace.kernels.packed import Packed
 from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret) if HAS_TRITON else True)
-"""Whether kernels run in Triton's interpreter, which knows no machine code."""
+NATIVE = tl.constexpr(HAS_TRITON and torch.version.cuda is not None and torch.cuda.is_available())
+"""Whether kernels run on an NVIDIA GPU, and not in Triton's interpreter, which knows no machine code."""
 INT8_TO_BF16 = tl.constexpr("""{
 .reg .b32 low, high, size, sign, one;
 mov.b32 one, 0x3f803f80;
@@ -68,7 +70,7 @@ def _numbers(
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """(values - zero) * scale [N, K] in dtype."""
-    native: tl.constexpr = dtype == tl.bfloat16 and zero is None and not INTERPRETED
+    native: tl.constexpr = dtype == tl.bfloat16 and zero is None and NATIVE
     half: tl.constexpr = stored.dtype == tl.uint8
     w = stored
     if half:
