@@ -140,6 +140,7 @@ def main() -> None:
     runs = {"Hugging Face, fp32": hugging_face(path)}
     runs |= {f"Outpace, {name}": ours(path, SCHEMES[name]) for name in args.only}
     if args.gguf is not None:
+        runs["Outpace, the same file as it is"] = ours(args.gguf, {"quant": {"scheme": "stored"}})
         runs[f"llama.cpp, {args.gguf.suffixes[0].strip('.')}"] = llama_cpp(args.gguf, args.threads)
     clock = time.process_time if args.cpu_time else time.perf_counter
     speeds = measure(runs, args.prompt, args.new, args.turns, clock)
