@@ -50,7 +50,7 @@ def command(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option("--text", metavar="FILE", help="What is measured on, in UTF-8.", show_default="a built-in text"),
+        typer.Option("--text", metavar="FILE", help="Calibration text in UTF-8.", show_default="a built-in text"),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", metavar="N", help="Tokens of it that are used.", show_default="2048")
@@ -67,6 +67,14 @@ def command(
         list[str] | None,
         typer.Option("--exclude", metavar="NAME", help="Leave linears with NAME in their names; may be repeated."),
     ] = None,
+    method: Annotated[
+        str,
+        typer.Option("--method", metavar="M", help="rtn (round to nearest) or gptq (calibrated on --text)."),
+    ] = "rtn",
+    smooth: Annotated[
+        float | None,
+        typer.Option("--smooth", metavar="ALPHA", help="SmoothQuant, calibrated on --text: 0 to 1, as 0.5."),
+    ] = None,
     dtype: DType = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DIR, if it holds quantized weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
@@ -76,7 +84,8 @@ def command(
     int8 and int4: weights alone. w8a8 and fp8: rows are quantized too, as they come. One process needs little memory,
     whatever the size of the model; with --auto, --max-bytes or --bits-per-weight the whole model is held while it is
     measured, and weights become int4 or int8, or stay. The folder appears when it is complete; a run that was ended is
-    gone on with by the same command.
+    gone on with by the same command. With --method gptq or --smooth the model is run on a text, one weight in memory at
+    a time; such a run begins anew.
     """
     name = one_model(model, same_model)
     bounds = given(auto=auto, max_bytes=max_bytes, bits_per_weight=bits_per_weight)
@@ -86,20 +95,28 @@ def command(
         raise ConfigError(f"scheme: give one of {flags}{f', not {len(ways)}' if ways else ''}")
     if scheme is not None and scheme not in SCHEMES:
         raise ConfigError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
-    if scheme is None and any((group_size, asymmetric, head, exclude)):
-        raise ConfigError("group-size, asymmetric, head, exclude: a plan says what each weight becomes; leave them out")
-    if not bounds and (unused := next(iter(given(text=text, tokens=tokens, device=device)), None)):
-        raise ConfigError(f"{unused}: nothing is measured; leave it out, or give --auto")
+    if scheme is None and (any((group_size, asymmetric, head, exclude)) or method != "rtn" or smooth is not None):
+        raise ConfigError(
+            "group-size, asymmetric, head, exclude, method, smooth: a plan says what weights become; leave them out"
+        )
+    calibrates = method != "rtn" or smooth is not None
+    if not (bounds or calibrates) and (unused := next(iter(given(text=text, tokens=tokens, device=device)), None)):
+        raise ConfigError(f"{unused}: nothing is measured or calibrated; leave it out, or give --auto or --method gptq")
+    if dtype is not None and dtype.removeprefix("torch.") == "int8":
+        raise ConfigError("dtype: it is what scales and other weights are kept in; for int8 weights give --scheme int8")
     wanted = None if dtype is None else float_dtype(dtype)
     measured = _asked_auto(bounds, text, tokens, dtype, device) if bounds else None
 
+    from outpace.config.sections import CalibrationConfig
     from outpace.loading.quantize import Asked, quantize_model  # imported late: this takes seconds
     from outpace.quant.plan import QuantPlan
 
     found = None if plan is None else QuantPlan.read(str(plan))
     if measured is not None:
         found = _measured(name, measured, out, force)
-    asked = Asked(scheme, group_size, asymmetric, head, tuple(exclude or ()), wanted, found)  # type: ignore[arg-type]
+    given_text = CalibrationConfig.of(given(text=text, tokens=tokens)) if calibrates else CalibrationConfig()
+    how = (method, smooth, given_text, device if calibrates else None)
+    asked = Asked(scheme, group_size, asymmetric, head, tuple(exclude or ()), wanted, found, *how)  # type: ignore[arg-type]
     with ended_by_signals(), bar(Console(stderr=True)) as progress:
         written = quantize_model(name, out, asked, force=force, progress=progress)
     if as_json:

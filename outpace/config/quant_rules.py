@@ -76,6 +76,11 @@ QUANT_COMPOSITIONS: tuple[tuple[Callable[[QuantizationConfig], bool], str], ...]
         "quant.calibration: nothing that was asked for is calibrated; give quant.auto, or leave it out",
     ),
     (
+        lambda q: changed(q, "method", "smooth"),
+        "quant.method gptq and quant.smooth: weights are calibrated ahead of time; run `outpace quantize MODEL "
+        "--scheme S --method gptq --out DIR`, or with --smooth 0.5, and load DIR",
+    ),
+    (
         lambda q: _several(q, "auto", "plan") or (chooses(q) and changed(q, "scheme", "weight", "activation")),
         "quant.auto or quant.plan with each other, or with quant.scheme, quant.weight or quant.activation: each says "
         "what weights become; give one",

@@ -137,6 +137,10 @@ class QuantizationConfig(ConfigModel):
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
     """Keys and values in pages: int8 or fp8 (e4m3, the same as fp8_e4m3), with a scale for each token and head; auto:
     as the model computes them."""
+    method: Literal["rtn", "gptq"] = "rtn"
+    """How weights are rounded: to nearest, or by GPTQ, which `outpace quantize` does ahead of time."""
+    smooth: float | None = Field(default=None, ge=0, le=1)
+    """SmoothQuant's alpha, which `outpace quantize` takes too; None: outliers of activations stay in them."""
     calibration: CalibrationConfig = CalibrationConfig()
     """The text that is calibrated with."""
     auto: AutoQuantConfig | None = None

@@ -1,13 +1,20 @@
 """The text that `quant.calibration` names, as tokens."""
 
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outpace.config.sections import CalibrationConfig
 from outpace.errors import ConfigError, InputError
 from outpace.loading.text import read_text
 from outpace.loading.windows import Tokens, read_tokens
+from outpace.log import chosen
+
+WINDOW = 1024
+"""Most tokens of a window."""
 
 
 def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, Tokens]:
@@ -26,3 +33,21 @@ def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBas
         return name, read_tokens(tokenizer, content, None)
     except InputError as error:
         raise ConfigError(f"quant.calibration.{error}") from error
+
+
+def read_windows(
+    asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig
+) -> Tensor:
+    """The tokens that are for calibration, in whole windows [windows, tokens]; what is left over is not used."""
+    name, tokens = read_calibration(asked, tokenizer)
+    text: Any = config.get_text_config()
+    ids = tokens.ids[: asked.tokens]
+    if max(ids) >= text.vocab_size:
+        raise ConfigError(
+            f"quant.calibration.text: token {max(ids)} is none of the {text.vocab_size} tokens of the model"
+        )
+    most = min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW) - len(tokens.prefix)
+    length = min(most, len(ids))
+    windows = [tokens.prefix + ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    chosen("calibration", f"{len(windows)} windows of {len(windows[0])} tokens", name)
+    return torch.tensor(windows)

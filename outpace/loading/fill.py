@@ -85,7 +85,17 @@ class Target:
 
     def give(self, weight: Tensor) -> None:
         """Let its owners have it, in the form that its scheme says."""
-        self.give_all({"": weight} if self.recipe.scheme is None else quantized(weight, self.recipe.scheme))
+        if self.recipe.scheme is None:
+            self.give_all({"": weight})
+            return
+        made = quantized(weight, self.recipe.scheme)
+        if not made["_scale"].isfinite().all():
+            names = ", ".join(dict.fromkeys(part.name for part in self.recipe.parts))
+            raise ModelError(
+                f"quant: {names} holds NaN or infinity, which cannot be quantized; check the weights, or let "
+                "quant.weight.post_init_quant name others"
+            )
+        self.give_all(made)
 
     def give_all(self, made: Mapping[str, Tensor]) -> None:
         """Let its owners have tensors, by what is put behind its name."""

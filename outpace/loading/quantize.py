@@ -2,18 +2,21 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outpace.config.sections import CalibrationConfig
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported, as_field
 from outpace.inject.split import known_splits
+from outpace.loading.calibrate import Calibration, Give, Method, calibrate
+from outpace.loading.calibration import read_windows
 from outpace.loading.checkpoint import weight_files
 from outpace.loading.conversion import quantization
 from outpace.loading.dtypes import short
@@ -23,8 +26,10 @@ from outpace.loading.names import match, tensors_of, unwrapped
 from outpace.loading.open import open_weights
 from outpace.loading.original import CONFIG, find_model, opened, set_entries, skeleton_of
 from outpace.loading.out_folder import check_out
+from outpace.loading.read_tokenizer import load_tokenizer
 from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Source
+from outpace.loading.write_calibrated import Run, write_calibrated
 from outpace.loading.write_quantized import QUANTIZED, Item, WrittenQuantized, write_quantized
 from outpace.loading.write_shards import Progress
 from outpace.quant.asked import NAMED
@@ -55,8 +60,21 @@ class Asked:
     """Of everything that stays, and of scales; None: the model's."""
     plan: QuantPlan | None = None
     """What becomes of each weight, in the place of all others but `dtype`."""
+    method: Method = "rtn"
+    smooth: float | None = None
+    """SmoothQuant's alpha; None: activations keep their outliers."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """The text that gptq and smooth run the model on."""
+    device: str | None = None
+    """Where they run it; None: on the first GPU, if there is one."""
 
     def __post_init__(self) -> None:
+        if self.method not in ("rtn", "gptq"):
+            raise ConfigError(f"method: expected rtn or gptq, got {self.method!r}")
+        if self.smooth is not None and not 0 <= self.smooth <= 1:
+            raise ConfigError(f"smooth: expected a number from 0 to 1, got {self.smooth}")
+        if not self.calibrates and self.calibration != CalibrationConfig():
+            raise ConfigError("text: rounding to nearest needs no text; give method gptq or smooth, or leave it out")
         if self.dtype is not None and self.dtype not in _FLOATS:
             raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {short(self.dtype)}")
         if self.plan is not None:
@@ -80,6 +98,7 @@ class Asked:
     def _check_plan(self, plan: QuantPlan) -> None:
         others: dict[str, object] = {"scheme": self.scheme, "group_size": self.group_size}
         others |= {"asymmetric": self.asymmetric, "head": self.head, "exclude": self.exclude}
+        others |= {"method": self.method != "rtn", "smooth": self.smooth is not None}
         for name, value in others.items():
             if value:
                 raise ConfigError(f"{name}: the plan says what becomes of each weight; leave it out")
@@ -101,6 +120,11 @@ class Asked:
     def has_head(self) -> bool:
         """Whether the head may be quantized."""
         return self.head is not None or self.plan is not None
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the model is run on a text."""
+        return self.method != "rtn" or self.smooth is not None
 
     @property
     def rules(self) -> Rules:
@@ -144,7 +168,13 @@ def quantize_model(
     shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
     weights = open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))
     stored = unwrapped(weights.sources, tensors_of(skeleton))
-    plan = _Plan(skeleton, stored, match(skeleton, weights), asked)
+    found = match(skeleton, weights)
+    plan = _Plan(skeleton, stored, found, asked)
+    run = (
+        plan.calibrated(found, read_windows(asked.calibration, load_tokenizer(model), config))
+        if asked.calibrates
+        else None
+    )
 
     def write_beside(folder: Path) -> None:
         beside(folder)
@@ -156,7 +186,8 @@ def quantize_model(
         if asked.plan is not None:
             write_plan(asked.plan, folder / PLAN)
 
-    return write_quantized(plan.items, out, beside=write_beside, unchanged=unchanged, force=force, progress=progress)
+    write = write_quantized if run is None else partial(write_calibrated, run=run)
+    return write(plan.items, out, beside=write_beside, unchanged=unchanged, force=force, progress=progress)
 
 
 class _Plan:
@@ -182,6 +213,28 @@ class _Plan:
         head = {self._head} if self._head is not None and self._head not in self.schemes else set()
         self.ignore = {_module(item.name) for item in kept} | head
         """Linears that stay as they are."""
+
+    def calibrated(self, found: Mapping[str, Source], tokens: Tensor) -> Run:
+        """What quantizes linears while the model runs on these tokens."""
+        named = {name: item for item in self.items for name in self._names_of(item.name, item.source)}
+        linears = {_module(name): item for name, item in named.items() if item.scheme and _module(name) != self._head}
+        reached = {item.name for item in linears.values()} | {f"{self._head}.weight"}
+        if missed := [item.name for item in self.items if item.scheme is not None and item.name not in reached]:
+            raise NotSupported(
+                f"method: {missed[0]} belongs to an expert, and weights of experts cannot be calibrated yet; give "
+                "--exclude experts, or leave --method and --smooth out"
+            )
+        schemes = {path: item.scheme for path, item in linears.items() if item.scheme is not None}
+        asked = Calibration(tokens, self._asked.method, self._asked.smooth)
+        device = torch.device(self._asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+        def run(give: Give) -> dict[str, Tensor]:
+            made = calibrate(
+                self._model, found, schemes, asked, device, lambda path, *weights: give(linears[path].name, *weights)
+            )
+            return {named[name].name: tensor for name, tensor in made.items()}
+
+        return run
 
     def _item(self, name: str, source: Source, scheme: Scheme | None) -> Item:
         wanted = torch.float32 if self._keep.intersection(self._names_of(name, source)) else self._asked.dtype

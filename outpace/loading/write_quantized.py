@@ -109,7 +109,7 @@ def write_quantized(
     begin = time.perf_counter()
     out = check_out(out, QUANTIZED, force=force)
     check_apart({item.name: item.source for item in items}, out)
-    files = _files(sorted(items, key=lambda item: place_of(item.source)))
+    files = files_of(sorted(items, key=lambda item: place_of(item.source)))
     record = _Record(files, unchanged)
     total = sum(item.nbytes for item in items)
     with out_folder(out, QUANTIZED, force=force, usable=record.usable) as folder, _said(record, folder):
@@ -118,7 +118,7 @@ def write_quantized(
         check_space(out, total - sum(_size(files[name]) for name in taken))
         _write_files(folder, files, record, done, lambda count: progress(count, total))
         _check(unchanged, record, folder)
-        _index(folder, files)
+        write_index(folder, files)
         beside(folder)
         sizes = {name: (folder / name).stat().st_size for name in files}
         record.remove(folder)
@@ -127,7 +127,7 @@ def write_quantized(
     return WrittenQuantized(out, sizes, time.perf_counter() - begin, before, errors, taken)
 
 
-def _files(items: Sequence[Item]) -> dict[str, list[Item]]:
+def files_of(items: Sequence[Item]) -> dict[str, list[Item]]:
     """The items of each file, in the order in which they are read."""
     groups: list[list[Item]] = [[]]
     size = 0
@@ -146,13 +146,15 @@ def _size(items: Sequence[Item]) -> int:
     return sum(item.nbytes for item in items)
 
 
-def _specs(items: Sequence[Item]) -> Specs:
+def specs_of(items: Sequence[Item]) -> Specs:
+    """What is written of items, by name."""
     return {name: spec for item in items for name, spec in item.specs.items()}
 
 
-def _index(folder: Path, files: Mapping[str, list[Item]]) -> None:
+def write_index(folder: Path, files: Mapping[str, list[Item]]) -> None:
+    """Say which file has which tensor, where there are several."""
     if len(files) > 1:
-        places = {name: file for file, items in files.items() for name in _specs(items)}
+        places = {name: file for file, items in files.items() for name in specs_of(items)}
         total = sum(_size(items) for items in files.values())
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / f"{WHOLE}.index.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -225,7 +227,7 @@ class _Record:
         except ModelError:
             return False
         held = {name: (DTYPES.get(entry.dtype), tuple(entry.shape)) for name, entry in entries.items()}
-        return (seen.st_size, seen.st_mtime_ns) == (found["size"], found["time"]) and held == _specs(
+        return (seen.st_size, seen.st_mtime_ns) == (found["size"], found["time"]) and held == specs_of(
             self._files[path.name]
         )
 
@@ -264,16 +266,16 @@ def _write_files(
         if file in done:
             continue
         errors: dict[str, float] = {}
-        with SafetensorsWriter(folder / file, _specs(items), {}) as writer:
+        with SafetensorsWriter(folder / file, specs_of(items), {}) as writer:
             for item in items:
-                for nbytes in _write_item(writer, item, errors):
+                for nbytes in write_item(writer, item, errors):
                     count += nbytes
                     progress(count)
         record.add(folder, file, errors)
         done[file] = errors
 
 
-def _write_item(writer: SafetensorsWriter, item: Item, errors: dict[str, float]) -> Iterator[int]:
+def write_item(writer: SafetensorsWriter, item: Item, errors: dict[str, float]) -> Iterator[int]:
     """Write an item block by block, and yield the bytes of each."""
     if item.scheme is None:
         row = math.prod(item.source.shape[1:])
@@ -286,7 +288,7 @@ def _write_item(writer: SafetensorsWriter, item: Item, errors: dict[str, float])
     lost = whole = 0.0
     for first, block in blocks(item.source, BLOCK_BYTES, ROWS):
         made = quantized(block, item.scheme)
-        change, norm = _change(block, made, item.scheme)
+        change, norm = change_of(block, made, item.scheme)
         lost, whole = lost + change, whole + norm
         for end, tensor in stored(made, item.scheme).items():
             width = specs[prefix + end][1][1]
@@ -297,7 +299,7 @@ def _write_item(writer: SafetensorsWriter, item: Item, errors: dict[str, float])
     errors[item.name] = math.sqrt(lost / whole) if whole else 0.0
 
 
-def _change(block: Tensor, made: Mapping[str, Tensor], scheme: Scheme) -> tuple[float, float]:
+def change_of(block: Tensor, made: Mapping[str, Tensor], scheme: Scheme) -> tuple[float, float]:
     """The squared norms of what rounding changed, and of what it was."""
     rows, columns = block.shape
     exact = block.float()

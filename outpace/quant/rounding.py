@@ -34,7 +34,8 @@ def quantized(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         else:
             scale, zero = _scales(groups.aminmax(dim=2), scheme)
             _put(flat, chosen, {"_scale": scale, "_zero": zero})
-        _put(flat, chosen, {"": _rounded(groups, scale, zero, scheme)[:, : shape[-1]]}, scheme)
+        values = nearest(groups, scale[:, :, None], None if zero is None else zero[:, :, None], scheme)
+        _put(flat, chosen, {"": values.flatten(1)[:, : shape[-1]]}, scheme)
     return made
 
 
@@ -50,6 +51,15 @@ def restored(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 
 def _in_parts(rows: Tensor) -> tuple[Tensor, ...]:
     return rows.split(max(1, ELEMENTS // max(1, rows.shape[1])))
+
+
+def scales_of(weight: Tensor, scheme: Scheme, share: float = 1.0) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros [N, groups] of a weight [N, K], in float32 but as they can be kept.
+
+    share: of the range of each group; what lies beyond it is clipped.
+    """
+    low, high = _groups(weight.float(), scheme).aminmax(dim=2)
+    return _scales((low * share, high * share), scheme)
 
 
 def as_packed(tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Packed:
@@ -98,18 +108,25 @@ def _kept(scale: Tensor, scheme: Scheme) -> Tensor:
     largest = torch.finfo(scheme.kept).max
     near = scale.clamp(max=largest).to(scheme.kept)
     above = (near.view(torch.int16) + 1).view(scheme.kept)
-    return torch.where(near < scale, above, near).float().clamp(max=largest)
+    found = torch.where(near < scale, above, near).float().clamp(max=largest)
+    return torch.where(scale.isinf(), scale, found)  # seen by those who ask whether the weight was finite
 
 
-def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """The values of rows [n, groups, columns], in order [n, K]."""
-    found = groups / scale[:, :, None]
+def nearest(x: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """The nearest values of a scheme, as they are kept but for int4, of which two share a byte later."""
+    found = x / scale
     if scheme.values == "fp8":
-        return found.clamp(-SIDE["fp8"], SIDE["fp8"]).flatten(1).to(torch.float8_e4m3fn)
+        return found.clamp_(-SIDE["fp8"], SIDE["fp8"]).to(torch.float8_e4m3fn)
     middle = 8.0 if scheme.values == "int4" else 0.0
-    found = found.round() + (middle if zero is None else zero[:, :, None])
+    found = found.round_().add_(middle if zero is None else zero)
     low, high = (0.0, 15.0) if scheme.values == "int4" else (-127.0 if zero is None else -128.0, 127.0)
-    return found.clamp(low, high).flatten(1).to(torch.uint8 if scheme.values == "int4" else torch.int8)
+    return found.clamp_(low, high).to(torch.uint8 if scheme.values == "int4" else torch.int8)
+
+
+def value_of(values: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """What `nearest` stands for, in float32."""
+    middle = 8.0 if scheme.values == "int4" else 0.0
+    return (values.float() - (middle if zero is None else zero)) * scale
 
 
 def _put(flat: dict[str, Tensor], rows: slice, made: dict[str, Tensor | None], scheme: Scheme | None = None) -> None:

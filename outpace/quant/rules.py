@@ -64,7 +64,7 @@ class Rules:
             return None if rule is None else replace(rule, group=self._group(rule, shape[-1], names[0], key))
         if self.scheme is None or role == "router" or (role == "qkv" and not self.qkv):
             return None
-        if role == "head" and self.scheme.values == "int4":
+        if role == "head" and self.scheme.values != "int8":  # of fp8 it alone costs as much as all others together
             return Scheme("int8")
         return replace(self.scheme, group=self._group(self.scheme, shape[-1], names[0]))
 

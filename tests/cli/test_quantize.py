@@ -100,8 +100,11 @@ ONE = "scheme: give one of --scheme, --plan, --auto, --max-bytes, --bits-per-wei
     [
         ((), ONE),
         (("--scheme", "int8", "--auto", "0.01"), f"{ONE}, not 2"),
-        (("--scheme", "int8", "--tokens", "64"), "tokens: nothing is measured; leave it out, or give --auto"),
-        (("--auto", "0.01", "--head", "int8"), "group-size, asymmetric, head, exclude: a plan says what each"),
+        (("--scheme", "int8", "--tokens", "64"), "tokens: nothing is measured or calibrated; leave it out"),
+        (
+            ("--auto", "0.01", "--head", "int8"),
+            "group-size, asymmetric, head, exclude, method, smooth: a plan says what",
+        ),
         (("--auto", "-1"), "quant.auto.max_perplexity_increase: input should be greater than 0"),
         (("--max-bytes", "many"), "quant.auto.max_bytes: 'many' is no size; write it as 4GB"),
         (("--plan", "no-such-file.json"), "quant.plan: cannot read no-such-file.json"),
@@ -138,3 +141,25 @@ def test_a_plan_is_measured_and_written_and_given_back(chain_folder: Path, tmp_p
     assert json.loads(result.stdout)["plan"] == plan
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert [(again / name).read_bytes() for name in files] == [(out / name).read_bytes() for name in files]
+
+
+def test_a_calibrated_folder(chain_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 40)
+    options = ("--scheme", "int4", "--method", "gptq", "--smooth", "0.5", "--text", text, "--tokens", "64")
+    result = run(chain_folder, *options, "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.exception
+    assert json.loads(result.stdout)["quantized"] == len(unpacked(tmp_path / "out")) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--scheme", "int8", "--dtype", "int8"), "for int8 weights give --scheme int8"),
+        (("--scheme", "int8", "--text", "x.txt"), "text: nothing is measured or calibrated"),
+        (("--bits-per-weight", "5", "--method", "gptq"), "a plan says what weights become"),
+    ],
+)
+def test_calibration_and_dtype_that_do_nothing(options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    result = run(*options, "--out", tmp_path / "out")
+    assert words in str(result.exception)

@@ -165,13 +165,14 @@ def schemes(**quant: Any) -> set[str]:
 def quant_enabled_acts() -> None:
     assert InferenceConfig.of(quant={"enabled": False, "weight": {"num_bits": 4}}).quant is None
     assert schemes(enabled=False) == set()
+    raises("enabled=False with scheme", quant={"enabled": False, "scheme": "int8"})
     assert schemes(enabled=True) == {"int8 per channel"}
 
 
 def quant_scheme_acts() -> None:
     assert schemes(scheme="int8") == {"int8 per channel"}
     assert schemes(scheme="int4") == {"int4 per channel", HEAD}
-    assert schemes(scheme="fp8") == {"fp8 per channel, activations fp8"}
+    assert schemes(scheme="fp8") == {"fp8 per channel, activations fp8", HEAD}
     assert schemes(scheme="w8a8") == {"int8 per channel, activations int8"}
 
 
@@ -234,7 +235,7 @@ def bits_per_weight_acts() -> None:
 
 def auto_schemes_act() -> None:
     plan = plan_of({"bits_per_weight": 12, "schemes": ["fp8"]})
-    assert {weight["scheme"]["values"] for weight in plan["weights"] if weight["scheme"]} == {"fp8"}
+    assert {weight["scheme"]["values"] for weight in plan["weights"] if weight["scheme"]} == {"fp8", "int8"}
 
 
 def plan_acts() -> None:
@@ -423,6 +424,8 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "quant.weight.post_init_quant": post_init_quant_acts,
     "quant.qkv.enabled": quant_qkv_acts,
     "quant.kv_cache_dtype": kv_cache_dtype_acts,
+    "quant.method": lambda: raises("outpace quantize", quant={"scheme": "int4", "method": "gptq"}),
+    "quant.smooth": lambda: raises("outpace quantize", quant={"scheme": "w8a8", "smooth": 0.5}),
     "quant.calibration.text": calibration_acts,
     "quant.calibration.tokens": calibration_acts,
     "quant.auto.max_perplexity_increase": auto_acts(max_perplexity_increase=0.5),
@@ -542,6 +545,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         "how weights are quantized; give one",
     ),
     ({"quant": {"calibration": {"tokens": 64}}}, ("quant.calibration",), "leave it out"),
+    ({"quant": {"method": "gptq"}}, ("quant.method", "quant.smooth"), "load DIR"),
     ({"quant": {"auto": {"bits_per_weight": 8}, "scheme": "int8"}}, ("quant.auto", "quant.scheme"), "give one"),
     ({"quant": {"plan": "x", "qkv": {"enabled": False}}}, ("quant.plan", "quant.qkv"), "leave quant.qkv out"),
     ({"quant": {"auto": {"bits_per_weight": 8, "max_bytes": 9}}}, ("quant.auto.max_bytes",), "it needs one bound"),

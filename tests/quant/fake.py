@@ -57,7 +57,10 @@ def untie(model: nn.Module) -> None:
 
 @torch.no_grad()
 def fake_quantized(model: Any, how: Any = rounded, activations: Any = None, **options: Any) -> Any:
-    """The model with its linears' weights rounded, and their inputs too where `activations` rounds rows."""
+    """The model with its linears' weights rounded, and their inputs too where `activations` rounds rows.
+
+    Where they are fp8, those of the head are int8, and its inputs are not rounded.
+    """
     untie(model)
     for path, module in linears(model):
         name = path.rpartition(".")[2]
@@ -65,9 +68,10 @@ def fake_quantized(model: Any, how: Any = rounded, activations: Any = None, **op
             continue
         turned = isinstance(module, Conv1D)
         weight = module.weight.t() if turned else module.weight
-        new = how(weight, **options)
+        head = how is rounded_fp8 and name in ("lm_head", "decoder")
+        new = rounded(weight) if head else how(weight, **options)
         module.weight.copy_(new.t() if turned else new)
-        if activations is not None:
+        if activations is not None and not head:
             module.register_forward_pre_hook(lambda _, args: (_by_token(args[0], activations),))
     return model
 

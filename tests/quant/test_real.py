@@ -29,7 +29,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "per tensor": ({"weight": {"per_tensor": True}}, {"how": rounded_by_tensor}, 0.15),
     "int4": ({"scheme": "int4"}, {"how": rounded_int4}, 0.4),
     "w8a8": ({"scheme": "w8a8"}, {"activations": rounded}, 0.06),
-    "fp8": ({"scheme": "fp8"}, {"how": rounded_fp8, "activations": rounded_fp8}, 0.08),
+    "fp8": ({"scheme": "fp8"}, {"how": rounded_fp8, "activations": rounded_fp8}, 0.05),
 }
 """Options, what separate code does, and the most that perplexity may grow by: measured, with some room."""
 
@@ -56,8 +56,9 @@ def test_perplexity_is_that_of_a_fake_quantized_model(scheme: str, plain: tuple[
     expected = perplexity(fake_quantized(copy.deepcopy(model), **fake), ids)
     engine = outpace.init_inference(copy.deepcopy(model), device="cpu", dtype="fp32", kernel_inject=True, quant=quant)
     found = perplexity(engine, ids)
-    # fp8 rounds so coarsely that rows near a border of two values go either way: measured 1.4 %
-    assert abs(found / expected - 1) <= (0.025 if scheme == "fp8" else 0.002)
+    # fp8 rounds so coarsely that rows near a border of two values go either way: embeddings that differ by 1e-6 change
+    # the perplexity of the fake-quantized model itself by 0.5 %, and Outpace's differs by 0.6 %
+    assert abs(found / expected - 1) <= (0.015 if scheme == "fp8" else 0.002)
     assert found <= before * (1 + most)
 
 
