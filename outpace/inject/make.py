@@ -29,7 +29,6 @@ class Maker:
         self._names = {id(tensor): name for name, tensor in tensors}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._kernels = kernels
-        self._tables: set[Recipe] = set()  # weights of embeddings that are kept by a scheme
         self.rules = rules
         self.schemes: dict[str, Scheme | None] = {}
         """Of the weights of linears that it made modules for, by the names that rules know them by."""
@@ -65,8 +64,7 @@ class Maker:
             return PlainLinear(recipe, bias, self._kernels)
         if scheme.per_tensor and len(recipe.parts) > 1:
             scheme = replace(scheme, sources=tuple(part.shape_in_weight[0] for part in recipe.parts))
-        kept = replace(recipe, scheme=scheme)
-        return PackedLinear(kept, bias, self._kernels, in_rows=kept in self._tables)
+        return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
 
     def _stored(self, recipe: Recipe) -> Scheme | None:
         """The scheme in which a weight runs from the numbers of the checkpoint; None: it cannot, or shall not."""
@@ -182,9 +180,7 @@ class Maker:
         scheme, stored = self._stored(recipe), self.rules.stored
         if scheme is None or stored is None or scheme.block_rows > 1:
             return Embedding(recipe, self._kernels, scale)
-        recipe = replace(recipe, scheme=scheme)
-        self._tables.add(recipe)
-        return PackedEmbedding(recipe, self._kernels, scale, stored.dtype)
+        return PackedEmbedding(replace(recipe, scheme=scheme), self._kernels, scale, stored.dtype)
 
     def norm(self, module: nn.Module, policy: Policy) -> Norm:
         """See `make_norm`."""

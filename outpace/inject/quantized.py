@@ -15,7 +15,7 @@ from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import packed_choice, packed_linear_tiles
-from outpace.kernels.packed_tiles import Tiles, takes_tiles
+from outpace.kernels.packed_tiles import Tiles, rows_of_tiles, takes_tiles
 from outpace.log import size_text
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rounding import as_packed
@@ -27,10 +27,9 @@ class PackedLinear(Linear):
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter | None
 
-    def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels, *, in_rows: bool = False) -> None:
+    def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels) -> None:
         super().__init__(weight, bias, kernels)
         assert weight.scheme is not None, "a linear without a scheme is a PlainLinear"
-        self._in_rows = in_rows  # an embedding reads rows of the same weight, so that it stays as it is
         self.scheme = weight.scheme
         self.rows_kind = self.scheme.activations
         if self.scheme.symmetric:
@@ -52,7 +51,7 @@ class PackedLinear(Linear):
             return Tiles.again(self.weight, self.weight_scale, zero, shape, self.scheme.group or self.in_features)
         tensors = {"": weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
         packed = as_packed(tensors, self.scheme, shape)
-        tiled = self.rows_kind is None and not self._in_rows and self._kernels.packed_linear is packed_linear_tiles
+        tiled = self.rows_kind is None and self._kernels.packed_linear is packed_linear_tiles
         if not tiled or not takes_tiles(packed):
             return replace(packed, values=self.weight)
         tiles = Tiles.of(packed)
@@ -205,7 +204,11 @@ class PackedEmbedding(Embedding):
         tensors = {"": self.weight, "_scale": self.weight_scale}
         if self.weight_zero is not None:
             tensors["_zero"] = self.weight_zero
-        taken = {end: _as_bytes(tensor).index_select(0, ids).view(tensor.dtype) for end, tensor in tensors.items()}
+        tiled = self.weight.dim() == 3  # by a head that shares it
+        taken = {"": rows_of_tiles(self.weight, ids, self._width)} if tiled else {}
+        for end, tensor in tensors.items():
+            if end not in taken:
+                taken[end] = _as_bytes(tensor).index_select(0, ids).view(tensor.dtype)
         table = as_packed(taken, self.scheme, (len(ids), self._width)).dequantized(self._dtype)
         rows: Tensor = self._kernels.embed(torch.arange(len(ids), device=ids.device), table, **options)
         return rows

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels.packed import INT4_ZERO, Packed, unpack_nibbles
+from outpace.kernels.packed import INT4_ZERO, Packed, pack_nibbles, unpack_nibbles
 
 TILE = 64  # rows of a tile, on CPUs with AVX-512
 GROUPS = (32, 64, 128, 256)  # what the kernel takes
@@ -78,6 +78,15 @@ class Tiles:
         weight = values.transpose(1, 2).reshape(self.shape[0], -1, self.group).float()
         weight.sub_(default if self.zero is None else self.zero.float().unsqueeze(-1))
         return weight.mul_(self.scale.float().unsqueeze(-1)).view(self.shape).to(dtype)
+
+
+def rows_of_tiles(values: Tensor, rows: Tensor, columns: int) -> Tensor:
+    """Some rows of a weight whose values are in tiles, as `Packed` has them: for embeddings that share it."""
+    found = values[rows // TILE, :, rows % (TILE // 2)]  # [n, planes * K]
+    halves = torch.where((rows % TILE >= TILE // 2)[:, None], found >> 4, found & 15)
+    if halves.shape[1] == columns:
+        return pack_nibbles(halves)
+    return (((halves[:, :columns] << 4) | halves[:, columns:]) ^ 0x80).view(torch.int8)
 
 
 def takes_tiles(weight: Packed) -> bool:

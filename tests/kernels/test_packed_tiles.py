@@ -6,7 +6,7 @@ from torch import Tensor
 
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import Options, packed_linear_ref, packed_linear_tiles
-from outpace.kernels.packed_tiles import MOST_ROWS, Tiles, takes_tiles
+from outpace.kernels.packed_tiles import MOST_ROWS, Tiles, rows_of_tiles, takes_tiles
 from tests.kernels.packing import random_packed
 from tests.kernels.test_gemv import oracle
 
@@ -32,6 +32,8 @@ def test_tiles_hold_the_same_weight(form: Form, scale_dtype: torch.dtype) -> Non
     tiles = Tiles.of(weight)
     assert torch.equal(tiles.dequantized(torch.float32), weight.dequantized(torch.float32))
     assert tiles.values.nbytes == weight.values.nbytes
+    rows = torch.tensor([0, 1, 31, 32, 63, outputs - 1, 32])
+    assert torch.equal(rows_of_tiles(tiles.values, rows, depth), weight.values[rows])
 
 
 def near(got: Tensor, want: Tensor, most: float) -> None:

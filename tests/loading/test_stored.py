@@ -161,7 +161,7 @@ def test_gguf(tmp_path: Path, kind: Kind, tied: bool, caplog: pytest.LogCaptureF
     path = write_gguf(tmp_path / "m.gguf", model, kind)
     expected = tokens_of(requantized(model, kind))
     found, quantized = run(path)
-    assert run(path, kernels=None)[0][0] == expected[0]  # weights in tiles, but not the one that the embedding reads
+    assert run(path, kernels=None)[0][0] == expected[0]  # weights in tiles, also the one that the embedding reads
     assert (found, quantized.weights) == (expected, 4 * model.config.num_hidden_layers + (1 if tied else 2))
     with caplog.at_level(logging.INFO, "outpace"):
         converted, nothing = run(path, quantization=None)
