@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outpace.kernels.kv_quant import as_numbers, two_values
 from outpace.kernels.triton_stub import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -140,17 +141,25 @@ def attend(
 ) -> tl.tensor:
     """Add key tiles to a running softmax. Unless `masked`, every row sees every key of these tiles.
 
-    Quantized keys and values are multiplied as they are stored, which every dtype of q holds exactly; the scale of a
-    key goes to its scores, the scale of a value to its probabilities. These are then bf16, unless q is fp32: the
-    product with a small scale would be a denormal fp16.
+    Quantized keys and values are multiplied as they are stored, which fp16 holds exactly (fp32 if q is fp32); the scale
+    of a key goes to its scores, the scale of a value to its probabilities. Rows of q and of these products are divided
+    by their largest number, so that fp16 holds them too.
     """
     n = begin * block_n + tl.arange(0, block_n)  # key positions
     exists = (n >= first) & (n < last)
     page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
+    if s_ptr is not None:
+        exact: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+        q_size = tl.max(tl.where(q == q, tl.abs(q.to(tl.float32)), 0.0), 1)  # a row of padding may be NaN
+        q_size = tl.where(q_size > 0.0, q_size, 1.0)
+        q = (q.to(tl.float32) / q_size[:, None]).to(exact)
+        even, odd = tl.split(tl.reshape(acc, [acc.shape[0], block_dv // 2, 2]))
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
     for _ in range(begin, end):
         k = _load_rows(k_ptr, page * k_page + n % page_size * k_row, exists, dim, block_d, masked)
-        v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
         if s_ptr is not None:
+            at = page * (v_page // 2) + n % page_size * (v_row // 2)
+            pairs = _load_rows(v_ptr, at, exists, v_dim // 2, block_dv // 2, masked)
             s_at = s_ptr + page * s_page + n % page_size
             if masked:
                 k_scale = tl.load(s_at, mask=exists, other=0.0)
@@ -158,10 +167,11 @@ def attend(
             else:
                 k_scale = tl.load(s_at)
                 v_scale = tl.load(s_at + s_value)
-            k = k.to(q.dtype)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-        if s_ptr is not None:
-            s = s * k_scale[None, :]
+            s = tl.dot(q, tl.trans(as_numbers(k, exact)), input_precision="ieee")  # [M, N]
+            s = s * (k_scale[None, :] * q_size[:, None])
+        else:
+            v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         s = shape_scores(s, n[None, :] - pos[:, None], slopes, scale, cap, has_cap)
         if masked:
             sees = n[None, :] <= pos[:, None]
@@ -174,14 +184,21 @@ def attend(
         l_i = l_i * alpha + tl.sum(p, 1)
         if s_ptr is not None:
             p = p * v_scale[None, :]
-            v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)  # here: until now it takes no registers
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+            largest = tl.maximum(tl.max(p, 1), 1e-37)[:, None]  # of each row: no row depends on another
+            p = (p / largest).to(exact)
+            low, high = two_values(pairs, k.dtype == tl.int8, exact)
+            even = even * alpha[:, None] + tl.dot(p, low, input_precision="ieee") * largest
+            odd = odd * alpha[:, None] + tl.dot(p, high, input_precision="ieee") * largest
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
         n += block_n
         exists = (n >= first) & (n < last)
         page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(
             tl.int64
         )  # one step ahead: the pipeliner refuses two
+    if s_ptr is not None:
+        acc = tl.reshape(tl.join(even, odd), [acc.shape[0], block_dv])
     return acc, m_i, l_i
 
 

@@ -13,12 +13,73 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.kernels.triton_stub import tl, triton
+from outpace.kernels.triton_stub import NATIVE, tl, triton
 
 LIMITS: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of quantized pages, and the largest number of each."""
 SMALLEST = tl.constexpr(2.0**-126)  # a smaller scale loses bits, or is 0: the vector is stored as zeros with scale 1
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 below 2**22 that has it added has no fraction any more
+
+FP8_PAIRS = tl.constexpr("""{
+.reg .b32 both;
+.reg .b16 low, high;
+prmt.b32 both, $2, 0, 0x3120;
+mov.b32 {low, high}, both;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+INT8_PAIRS = tl.constexpr("""{
+.reg .b32 bytes, part, base;
+mov.b32 base, 0xe480e480;
+xor.b32 bytes, $2, 0x80808080;
+prmt.b32 part, bytes, 0x64646464, 0x4240;
+add.rn.f16x2 $0, part, base;
+prmt.b32 part, bytes, 0x64646464, 0x4341;
+add.rn.f16x2 $1, part, base;
+}""")
+INT8_IN_ROWS = tl.constexpr("""{
+.reg .b32 bytes, part, base;
+mov.b32 base, 0xe480e480;
+xor.b32 bytes, $2, 0x80808080;
+prmt.b32 part, bytes, 0x64646464, 0x4140;
+add.rn.f16x2 $0, part, base;
+prmt.b32 part, bytes, 0x64646464, 0x4342;
+add.rn.f16x2 $1, part, base;
+}""")
+"""Two words of two values each: the low bytes of both, then the high ones, in fp16; and four values in a row. Of int8
+each is 1024 + 128 + v first."""
+
+
+@triton.jit
+def as_numbers(stored: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """int8 or fp8 in fp16 or fp32, which hold them exactly."""
+    if NATIVE and stored.dtype == tl.int8 and dtype == tl.float16:
+        numbers = tl.inline_asm_elementwise(INT8_IN_ROWS, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        numbers = stored.to(dtype)
+    return numbers
+
+
+@triton.jit
+def two_values(pairs: tl.tensor, whole: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """int16 that hold two values each → the low and the high ones in dtype. `whole`: they are int8, else fp8.
+
+    Values are read in pairs since matrix units want columns of them, and nothing but 16 bits is transposed on the way.
+    """
+    if NATIVE and dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            INT8_PAIRS if whole else FP8_PAIRS,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        kind: tl.constexpr = tl.int8 if whole else tl.float8e4nv
+        low = (pairs & 0xFF).to(tl.uint8).to(kind, bitcast=True).to(dtype)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(kind, bitcast=True).to(dtype)
+    return low, high
 
 
 def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,9 @@ number is rounded with them), and are multiplied by matrix units.
 """
 # mypy: disallow-untyped-decorators=False
 
-import torch
-
 from outpace.kernels.packed import Packed
-from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
+from outpace.kernels.triton_stub import NATIVE, tl, triton
 
-NATIVE = tl.constexpr(HAS_TRITON and torch.version.cuda is not None and torch.cuda.is_available())
-"""Whether kernels run on an NVIDIA GPU, and not in Triton's interpreter, which knows no machine code."""
 INT8_TO_BF16 = tl.constexpr("""{
 .reg .b32 low, high, size, sign, one;
 mov.b32 one, 0x3f803f80;

@@ -6,6 +6,8 @@ which run the kernels in its interpreter (`TRITON_INTERPRET=1`).
 
 from typing import Any
 
+import torch
+
 try:
     import triton
     import triton.language as tl
@@ -28,4 +30,7 @@ except ImportError:
 
     triton = tl = _Missing()
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+NATIVE = tl.constexpr(HAS_TRITON and torch.version.cuda is not None and torch.cuda.is_available())
+"""Whether kernels run on an NVIDIA GPU, and not in Triton's interpreter, which knows no machine code."""
+
+__all__ = ["HAS_TRITON", "NATIVE", "tl", "triton"]
