@@ -138,17 +138,19 @@ def attend(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     masked: tl.constexpr,
+    paired: tl.constexpr,
 ) -> tl.tensor:
     """Add key tiles to a running softmax. Unless `masked`, every row sees every key of these tiles.
 
-    Quantized keys and values are multiplied as they are stored, which fp16 holds exactly (fp32 if q is fp32); the scale
-    of a key goes to its scores, the scale of a value to its probabilities. Rows of q and of these products are divided
-    by their largest number, so that fp16 holds them too.
+    Quantized keys and values are multiplied as they are stored; the scale of a key goes to its scores, the scale of a
+    value to its probabilities. These are then bf16, unless q is fp32: the product with a small scale would be a
+    denormal fp16. `paired`: values are read in pairs, and products are of fp16, which takes half of the instructions;
+    rows of q and of probabilities are divided by their largest number, so that fp16 holds them.
     """
     n = begin * block_n + tl.arange(0, block_n)  # key positions
     exists = (n >= first) & (n < last)
     page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
-    if s_ptr is not None:
+    if paired:
         exact: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
         q_size = tl.max(tl.where(q == q, tl.abs(q.to(tl.float32)), 0.0), 1)  # a row of padding may be NaN
         q_size = tl.where(q_size > 0.0, q_size, 1.0)
@@ -157,9 +159,12 @@ def attend(
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
     for _ in range(begin, end):
         k = _load_rows(k_ptr, page * k_page + n % page_size * k_row, exists, dim, block_d, masked)
-        if s_ptr is not None:
+        if paired:
             at = page * (v_page // 2) + n % page_size * (v_row // 2)
             pairs = _load_rows(v_ptr, at, exists, v_dim // 2, block_dv // 2, masked)
+        else:
+            v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
+        if s_ptr is not None:
             s_at = s_ptr + page * s_page + n % page_size
             if masked:
                 k_scale = tl.load(s_at, mask=exists, other=0.0)
@@ -167,11 +172,12 @@ def attend(
             else:
                 k_scale = tl.load(s_at)
                 v_scale = tl.load(s_at + s_value)
-            s = tl.dot(q, tl.trans(as_numbers(k, exact)), input_precision="ieee")  # [M, N]
+            k = as_numbers(k, q.dtype)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        if paired:
             s = s * (k_scale[None, :] * q_size[:, None])
-        else:
-            v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        elif s_ptr is not None:
+            s = s * k_scale[None, :]
         s = shape_scores(s, n[None, :] - pos[:, None], slopes, scale, cap, has_cap)
         if masked:
             sees = n[None, :] <= pos[:, None]
@@ -184,12 +190,15 @@ def attend(
         l_i = l_i * alpha + tl.sum(p, 1)
         if s_ptr is not None:
             p = p * v_scale[None, :]
+        if paired:
             largest = tl.maximum(tl.max(p, 1), 1e-37)[:, None]  # of each row: no row depends on another
             p = (p / largest).to(exact)
-            low, high = two_values(pairs, k.dtype == tl.int8, exact)
+            low, high = two_values(pairs, k_ptr.dtype.element_ty == tl.int8, exact)
             even = even * alpha[:, None] + tl.dot(p, low, input_precision="ieee") * largest
             odd = odd * alpha[:, None] + tl.dot(p, high, input_precision="ieee") * largest
         else:
+            if s_ptr is not None:
+                v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)  # here: until now it takes no registers
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
         n += block_n
@@ -197,7 +206,7 @@ def attend(
         page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(
             tl.int64
         )  # one step ahead: the pipeliner refuses two
-    if s_ptr is not None:
+    if paired:
         acc = tl.reshape(tl.join(even, odd), [acc.shape[0], block_dv])
     return acc, m_i, l_i
 
@@ -315,7 +324,7 @@ def _prefill_kernel(
             acc, m_i, l_i, q, pos, slopes, k_ptr, v_ptr, s_ptr, table_ptr, first, last,
             lead if phase == 0 else begin if phase == 1 else end, begin if phase == 0 else end if phase == 1 else tail,
             window, scale, cap, k_page, k_row, v_page, v_row, s_page, s_value, dim, v_dim, page_size,
-            block_n, block_d, block_dv, has_window, has_cap, phase != 1,
+            block_n, block_d, block_dv, has_window, has_cap, phase != 1, False,
         )
         # fmt: on
     acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
