@@ -153,7 +153,7 @@ def packed_product(
     )  # of an element
     piece: tl.constexpr = 8
     has_zero: tl.constexpr = zero_rows is not None or columns == 2
-    groups: tl.constexpr = block_k // group if group < block_k else 1  # of a tile
+    groups: tl.constexpr = block_k // group if grouped and group < block_k else 1  # of a tile
     chunks: tl.constexpr = block_k // groups // chunk  # of a group in it
     g = tl.arange(0, groups)[None, None, :, None]
     begin = (g[:, :, :, :, None] * chunks + tl.arange(0, chunks)[None, None, None, :, None]) * chunk

@@ -35,7 +35,7 @@ FORMS = [
     ("fp8", 10**6, 1, False),
     ("fp8", 128, 4, False),
 ]
-SHAPES = [(1, 3, 17), (1, 5, 1100), (3, 5, 257), (2, 3, 1088)]
+SHAPES = [(1, 3, 17), (1, 5, 1100), (3, 5, 257), (2, 3, 1088), (1, 3, 16)]
 
 
 def form(weight: tuple[str, int, int, bool], shape: tuple[int, int], device: torch.device, **options: Any) -> Packed:
