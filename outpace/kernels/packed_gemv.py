@@ -107,9 +107,7 @@ def _add_chunks(
                 part = add_words(part, x, fourth, None, zero)
         acc = acc + part * scale if grouped else part
     else:
-        if (
-            values.dtype == tl.uint8
-        ):  # two of 4 bits; put into the bits of a float they are 128 + v, without a conversion
+        if values.dtype == tl.uint8:  # two of 4 bits, each put into the bits of a float, 128 + v, without a conversion
             pairs: tl.constexpr = [x.shape[0], 1, x.shape[2], x.shape[3], x.shape[4] // 2, 2]
             first, second = tl.split(tl.reshape(x, pairs))
             low = ((values & 15).to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True)

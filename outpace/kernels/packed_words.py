@@ -27,7 +27,11 @@ def four(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _float(word: tl.tensor, mask: tl.constexpr, bits: tl.tensor) -> tl.tensor:
-    """The masked bits of a word, and these, as a float."""
+    """The masked bits of a word, and these, as a float.
+
+    Where the compiler knows `bits` it takes two instructions, each with a constant, and else one: callers hide them by
+    the number of a program in a dimension that no grid here has, which is 0.
+    """
     return ((word & mask) | bits).to(tl.float32, bitcast=True)
 
 
