@@ -213,6 +213,10 @@ class Linear(Made):
         """All that `forward` does, for a linear that has one kernel for it at so many rows; None: it has not."""
         return None
 
+    def rounds(self, rows: int) -> bool:
+        """Whether so many rows are quantized before its product."""
+        return self.rows_kind is not None
+
 
 class PlainLinear(Linear):
     """A linear whose weight [N, K] is in the dtype of what it is multiplied with."""
@@ -301,7 +305,7 @@ class FusedLayer(nn.Module):
         assert self.up is not None, "a layer has an MLP or its projections"
         assert self.down is not None, "a layer has an MLP or its projections"
         act, gated = self.settings.activation, self.policy.gated
-        if self.down.rows_kind is not None:
+        if self.down.rounds(len(x)):
             return self.down(self.up(x, norm=norm), norm=Activation(act, gated, self.kernels), add=add, reuse=True)
         return self.down(self.up(x, norm=norm, act=act, gated=gated), add=add, reuse=True)
 

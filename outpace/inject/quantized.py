@@ -73,7 +73,7 @@ class PackedLinear(Linear):
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """With the weight as it is kept."""
-        if self.rows_kind is not None and not self._alone(x):
+        if self.rows_kind is not None and self.rounds(len(x)):
             values, scales = self._kernels.quantize_rows(x, self.rows_kind)
             return self._scaled(values, scales, x.dtype, bias, add, out)
         result: Tensor = self._kernels.packed_linear(x, self.packed, bias=bias, add=add, out=out)
@@ -83,26 +83,27 @@ class PackedLinear(Linear):
         self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
     ) -> Tensor | None:
         """Rows quantized by what comes before, or few rows in one kernel."""
-        if self.rows_kind is not None and not self._alone(x):
+        if self.rows_kind is not None and self.rounds(len(x)):
             if before is None or act is not None:
                 return None
             return self._scaled(*before.quantized(x, self.rows_kind), x.dtype, self.bias, add)
-        weight = self.packed
-        few = isinstance(weight, Packed) and packed_choice(len(x), weight) == "few"
-        if (act is not None and not gated) or not few:
+        if (act is not None and not gated) or not self._few(len(x)):
             return None
         fused = fused_norm(before) if isinstance(before, Norm) else {}
         if before is not None and not fused:
             x = before(x)
         kind = None if act is None else activation_kind(act)
-        result: Tensor = self._kernels.packed_linear(x, weight, bias=self.bias, activation=kind, add=add, **fused)
+        result: Tensor = self._kernels.packed_linear(x, self.packed, bias=self.bias, activation=kind, add=add, **fused)
         return result
 
-    def _alone(self, x: Tensor) -> bool:
-        """A single row is not quantized where one kernel does all with it: that is faster, and nearer to the model."""
-        if len(x) > 1 or self._kernels.gemv is None:
-            return False
-        return isinstance(self.packed, Packed) and packed_choice(1, self.packed) == "few"
+    def rounds(self, rows: int) -> bool:
+        """See `Linear`. A single row is left as it is where one kernel does all with it: that is faster, and exact."""
+        alone = rows == 1 and self._kernels.gemv is not None and self._few(1)
+        return self.rows_kind is not None and not alone
+
+    def _few(self, rows: int) -> bool:
+        """Whether one kernel does all with so many rows."""
+        return isinstance(self.packed, Packed) and packed_choice(rows, self.packed) == "few"
 
     def _scaled(
         self,
