@@ -189,7 +189,7 @@ def test_memory_is_asked_of_the_system(
 ) -> None:
     if text is not None:
         (tmp_path / "meminfo").write_text(text)
-    monkeypatch.setattr(run, "Path", lambda name: tmp_path / "meminfo")
+    monkeypatch.setattr("outpace.loading.memory.Path", lambda name: tmp_path / "meminfo")
     assert run._has_room(nn.Linear(1024, 1024)) is room  # 4 MiB
 
 

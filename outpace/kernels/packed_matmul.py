@@ -86,19 +86,19 @@ def _packed_matmul_kernel(
     add_and_store(tl.trans(acc), m, n[None, :], bias_ptr, add_ptr, out_ptr, rows, outputs, add_stride, out_stride)
 
 
-def packed_tiles(kind: str, rows: int, outputs: int, depth: int, dtype: torch.dtype) -> PackedTiles:
+def packed_tiles(weight: Packed, rows: int, dtype: torch.dtype) -> PackedTiles:
     """The tiles that win on an H200 (bench/results/packed_sweep_*)."""
+    outputs, depth = weight.shape
     if dtype == torch.float32:  # no matrix instruction
         return PackedTiles(32, 64, 32)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     many = outputs >= 16384  # programs enough without cutting the depth
     if rows > 64:
-        return PackedTiles(
-            256 if rows > 128 else 128, 128, 64, 8, 3, split=1 if many else split_for(outputs, 128, depth)
-        )
+        tall = rows > 128 and weight.group >= depth  # with groups there are two sums, for which registers are too few
+        return PackedTiles(256 if tall else 128, 128, 64, 8, 3, split=1 if many else split_for(outputs, 128, depth))
     if many and rows <= 32:
         return PackedTiles(block_m, 128, 128, num_stages=3, split=2 if depth >= 1024 else 1)
-    if many and kind != "int4":
+    if many and weight.kind != "int4":
         return PackedTiles(block_m, 128, 128, num_warps=8, num_stages=3)
     return PackedTiles(block_m, 64, 128, num_stages=3 if depth <= 4096 else 4, split=split_for(outputs, 64, depth))
 
@@ -132,7 +132,7 @@ def packed_matmul_triton(
     check_packed(x, weight, bias, (rows, outputs), add, out)
     if out.numel() == 0:
         return out
-    tiles = tiles or packed_tiles(weight.kind, rows, outputs, depth, x.dtype)
+    tiles = tiles or packed_tiles(weight, rows, x.dtype)
     block_k = step_depth(weight, tiles.block_k)
     part = triton.cdiv(triton.cdiv(depth, tiles.split), block_k) * block_k
     split = triton.cdiv(depth, part)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,11 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
 def test_a_signal_leaves_nothing(
     number: signal.Signals, chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SafetensorsWriter, "write", lambda *args: os.kill(os.getpid(), number))
+    def write(*args: object) -> None:
+        os.kill(os.getpid(), number)
+        threading.Event().wait(600)  # the signal comes when it comes
+
+    monkeypatch.setattr(SafetensorsWriter, "write", write)
     assert run(chain_folder, "--tp", "2", "--out", tmp_path / "out").exit_code == 128 + number
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(number) == signal.SIG_DFL
