@@ -37,7 +37,7 @@ def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, quan
     """
     width: int = triton.next_power_of_2(max(head_dim, v_head_dim))
     keys, num_warps = min(128, 16384 // (width * itemsize)), 4 if group <= 64 else 8
-    if quantized and itemsize == 2 and width <= 128 and group <= 16:
+    if quantized and itemsize == 2 and head_dim == v_head_dim == width <= 128 and group <= 16:
         return DecodeTiles(64, num_warps=2, num_stages=3)
     return DecodeTiles(max(16, keys // 2), num_warps, 4) if quantized else DecodeTiles(max(16, keys), num_warps)
 
