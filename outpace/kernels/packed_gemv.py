@@ -180,6 +180,7 @@ def packed_product(
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([block_m, tile_n, groups, chunks], tl.float32)
     squares = tl.zeros([block_m, 1, groups, chunks], tl.float32)
+    # fmt: off
     for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
         at = k + block_k
         now = values
@@ -189,77 +190,26 @@ def packed_product(
             scale = _load_scales(scale_rows, at + column, depth, group, even)
             zero = _load_scales(zero_rows, at + column, depth, group, even)
             acc, squares = _add_chunks(
-                acc,
-                squares,
-                now,
-                now_scale,
-                now_zero,
-                x_ptrs,
-                norm_ptrs,
-                weight_offset,
-                col,
-                k,
-                depth,
-                True,
-                has_zero,
-                grouped,
-                chunk,
+                acc, squares, now, now_scale, now_zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero,
+                grouped, chunk,
             )
         elif grouped:
             now_scale = scale
             scale = _load_scales(scale_rows, at + column, depth, group, even)
             acc, squares = _add_chunks(
-                acc,
-                squares,
-                now,
-                now_scale,
-                zero,
-                x_ptrs,
-                norm_ptrs,
-                weight_offset,
-                col,
-                k,
-                depth,
-                True,
-                has_zero,
-                grouped,
-                chunk,
+                acc, squares, now, now_scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero,
+                grouped, chunk,
             )
         else:
             acc, squares = _add_chunks(
-                acc,
-                squares,
-                now,
-                scale,
-                zero,
-                x_ptrs,
-                norm_ptrs,
-                weight_offset,
-                col,
-                k,
-                depth,
-                True,
-                has_zero,
-                grouped,
-                chunk,
+                acc, squares, now, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, k, depth, True, has_zero,
+                grouped, chunk,
             )
     acc, squares = _add_chunks(
-        acc,
-        squares,
-        values,
-        scale,
-        zero,
-        x_ptrs,
-        norm_ptrs,
-        weight_offset,
-        col,
-        last,
-        depth,
-        even,
-        has_zero,
-        grouped,
-        chunk,
+        acc, squares, values, scale, zero, x_ptrs, norm_ptrs, weight_offset, col, last, depth, even, has_zero,
+        grouped, chunk,
     )
+    # fmt: on
     y = tl.sum(tl.reshape(acc, [block_m, tile_n, groups * chunks]), axis=2)  # [M, N]
     if not grouped:
         y *= tl.reshape(tl.load(scale_rows), [scale_rows.shape[0], tile_n]).to(tl.float32)
