@@ -169,6 +169,20 @@ def test_a_model_that_cannot_be_captured_is_not_tried(model: Any, captures: list
     assert captures == []
 
 
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3", 2)])
+def test_a_sketch_has_the_first_layer_of_each_kind(family: str, kinds: int) -> None:
+    """Kernels are found with it at the start; gemma3 has layers with a window and layers without."""
+    layers = {"num_hidden_layers": 4}
+    changes = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gemma3" else {}
+    fused: Any
+    fused, injected = injected_copy(tiny(family, **layers, **changes))
+    paged = PagedModel(fused, injected, 64)
+    sketch = paged.sketch()
+    assert len(sketch._layers) == len(sketch.kv_heads) == kinds
+    assert [*sketch._layers] == [*paged._layers[:kinds]]
+    assert len(paged._layers) == 4
+
+
 class _Fails(LogitsProcessor):
     def __init__(self, error: BaseException, after: int) -> None:
         self._error, self._left = error, after
