@@ -172,10 +172,11 @@ def test_a_model_that_cannot_be_captured_is_not_tried(model: Any, captures: list
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3", 2)])
 def test_a_sketch_has_the_first_layer_of_each_kind(family: str, kinds: int) -> None:
     """Kernels are found with it at the start; gemma3 has layers with a window and layers without."""
-    layers = {"num_hidden_layers": 4}
-    changes = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gemma3" else {}
+    changes: dict[str, Any] = {"num_hidden_layers": 4}
+    if family == "gemma3":
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
     fused: Any
-    fused, injected = injected_copy(tiny(family, **layers, **changes))
+    fused, injected = injected_copy(tiny(family, **changes))
     paged = PagedModel(fused, injected, 64)
     sketch = paged.sketch()
     assert len(sketch._layers) == len(sketch.kv_heads) == kinds
