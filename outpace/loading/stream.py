@@ -234,7 +234,7 @@ def _tasks(jobs: Sequence[Job], groups: Sequence[Group], files: _Files, chunk: i
         if not isinstance(job.piece.place, Extent):
             yield _made(job, alone, chunk)
     largest = max((group.held for group in groups), default=0)
-    room = _Room(max(THREADS * chunk, largest * 3 // 2))  # work for all threads, or both stacks of a layer's experts
+    room = _Room(max(THREADS * chunk, largest))  # work for all threads, or one weight
     for group in groups:
         yield from _grouped(group, files, alone, chunk, room)
 
@@ -395,6 +395,7 @@ class _Work:
             landing.begin()
             while (task := self._next()) is not None:
                 count = task(landing)
+                del task  # or the weight that it filled would stay until this thread has another one
                 with self._lock:
                     self._done += count
         except BaseException as error:

@@ -150,5 +150,5 @@ def test_a_qwen_on_a_gpu(form: tuple[str, int, int, bool], device: torch.device)
         call = replace(call, **plain)
         check(run(experts_triton, call, stacks), exact(call))
         if kind != "int4":  # with the default tiles; a value at the border between two steps may go either way
-            found, want = (run(op, call, stacks, rows=kind).float() for op in (experts_many, experts_ref))
-            assert (found - want).norm() <= 0.02 * want.norm()
+            found, want = (run(op, call, stacks, rows=kind).double() for op in (experts_many, experts_ref))
+            assert (found - exact(call)).norm() <= 1.1 * (want - exact(call)).norm()
