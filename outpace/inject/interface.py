@@ -21,6 +21,8 @@ from outpace.inject.probe import probe
 from outpace.inject.rope import LENGTH_DEPENDENT, rope_types
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
+from outpace.parallel.group import ALONE
+from outpace.parallel.vocabulary import ALL
 
 LENGTHS = (12, 8)  # tokens of the sequences that the check runs
 STEPS = 3  # how many of them come one by one
@@ -103,6 +105,7 @@ class InterfaceModel:
         self.reentrant = False  # the model's config is changed for the time of a call
         self.capturable = bool(getattr(model, "_can_compile_fullgraph", False))
         self.gives_hidden = model.base_model is not model
+        self.ranks, self.vocabulary = ALONE, ALL
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -18,6 +18,8 @@ from outpace.inject.parts import Parts
 from outpace.inject.policy import ModelRoles, Policy
 from outpace.inject.rope import Table, alibi_slopes, check_length, rope_tables
 from outpace.kernels.rotary import QKV, split_qkv
+from outpace.parallel.group import ALONE, Group
+from outpace.parallel.vocabulary import ALL, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,16 @@ class BatchModel(Protocol):
 
     gives_hidden: bool
     """Whether there is `hidden`."""
+    ranks: Group
+    """Who runs the same batches, each with its part of the layers."""
+    vocabulary: Vocabulary
+    """Whose logits `forward` gives."""
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
+        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages.
+
+        V: the tokens of this rank (see `vocabulary`).
+        """
 
     def hidden(self, batch: Batch, pages: Pages) -> Tensor:
         """What the head reads [T, hidden_size]: Hugging Face's last_hidden_state. Keys and values go to the pages."""
@@ -103,6 +112,8 @@ class PagedModel:
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
         self.capturable = self.reentrant = self.gives_hidden = True
+        self.ranks: Group = ALONE
+        self.vocabulary: Vocabulary = ALL
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -169,7 +169,7 @@ class Runner:
         header = self.rows.header(shape.num_seqs)
         rows = None if shape.kind == "decode" else (header.cu_q[1:] - 1).clamp(min=0)
         logits = self._model.forward(self._batch(header, shape), self._pages, rows)
-        likeliest = logits.argmax(-1)
+        likeliest = self._model.vocabulary.likeliest(logits)
         self.rows.write(header.rows, header.writes, likeliest)
         return logits, likeliest
 

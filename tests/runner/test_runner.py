@@ -16,6 +16,8 @@ from outpace import LLM, ConfigError, SamplingParams
 from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes
 from outpace.config import LLMConfig
 from outpace.inject.paged import Batch
+from outpace.parallel.group import ALONE, Group
+from outpace.parallel.vocabulary import ALL, Vocabulary
 from outpace.runner import start, step_graphs
 from outpace.runner.capture import Uncapturable
 from outpace.runner.runner import Limits, Runner
@@ -39,6 +41,8 @@ class Counting:
     capturable: bool = True
     reentrant: bool = True
     gives_hidden: bool = True
+    ranks: Group = ALONE
+    vocabulary: Vocabulary = ALL
     batches: list[Batch] = field(default_factory=list)
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:

@@ -1,0 +1,66 @@
+"""Ranks that compute something together, and what they tell each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Some ranks of the world, seen from one of them. Every rank of a group must make the same calls in order."""
+
+    rank: int = 0
+    """This one, in the group."""
+    size: int = 1
+    handle: "dist.ProcessGroup | None" = None
+    """torch's; None: this rank is alone."""
+
+    @classmethod
+    def of(cls, handle: "dist.ProcessGroup") -> "Group":
+        """A group that torch knows."""
+        return cls(dist.get_rank(handle), dist.get_world_size(handle), handle)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what all ranks have, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.handle)
+        return x
+
+    def joined(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """What all ranks have [..., sizes[rank]], side by side in the last dimension."""
+        if self.size == 1:
+            return x
+        widest = max(sizes)
+        padded = x if x.shape[-1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[-1]))
+        found = x.new_empty(self.size, *padded.shape)
+        dist.all_gather_into_tensor(found, padded.contiguous(), group=self.handle)
+        return torch.cat([part[..., :size] for part, size in zip(found, sizes, strict=True)], dim=-1)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """What all ranks have, of the same shape everywhere: [size, ...]."""
+        if self.size == 1:
+            return x[None]
+        found = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(found, x.contiguous(), group=self.handle)
+        return found
+
+    def from_first(self, x: Tensor) -> Tensor:
+        """What the first rank has, in place."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.handle, group_src=0)
+        return x
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the numbers of all ranks. Waits for the device: for a start, not for a step."""
+        if self.size == 1:
+            return number
+        found = torch.tensor([number], dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.handle)
+        return int(found.item())
+
+
+ALONE = Group()
+"""Nobody else."""

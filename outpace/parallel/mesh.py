@@ -1,0 +1,131 @@
+"""The groups of one engine: ranks that share each layer, ranks that share the experts, and copies of both."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from outpace.config import InferenceConfig
+from outpace.errors import ConfigError
+from outpace.log import chosen
+from outpace.parallel.group import ALONE, Group
+
+_MPU = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+BACKENDS: Mapping[str, str] = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells every rank in its environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The groups that one rank is in."""
+
+    tp: Group = ALONE
+    """Shares each layer."""
+    ep: Group = ALONE
+    """Shares the experts: consecutive ranks."""
+    expert_tp: Group = ALONE
+    """Shares each expert: ranks that hold the same ones of them."""
+    dp: Group = ALONE
+    """The same layers with other requests."""
+
+    @property
+    def ranks(self) -> int:
+        """How many work on one model, with the same requests or others."""
+        return max(self.tp.size * self.dp.size, self.ep.size)
+
+
+NO_MESH = Mesh()
+
+
+def make_mesh(config: InferenceConfig) -> Mesh:
+    """The groups that a config asks for; every rank of the world must ask for the same."""
+    asked, moe = config.tensor_parallel, config.moe
+    if asked.tp_size == 1 and moe.ep_size == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
+        return NO_MESH
+    device = config.torch_device.type
+    world = join_world(device, f"tensor_parallel.tp_size={asked.tp_size}, moe.ep_size={moe.ep_size}")
+    tp, dp = _tensor_groups(config, world, device)
+    ep, expert_tp = _expert_groups(config, world, device)
+    mesh = Mesh(tp, ep, expert_tp, dp)
+    chosen("ranks", world, f"{tp.size} share each layer, {ep.size} the experts, {dp.size} copies ({_backend(tp, ep)})")
+    return mesh
+
+
+def join_world(device: str, asked_by: str) -> int:
+    """Take part in the world that somebody started, or that this process is in already; its size."""
+    if not dist.is_initialized():
+        if missing := [name for name in STARTED_BY if name not in os.environ]:
+            raise ConfigError(
+                f"{asked_by}: this process is alone ({', '.join(missing)} not set); start it with "
+                "torchrun --nproc-per-node N, or use outpace.LLM or outpace serve, which start their ranks themselves"
+            )
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group(BACKENDS[device])
+    return dist.get_world_size()
+
+
+def _tensor_groups(config: InferenceConfig, world: int, device: str) -> tuple[Group, Group]:
+    """Ranks that share each layer, and those that hold the same part of it."""
+    asked = config.tensor_parallel
+    ready = asked.tp_group if asked.tp_group is not None else _of_mpu(asked.mpu)
+    if ready is not None:
+        group = _checked("tensor_parallel.tp_group" if asked.mpu is None else "tensor_parallel.mpu", ready)
+        if asked.tp_size not in (1, group.size):
+            raise ConfigError(
+                f"tensor_parallel.tp_size: {asked.tp_size}, but the group that is given has {group.size} ranks; "
+                "leave one of them out"
+            )
+        return group, ALONE
+    return _cut("tensor_parallel.tp_size", world, asked.tp_size, device)
+
+
+def _expert_groups(config: InferenceConfig, world: int, device: str) -> tuple[Group, Group]:
+    moe = config.moe
+    if moe.ep_group is not None:
+        sliced = ALONE if moe.ep_mp_group is None else _checked("moe.ep_mp_group", moe.ep_mp_group)
+        return _checked("moe.ep_group", moe.ep_group), sliced
+    if moe.ep_mp_group is not None:
+        raise ConfigError("moe.ep_mp_group: it goes with moe.ep_group; give both, or leave both out")
+    return (ALONE, ALONE) if moe.ep_size == 1 else _cut("moe.ep_size", world, moe.ep_size, device)
+
+
+def _cut(field: str, world: int, size: int, device: str) -> tuple[Group, Group]:
+    """Groups of `size` consecutive ranks, and those of ranks at the same place in them."""
+    if world % size:
+        raise ConfigError(f"{field}: {world} ranks cannot be divided into groups of {size}; start a multiple of {size}")
+    if size == 1:
+        return ALONE, Group.of(dist.group.WORLD) if world > 1 and dist.group.WORLD is not None else ALONE
+    mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=("outer", "inner"))
+    return Group.of(mesh.get_group("inner")), Group.of(mesh.get_group("outer"))
+
+
+def _of_mpu(mpu: Any) -> Any:
+    """The group of a Megatron-style unit."""
+    if mpu is None:
+        return None
+    for name in _MPU:
+        if name in dir(mpu):
+            return getattr(mpu, name)()
+    raise ConfigError(f"tensor_parallel.mpu: expected an object with {' or '.join(_MPU)}, got {type(mpu).__name__}")
+
+
+def _checked(field: str, handle: Any) -> Group:
+    if not isinstance(handle, dist.ProcessGroup):
+        raise ConfigError(f"{field}: expected a process group of torch.distributed, got {type(handle).__name__}")
+    if dist.get_rank(handle) < 0:
+        raise ConfigError(f"{field}: this rank is not in it; give each rank a group that it is in")
+    return Group.of(handle)
+
+
+def _groups(moe: Any) -> bool:
+    return moe.ep_group is not None or moe.ep_mp_group is not None
+
+
+def _backend(*groups: Group) -> str:
+    return next((dist.get_backend(group.handle) for group in groups if group.handle is not None), "alone")
