@@ -19,6 +19,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 131072,
     },
+    "llama-3.1-70b": {
+        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 131072,
+    },
     "llama-3.2-1b": {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
@@ -34,6 +39,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True,
     },
     "mixtral-8x7b": {
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -64,6 +75,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
         },
     },
+    "tiny": {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+    },
     "tiny-moe": {
         "model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256,
@@ -71,7 +87,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
     },
 }  # fmt: skip
-"""Entries of the published config.json files; tiny-moe is for tries without a GPU."""
+"""Entries of the published config.json files; tiny and tiny-moe are for tries without a GPU."""
 DENSE = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" not in shape)
 
 
@@ -103,8 +119,43 @@ class _NoDrawing(TorchFunctionMode):
         return tensor
 
 
-def build(source: str | Path, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> nn.Module:
-    """A model of a named shape, or of the config.json in a folder: weights normal with deviation 0.02, norms 1.
+def rank_shape(name: str, tp: int, ep: int | None = None) -> dict[str, Any]:
+    """The shape of a model whose layers are as large as one rank's share of them, so that it runs without collectives.
+
+    Heads, rows of the MLP and of the vocabulary are split over `tp` ranks, experts over `ep` groups of them (None: each
+    rank has whole experts). Key heads that are fewer than ranks are there more than once. Of the experts that a token
+    goes to, a rank has its mean share; its router is smaller than the whole one, which all ranks have.
+    """
+    shape, groups = dict(SHAPES[name]), tp if ep is None else ep
+    if tp < 1 or groups < 1 or tp % groups:
+        raise ModelError(f"ranks: ep={groups} groups need a tp that is a multiple of it, got {tp}")
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        shape[key] = _part(name, key, shape[key], tp)
+    if "moe_intermediate_size" in shape:
+        shape["moe_intermediate_size"] = _part(
+            name, "moe_intermediate_size", shape["moe_intermediate_size"], tp // groups
+        )
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if key in shape:
+            shape[key] = _part(name, key, shape[key], groups)
+    if "num_experts_per_tok" in shape:
+        shape["num_experts_per_tok"] = max(1, shape["num_experts_per_tok"] // groups)
+    return shape
+
+
+def _part(name: str, key: str, size: int, ranks: int) -> int:
+    """One rank's part of a size."""
+    if key == "num_key_value_heads" and size < ranks and ranks % size == 0:
+        return 1
+    if size % ranks:
+        raise ModelError(f"ranks: {key}={size} of {name} cannot be split over {ranks} ranks evenly")
+    return size // ranks
+
+
+def build(
+    source: str | Path | Mapping[str, Any], dtype: torch.dtype, device: str | torch.device, seed: int = 0
+) -> nn.Module:
+    """A model of a shape, or of the config.json in a folder: weights normal with deviation 0.02, norms 1.
 
     They are made where they run and in the dtype they run in, so what is started from it never holds them twice:
     stacks of experts stay as they are, and what is fused is fused one weight at a time.
@@ -138,10 +189,10 @@ def bytes_read_per_token(model: nn.Module) -> int:
     return int(total) if head is embedding else int(total - embedding.nbytes)
 
 
-def config_of(source: str | Path) -> PreTrainedConfig:
-    """The config of a named shape, or of a folder."""
-    if str(source) in SHAPES:
-        shape = dict(SHAPES[str(source)])
+def config_of(source: str | Path | Mapping[str, Any]) -> PreTrainedConfig:
+    """The config of a shape, of a named one, or of a folder."""
+    if isinstance(source, Mapping) or str(source) in SHAPES:
+        shape = dict(source if isinstance(source, Mapping) else SHAPES[str(source)])
         if "rope_theta" in shape:
             shape["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.pop("rope_theta")}
         return AutoConfig.for_model(shape.pop("model_type"), **shape)

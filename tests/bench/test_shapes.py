@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outpace.bench.shapes import DENSE, SHAPES, build, bytes_read_per_token, config_of
+from outpace.bench.shapes import DENSE, SHAPES, build, bytes_read_per_token, config_of, rank_shape
 from outpace.errors import ModelError
 from outpace.llm import LLM
 from outpace.loading.inspect import describe
@@ -56,14 +56,21 @@ def test_the_embedding_is_read_only_where_it_is_the_head() -> None:
 
 
 BILLIONS = {
-    "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "qwen3-0.6b": 0.596, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70,
+    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.2-1b": 1.236, "qwen3-0.6b": 0.596, "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "tiny": 3.19e-5,
     "gpt-oss-20b": 20.91, "deepseek-v2-lite": 15.71, "tiny-moe": 4.78e-5,
 }  # fmt: skip
-ACTIVE = {"qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19, "deepseek-v2-lite": 2.66}
+ACTIVE = {
+    "qwen3-30b-a3b": 3.35,
+    "qwen3-235b-a22b": 22.2,
+    "mixtral-8x7b": 12.88,
+    "gpt-oss-20b": 4.19,
+    "deepseek-v2-lite": 2.66,
+}
 """With embedding and head, which the names of some models leave out."""
 
 
-def on_meta(name: str) -> Any:
+def on_meta(name: str | dict[str, Any]) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config_of(name))
 
@@ -114,3 +121,34 @@ def test_what_has_no_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
     with pytest.raises(ModelError, match=r"cannot use .*config.json"):
         build(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 8), ("llama-3.1-70b", 4), ("qwen3-235b-a22b", 8)])
+def test_the_shares_of_all_ranks_are_the_model(name: str, tp: int) -> None:
+    whole, part = ({path: weight.numel() for path, weight in on_meta(each).named_parameters()}
+                   for each in (name, rank_shape(name, tp)))  # fmt: skip
+    same = {path for path in whole if part[path] == whole[path]}
+    twice = {path for path in whole if ".k_proj.weight" in path or ".v_proj.weight" in path}
+    copies = tp // SHAPES[name]["num_key_value_heads"] or 1  # of each key head
+    assert all(path.endswith("norm.weight") for path in same)
+    for path in whole.keys() - same:
+        assert part[path] * tp == whole[path] * (copies if path in twice else 1)
+
+
+def test_experts_are_split_by_rows_where_ranks_share_them() -> None:
+    shape = rank_shape("qwen3-235b-a22b", 4, ep=2)
+    assert (shape["num_experts"], shape["num_experts_per_tok"], shape["moe_intermediate_size"]) == (64, 4, 768)
+    assert rank_shape("qwen3-235b-a22b", 8)["num_experts_per_tok"] == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong"), [((3,), "num_attention_heads=4 of tiny .* 3 ranks"), ((4, 3), "ep=3"), ((0,), "ep=0")]
+)
+def test_shares_that_are_none(asked: tuple[int, ...], wrong: str) -> None:
+    with pytest.raises(ModelError, match=wrong):
+        rank_shape("tiny", *asked)
+
+
+def test_a_rank_s_share_runs_as_a_model() -> None:
+    llm = LLM(build(rank_shape("tiny-moe", 4), torch.float32, "cpu"), device="cpu", max_model_len=64)
+    assert len(llm.generate([[3, 4, 5]], use_tqdm=False)[0].outputs[0].token_ids) == 16
