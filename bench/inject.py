@@ -106,7 +106,7 @@ def measure_bert() -> dict[str, Any]:
 def main() -> None:
     """Measure every shape, then every kernel, and write both tables."""
     options = report.parser(__doc__)
-    options.add_argument("--models", nargs="*", default=list(shapes.DENSE), choices=shapes.DENSE, help="shapes")
+    options.add_argument("--models", nargs="*", default=list(shapes.SMALL), choices=shapes.DENSE, help="shapes")
     chosen = options.parse_args()
     bandwidth, flops = limits.read_bandwidth(), limits.matmul_flops()
     rows = []

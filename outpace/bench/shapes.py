@@ -88,6 +88,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Entries of the published config.json files; tiny and tiny-moe are for tries without a GPU."""
+SMALL = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
+"""Dense ones that one GPU runs with room to spare."""
 DENSE = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" not in shape)
 
 

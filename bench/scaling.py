@@ -1,0 +1,411 @@
+"""What models would do over several GPUs, predicted without one: `scripts/bench scaling` writes tables and a picture.
+
+step = one rank's step without collectives + collectives x published latency. The first is measured where there are
+results (`scripts/bench ranks`, `scripts/bench quantization`). Else it is predicted twice from results of whole models
+on one GPU: from the floor of the rank's share, a little more for reading and a fixed time for each layer; and from the
+share of the floor that was reached. docs/scaling.md says more; --docs writes its tables and its picture anew.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench import report
+from outpace.bench.limits import GIB, Speed
+from outpace.bench.shapes import SHAPES, rank_shape
+
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-235b-a22b")
+RANKS = (1, 2, 4, 8)
+BATCHES = (1, 8, 32, 64)
+CONTEXT = 1056  # 1,024 prompt tokens and half of 64 new ones, as measured
+WEIGHTS: Mapping[str, str] = {"bf16": "none", "fp8": "fp8+fp8"}
+"""Kinds of weights, and the schemes they were measured with: fp8 has keys and values of 8 bits too."""
+MEMORY = 139 * GIB * 0.9  # of an H200, as far as `gpu_memory_utilization` goes by default
+RESERVED = 6 * GIB  # for steps and graphs
+DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"  # what was measured whole
+SMALL = "qwen3-0.6b"
+DRAWS = 400  # of experts
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- tables: written by scripts/bench scaling --docs -->", "<!-- end of tables -->"
+
+KIB = 1 << 10
+LATENCIES: Mapping[str, Mapping[int, Mapping[int, float]]] = {
+    "direct": {
+        2: {8: 6.0, 16: 6.4, 72: 7.0, 512: 7.0, 1024: 12.0},
+        4: {8: 6.0, 16: 6.4, 32: 7.2, 64: 8.2, 128: 8.8, 512: 10.0, 1024: 15.0},
+        8: {8: 6.0, 16: 6.4, 32: 7.2, 64: 8.2, 128: 8.8, 256: 10.6, 512: 12.0, 1024: 14.0},
+    },
+    "nccl": {
+        2: {8: 17.2, 16: 17.8, 512: 17.8, 1024: 19.0},
+        4: {8: 17.2, 16: 17.8, 512: 17.8, 1024: 19.0},
+        8: {8: 17.2, 16: 17.8, 32: 19.6, 64: 19.9, 128: 20.1, 256: 20.3, 512: 20.9, 1024: 27.0},
+    },
+}
+"""Microseconds of an all-reduce by ranks and KiB, in CUDA graphs on one node with NVLink. Sources: docs/scaling.md.
+
+Small sizes of 2 and 4 ranks are those of 8, where nothing smaller is published."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds and reads."""
+
+    layers: int
+    hidden: int
+    read_bytes: float
+    """Of weights, by every step: all but experts and the embedding."""
+    held_bytes: float
+    expert_bytes: float
+    """Of one expert of one layer; 0: there are none."""
+    kv_bytes: float
+    """Of one token in all layers."""
+    token_flops: float
+
+    @classmethod
+    def of(cls, shape: Mapping[str, Any], weights: str, routed: int = 0) -> "Share":
+        """From the shape of a rank; `routed`: the experts that its router knows, if it has more than its own."""
+        width, pages = (2, 2.0) if weights == "bf16" else (1, 1 + 4 / shape["head_dim"])  # a scale for each key
+        hidden, layers, vocab = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
+        heads, keys = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+        attention = hidden * (heads + 2 * keys) + heads * hidden
+        experts = shape.get("num_experts", 0)
+        expert = 3 * hidden * shape["moe_intermediate_size"] if experts else 0
+        router = hidden * (routed or experts)
+        mlp = 0 if experts else 3 * hidden * shape["intermediate_size"]
+        head_norms = 2 * shape["head_dim"] if shape["model_type"].startswith("qwen3") else 0
+        plain = layers * (2 * hidden + head_norms + router) + hidden  # norms and routers stay in 16 bits
+        read = width * (layers * (attention + mlp) + vocab * hidden) + 2 * plain
+        active = attention + mlp + expert * shape.get("num_experts_per_tok", 0) + router
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            read_bytes=read,
+            held_bytes=read + 2 * vocab * hidden + layers * experts * width * expert,
+            expert_bytes=width * expert,
+            kv_bytes=layers * 2 * keys * pages,
+            token_flops=2 * (layers * active + vocab * hidden),
+        )
+
+    def floor(self, batch: int, experts: float, speed: Speed) -> float:
+        """Seconds of a step at the least, in which so many experts of each layer are read."""
+        reads = self.read_bytes + self.layers * experts * self.expert_bytes
+        return max(batch * self.token_flops / speed.flops, reads / speed.bandwidth) + (
+            batch * CONTEXT * self.kv_bytes / speed.bandwidth
+        )
+
+    @property
+    def room(self) -> int:
+        """Tokens whose keys and values fit beside the weights; not above 0: the weights do not fit."""
+        return int((MEMORY - RESERVED - self.held_bytes) / self.kv_bytes)
+
+
+@cache
+def experts_read(total: int, top_k: int, ranks: int, batch: int) -> tuple[float, float]:
+    """Experts of a layer that one rank reads: the mean, and the mean of the busiest rank, which all others wait for.
+
+    Every expert is as likely as any other; the mean of many draws.
+    """
+    draw = np.random.default_rng(0).random((DRAWS, batch, total), dtype=np.float32)
+    chosen = np.zeros((DRAWS, total), dtype=bool)
+    places = np.argpartition(draw, top_k - 1, axis=2)[:, :, :top_k].reshape(DRAWS, -1)
+    np.put_along_axis(chosen, places, True, axis=1)
+    each = chosen.reshape(DRAWS, ranks, total // ranks).sum(axis=2)
+    return float(each.mean()), float(each.max(axis=1).mean())
+
+
+class Step(NamedTuple):
+    """A measured decode step and its floor, in seconds."""
+
+    took: float
+    floor: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What results say."""
+
+    folder: Path
+
+    def details(self, what: str, key: str) -> tuple[dict[str, Any], Any] | None:
+        """The newest H200 results of a kind that have this part: the whole file, and the part."""
+        for path in sorted(self.folder.glob(f"{what}_h200_*.json"), reverse=True):
+            content = json.loads(path.read_text())
+            found = content.get("details", {})
+            if key in found and found[key] and "error" not in found[key]:
+                return content, found[key]
+        return None
+
+    def needed(self, what: str, key: str) -> tuple[dict[str, Any], Any]:
+        """The same, where nothing can be predicted without it."""
+        if (found := self.details(what, key)) is None:
+            raise SystemExit(f"{self.folder}: no results {what}_h200_*.json have {key!r}; measure them first")
+        return found
+
+    @cached_property
+    def speed(self) -> Speed:
+        """Of the run that measured the dense model."""
+        content, _ = self.needed("quantization", f"{DENSE}, none: decode")
+        return Speed(content["read bandwidth TB/s"] * 1e12, content["bf16 TFLOP/s"] * 1e12)
+
+    @cached_property
+    def reading(self) -> float:
+        """What a step takes for each second of its floor: the slope of a line through two models of one run."""
+        name = f"{DENSE}: latency"
+        content, _ = self.needed("runtime", f"{SMALL}: latency")
+        large, small = (_step(content["details"][key]) for key in (name, f"{SMALL}: latency"))
+        layers = [SHAPES[model]["num_hidden_layers"] for model in (DENSE, SMALL)]
+        (x1, y1), (x0, y0) = (
+            (step.floor / count, step.took / count) for step, count in zip((large, small), layers, strict=True)
+        )
+        return (y1 - y0) / (x1 - x0)
+
+    def whole(self, model: str, weights: str) -> dict[int, Step]:
+        """Steps of a whole model on one GPU, by batch."""
+        what, key = ("moe", f"{model}, triton: decode")
+        if model == DENSE:
+            what, key = ("quantization", f"{model}, {WEIGHTS[weights]}: decode")
+        _, found = self.needed(what, key)
+        return {int(batch): _step(each) for batch, each in found.items()}
+
+    def fixed(self, moe: bool, weights: str, batch: int) -> float:
+        """Seconds of a layer that do not depend on how much it reads. Beyond the largest batch: that of the largest."""
+        if moe and weights != "bf16":  # not measured: what fp8 adds to the dense model
+            extra = self.fixed(False, weights, batch) - self.fixed(False, "bf16", batch)
+            return self.fixed(True, "bf16", batch) + extra
+        model = MOE if moe else DENSE
+        steps = self.whole(model, weights)
+        step = steps[max(size for size in steps if size <= batch)]
+        return (step.took - self.reading * step.floor) / SHAPES[model]["num_hidden_layers"]
+
+    def share(self, moe: bool, weights: str, batch: int) -> float:
+        """The part of the limit that was reached on one GPU."""
+        steps = self.whole(MOE if moe else DENSE, "bf16" if moe else weights)
+        step = steps[max(size for size in steps if size <= batch)]
+        return step.floor / step.took
+
+    def rank(self, model: str, ranks: int, weights: str, batch: int) -> float | None:
+        """Seconds of a step of one rank alone, if it was measured."""
+        if ranks == 1 and model == DENSE:
+            return self.whole(model, weights)[batch].took
+        name = f"{model}, one of {ranks} ranks, {WEIGHTS[weights]}: steps"
+        if (found := self.details("ranks_steps", name)) is None or str(batch) not in found[1]["batches"]:
+            return None
+        return float(found[1]["batches"][str(batch)]["step_ms"]) / 1e3
+
+
+def _step(found: Mapping[str, Any]) -> Step:
+    limit = found["outpace"]["limit"]["decode_tokens_per_second"]
+    return Step(1 / found["decode_tokens_per_second"], 1 / limit)
+
+
+def all_reduce(kind: str, ranks: int, size: int) -> float:
+    """Seconds of one all-reduce of so many bytes."""
+    points = LATENCIES[kind][ranks]
+    return float(np.interp(size / KIB, [*points], [*points.values()])) * 1e-6
+
+
+def collectives(share: Share, ranks: int, batch: int, kind: str) -> float:
+    """Seconds of all of a step: two in each layer, one behind the embedding, a small one for the choice of tokens."""
+    if ranks == 1:
+        return 0.0
+    large = all_reduce(kind, ranks, 2 * batch * share.hidden)
+    return (2 * share.layers + 1) * large + all_reduce(kind, ranks, 8 * KIB)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One model over so many ranks at one batch; times in milliseconds."""
+
+    model: str
+    weights: str
+    ranks: int
+    batch: int
+    gb: float
+    """Of weights, on each rank."""
+    room: int
+    floor: float
+    rank: float
+    """A step of one rank without collectives."""
+    by_share: float
+    """The same if the part of the floor that one GPU reaches stayed as it is; where it was measured: as measured."""
+    source: str
+    direct: float
+    """Collectives that write into each other's memory."""
+    nccl: float
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return self.rank + self.direct
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s of all requests together."""
+        return 1e3 * self.batch / self.step
+
+    @property
+    def cell(self) -> str:
+        """Milliseconds and tokens/s, both from the one prediction to the other."""
+        steps = sorted((self.step, self.by_share + self.direct))
+        rates = [1e3 * self.batch / each for each in reversed(steps)]
+        if self.source == "measured":
+            return f"{steps[0]:.2f} ms*, {rates[0]:,.0f}/s"
+        return f"{steps[0]:.2f}–{steps[1]:.2f} ms, {rates[0]:,.0f}–{rates[1]:,.0f}/s"
+
+    def row(self) -> dict[str, Any]:
+        """For a table."""
+        return {
+            "model": self.model, "weights": self.weights, "ranks": self.ranks, "batch": self.batch,
+            "GB a rank": self.gb, "fits": self.room > 0, "floor ms": self.floor, "rank ms": self.rank,
+            "rank ms by share": self.by_share, "rank is": self.source, "collectives ms": self.direct,
+            "with NCCL": self.nccl, "step ms": self.step, "step ms with NCCL": self.rank + self.nccl,
+            "tokens/s": self.rate, "tokens/s a GPU": self.rate / self.ranks,
+        }  # fmt: skip
+
+
+def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int) -> Prediction:
+    """The step of one model."""
+    whole = SHAPES[model]
+    experts = whole.get("num_experts", 0)
+    share, speed = Share.of(rank_shape(model, ranks), weights, experts), measured.speed
+    mean, most = experts_read(experts, whole["num_experts_per_tok"], ranks, batch) if experts else (0.0, 0.0)
+    floor = share.floor(batch, most, speed)
+    took, source = measured.rank(model, ranks, weights, batch), "measured"
+    if took is None:
+        fixed, source = measured.fixed(experts > 0, weights, batch), "predicted"
+        took = measured.reading * floor + share.layers * fixed
+        by_share = floor / measured.share(experts > 0, weights, batch)
+    else:  # a rank with its mean share of the experts ran
+        took += share.layers * (most - mean) * share.expert_bytes / speed.bandwidth
+        by_share = took
+    direct, nccl = (collectives(share, ranks, batch, kind) for kind in ("direct", "nccl"))
+    return Prediction(
+        *(model, weights, ranks, batch, share.held_bytes / 1e9, share.room, 1e3 * floor, 1e3 * took, 1e3 * by_share),
+        *(source, 1e3 * direct, 1e3 * nccl),
+    )
+
+
+def predictions(measured: Measured) -> Iterator[Prediction]:
+    """Of every model, kind of weights, number of ranks and batch."""
+    for model in MODELS:
+        for weights in WEIGHTS:
+            for ranks in RANKS:
+                for batch in BATCHES:
+                    yield predict(measured, model, weights, ranks, batch)
+
+
+def tables(found: Sequence[Prediction]) -> str:
+    """A table of each model and kind of weights, in Markdown."""
+    lines = []
+    for model in MODELS:
+        for weights in WEIGHTS:
+            lines += [
+                f"**{model}, {weights}**",
+                "",
+                f"| ranks | GB a rank | {' | '.join(map(_head, BATCHES))} | batch 1, NCCL |",
+            ]
+            lines += ["|" + "---|" * (len(BATCHES) + 3)]
+            for ranks in RANKS:
+                some = [each for each in found if (each.model, each.weights, each.ranks) == (model, weights, ranks)]
+                lines.append(_line(ranks, some))
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _head(batch: int) -> str:
+    return f"batch {batch}"
+
+
+def _line(ranks: int, some: Sequence[Prediction]) -> str:
+    first = some[0]
+    if first.room <= 0:
+        return f"| {ranks} | {first.gb:.0f} | does not fit |" + " |" * len(BATCHES)
+    cells = [each.cell for each in some]
+    slower = max(first.rank, first.by_share) + first.nccl
+    nccl = f"up to {slower:.2f} ms" if ranks > 1 else ""
+    return f"| {ranks} | {first.gb:.0f} | {' | '.join(cells)} | {nccl} |"
+
+
+def write_docs(found: Sequence[Prediction], folder: Path) -> None:
+    """Put the tables and the picture into the document."""
+    path = folder / "scaling.md"
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    path.write_text(pattern.sub(lambda _: f"{BEGIN}\n\n{tables(found)}\n{END}", path.read_text()))
+    plot(found, folder / "scaling.png")
+
+
+def plot(found: Sequence[Prediction], path: Path) -> None:
+    """Above: a step of one request. Below: tokens/s of 64. A column for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    axes = figure.subplots(2, len(MODELS))
+    for column, model in enumerate(MODELS):
+        for weights, colour in (("bf16", "#2171b5"), ("fp8", "#cb181d")):
+            some = [each for each in found if (each.model, each.weights) == (model, weights) and each.room > 0]
+            _lines(axes[0, column], [each for each in some if each.batch == 1], weights, colour, rate=False)
+            _lines(axes[1, column], [each for each in some if each.batch == 64], weights, colour, rate=True)
+        axes[0, column].set_title(model, loc="left")
+        for row in range(2):
+            axes[row, column].set(xscale="log", xticks=RANKS, xticklabels=RANKS, xlabel="GPUs", xlim=(0.9, 9))
+            axes[row, column].minorticks_off()
+            axes[row, column].grid(alpha=0.3)
+            axes[row, column].set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("ms a step, one request")
+    axes[1, 0].set_ylabel("tokens/s, 64 requests")
+    axes[0, 0].legend(fontsize="small")
+    figure.suptitle(
+        "Predicted, never measured on several GPUs: decode over H200s with NVLink, contexts of 1,024 tokens"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _lines(axes: Any, some: Sequence[Prediction], label: str, colour: str, *, rate: bool) -> None:
+    """A prediction, what it would be by share, with NCCL, and the floor."""
+
+    def values(times: Sequence[float]) -> list[float]:
+        return [1e3 * each.batch / took if rate else took for each, took in zip(some, times, strict=True)]
+
+    ranks = [each.ranks for each in some]
+    axes.plot(ranks, values([each.step for each in some]), "o-", color=colour, label=label)
+    shares = values([each.by_share + each.direct for each in some])
+    axes.fill_between(ranks, values([each.step for each in some]), shares, color=colour, alpha=0.12)
+    axes.plot(ranks, values([each.rank + each.nccl for each in some]), ":", color=colour, label=f"{label}, NCCL")
+    if not rate:  # without collectives it is far from everything else there
+        axes.plot(ranks, [each.floor for each in some], "--", color=colour, alpha=0.5, label=f"{label}, floor")
+
+
+def main() -> None:
+    """Predict everything."""
+    options = report.parser(__doc__)
+    options.add_argument("--results", type=Path, default=report.RESULTS, help="folder with what was measured")
+    options.add_argument("--docs", action="store_true", help="write the tables and the picture of docs/scaling.md anew")
+    asked = options.parse_args()
+    measured = Measured(asked.results)
+    found = [*predictions(measured)]
+    notes = {
+        "read bandwidth TB/s": measured.speed.bandwidth / 1e12,
+        "seconds for each second of reading": measured.reading,
+        **{
+            f"fixed us a layer, {'experts' if moe else 'dense'}, {weights}": ", ".join(
+                f"{1e6 * measured.fixed(moe, weights, batch):.1f} at {batch}" for batch in BATCHES
+            )
+            for moe in (False, True)
+            for weights in WEIGHTS
+        },
+    }
+    report.save("scaling", "h200", [each.row() for each in found], notes, asked.out, {"all": [*map(asdict, found)]})
+    plot(found, report.picture("scaling", "h200", "predicted", asked.out))
+    if asked.docs:
+        write_docs(found, DOCS)
+    report.show("scaling", [each.row() for each in found])
+
+
+if __name__ == "__main__":
+    main()
