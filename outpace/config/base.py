@@ -13,6 +13,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from outpace.errors import ConfigError, NotSupportedYet
 
+LONGEST = 200
+"""Characters of a value in an error."""
+MOST = 8
+"""Fields that an error names."""
+
 
 class ConfigModel(BaseModel):
     """Base of every config: frozen, strict about names, understands aliases, deprecated names and the value "auto"."""
@@ -63,7 +68,7 @@ class ConfigModel(BaseModel):
         given = {
             key: {"enabled": value} if isinstance(value, bool) and key in cls.switches else value
             for key, value in data.items()
-            if not _is_auto(value) or key in cls.keeps_auto
+            if cls._counts(key, value)
         }
         result = {key: value for key, value in given.items() if key in cls.model_fields}
         named: dict[str, str] = {}
@@ -76,10 +81,15 @@ class ConfigModel(BaseModel):
         return result
 
     @classmethod
+    def _counts(cls, key: str, value: object) -> bool:
+        """Whether a value was given: "auto" stands for none, but where it is a value of its own."""
+        return not _is_auto(value) or key in cls.keeps_auto
+
+    @classmethod
     def _given_as(cls, data: Mapping[str, Any]) -> dict[str, str]:
         """Path of a field -> the other name that it was given by."""
         others = {**cls.aliases, **cls.deprecated}
-        return {path: key for key, path in others.items() if key in data and not _is_auto(data[key])}
+        return {path: key for key, path in others.items() if key in data and cls._counts(key, data[key])}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -160,7 +170,7 @@ def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str]
         if not isinstance(held, Mapping | ConfigModel):
             return  # the section's own error says what is wrong with it
         model = _section(owner, section)
-        inner = {field: given for field, given in _as_mapping(held, model).items() if not _is_auto(given)}
+        inner = {field: given for field, given in _as_mapping(held, model).items() if model._counts(field, given)}
         taken = [other for other in inner if model.aliases.get(other, other) == name]
         data[section] = inner
     same = owner.same_value.get(path, operator.eq)
@@ -212,5 +222,14 @@ def _one_line(error: ValidationError, given_as: Mapping[str, str]) -> str:
         if item["type"] == "value_error":
             parts.append(f"{where}: {message}" if where else message)
         else:
-            parts.append(f"{where}: {message[:1].lower()}{message[1:]}, got {item['input']!r}")
-    return "; ".join(dict.fromkeys(parts))
+            got = "" if item["type"] == "missing" else f", got {_shown(item['input'])}"
+            parts.append(f"{where}: {message[:1].lower()}{message[1:]}{got}")
+    parts = list(dict.fromkeys(parts))
+    more = [f"and {len(parts) - MOST} more"] if len(parts) > MOST else []
+    return "; ".join([*parts[:MOST], *more])
+
+
+def _shown(value: object) -> str:
+    """A value in an error: what is longer than a line is cut."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}.."

@@ -147,6 +147,8 @@ class InferenceConfig(ConfigModel):
     def _quant_off(cls, value: QuantizationConfig | None) -> QuantizationConfig | None:
         if value is not None and not value.enabled and value.scheme is not None:
             raise ValueError(f"enabled=False with scheme (or quantization=) {value.scheme!r}; remove one of them")
+        if value is not None and not value.enabled and value.kv_cache_dtype != "auto":
+            raise ValueError(f"enabled=False with kv_cache_dtype {value.kv_cache_dtype!r}; remove one of them")
         return value if value is not None and value.enabled else None
 
     @field_validator("replace_method")

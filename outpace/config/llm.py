@@ -25,6 +25,7 @@ class LLMConfig(InferenceConfig):
     """vLLM's names, and the options of the runtime without their section."""
     aliases: ClassVar[Mapping[str, str]] = {**InferenceConfig.aliases, **flat}
     elsewhere: ClassVar[Mapping[str, str]] = {}
+    keeps_auto = InferenceConfig.keeps_auto | {"quantization"}
     later: ClassVar[Mapping[str, str]] = {**LATER, **LATER_IN_LLM}
 
     replace_with_kernel_inject: bool = True

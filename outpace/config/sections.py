@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from outpace.config.base import ConfigModel
 from outpace.config.values import CalibrationText, NamedPath, PathText, PlanSource, Size
@@ -120,10 +120,10 @@ class AutoQuantConfig(ConfigModel):
 class QuantizationConfig(ConfigModel):
     """Weight and activation quantization."""
 
-    keeps_auto: ClassVar[frozenset[str]] = frozenset({"kv_cache_dtype"})
+    keeps_auto: ClassVar[frozenset[str]] = frozenset({"kv_cache_dtype", "scheme"})
 
     enabled: bool = True
-    """False: as if `quant` had not been given."""
+    """False: as if `quant` had not been given; not with `scheme` or `kv_cache_dtype`."""
     scheme: Literal["int8", "int4", "fp8", "w8a8", "stored", "none"] | None = None
     """A usual combination: int8 weights, int4 weights in groups, fp8 or int8 (w8a8) weights and activations. stored:
     weights that the checkpoint stores quantized run from their own bits, the default on a GPU; none: they are converted
@@ -148,6 +148,16 @@ class QuantizationConfig(ConfigModel):
     plan: PlanSource | None = None
     """What `auto` chose another time: the path of its JSON file, or what that holds. Nothing is measured."""
 
+    @field_validator("scheme", mode="before")
+    @classmethod
+    def _no_scheme(cls, value: object) -> object:
+        if value == "auto":
+            raise ValueError(
+                "'auto' is no scheme; let one be measured for each weight with "
+                'quant={"auto": {"max_perplexity_increase": 0.01}}, or leave it out'
+            )
+        return value
+
     @property
     def reads_text(self) -> bool:
         """Whether a calibration text has to be read with a tokenizer."""
@@ -156,7 +166,8 @@ class QuantizationConfig(ConfigModel):
     @property
     def only_cache(self) -> bool:
         """Whether the cache is all that was asked to be quantized."""
-        return self.model_fields_set - {"enabled"} == {"kv_cache_dtype"}
+        given = {name for name, value in self.given().items() if value is not None}
+        return given - {"enabled"} == {"kv_cache_dtype"}
 
 
 class CheckpointConfig(ConfigModel):

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from outpace.errors import ConfigError, ModelError, NotSupported
+from outpace.errors import ConfigError, NotSupported
 from outpace.inject.apply import refuse_to_save, stand_in
 from outpace.inject.experts_interface import act_of, computes_otherwise, is_stack
 from outpace.inject.make import Maker
 from outpace.inject.modules import Made
 from outpace.inject.policy import MoERoles
-from outpace.inject.quantized import PackedExperts, PackedLinear, StandInExperts
+from outpace.inject.quantized import PackedExperts, StandInExperts
 from outpace.inject.recipe import Recipe
 from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
@@ -45,6 +45,11 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     _check_experts(model, make, rules)
     if rules.activates and make.quantized_experts:
         chosen("quantized experts", "activations only in steps of many tokens on a GPU", "few tokens gain nothing")
+    if rules.kind not in (None, type(model).__name__):
+        raise ConfigError(
+            f"quant.plan.model: the plan was made for a {rules.kind}, and this is a {type(model).__name__}; make a "
+            "plan for this model with quant.auto"
+        )
     for name in rules.exact or ():
         if name not in make.schemes:
             raise ConfigError(
@@ -57,11 +62,11 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
                 f"quant.weight.post_init_quant: {key!r} is in the name of no linear of {type(model).__name__}, whose "
                 f"names are like {some or 'nothing: it has none'}; correct it, or remove it"
             )
-    if not any(scheme is not None for scheme in make.schemes.values()):
-        if any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules()):
-            raise ModelError("model: its linears are quantized already; use the engine that did it, or load it anew")
-        if rules.exact is None:
-            raise ConfigError(f"quant: {type(model).__name__} has no linears that could be quantized; remove it")
+    if not any(scheme is not None for scheme in make.schemes.values()) and rules.exact is None:
+        raise ConfigError(
+            f"quant: {type(model).__name__} has no linears that could be quantized"
+            f"{', but is one: put it into an nn.Sequential' if _is_linear(model) else '; remove it'}"
+        )
 
 
 def weights_of(
@@ -119,7 +124,7 @@ def quantize_others(model: nn.Module, make: Maker) -> None:
 def _stacks(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The model's own stacks of experts, by all their names."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if is_stack(module) and not _in_fp32(model, path):
+        if is_stack(module) and not in_fp32(model, path):
             yield path, module
 
 
@@ -144,7 +149,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Torch's encoder layer reads the weights of its linears itself.
     """
     for path, module in model.named_modules(remove_duplicate=False):
-        if _in_fp32(model, path):
+        if in_fp32(model, path):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         if path and _is_linear(module) and not isinstance(parent, nn.TransformerEncoderLayer):
@@ -154,6 +159,9 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes what a linear does, and nobody reads its weight behind its back."""
     kind = type(module)
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.dim() != 2 or weight.numel() == 0:  # computed by somebody else, or nothing to round
+        return False
     if kind in (nn.Linear, Conv1D):
         return True
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear | Made):
@@ -180,7 +188,7 @@ def _computes_alike(module: nn.Linear) -> bool:
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
 
 
-def _in_fp32(model: nn.Module, path: str) -> bool:
+def in_fp32(model: nn.Module, path: str) -> bool:
     """Whether the model wants what is at this path in fp32."""
     return bool(set(getattr(model, "_keep_in_fp32_modules", None) or ()) & set(path.split(".")))
 

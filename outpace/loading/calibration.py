@@ -27,8 +27,8 @@ def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBas
         name, content = read_text(text)
         if isinstance(content, str) and tokenizer is None:
             raise ConfigError(
-                "quant.calibration.text: there is no tokenizer to read a text with; give token ids, or use outpace.LLM "
-                "with a model that has one"
+                "quant.calibration.text: a text is read with the model's tokenizer, and it has none; put the "
+                "tokenizer's files into its folder, or give token ids (a module without a tokenizer, in Python)"
             )
         return name, read_tokens(tokenizer, content, None)
     except InputError as error:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported
+from outpace.inject.modules import Made
+from outpace.inject.quantized import PackedExperts, PackedLinear
 
 Kind = Literal["causal", "encoder-decoder", "encoder", "plain"]
 
@@ -83,6 +85,10 @@ def check_model(model: object, *, empty: bool = False) -> nn.Module:
             )
     if getattr(model, "is_quantized", False):
         raise ModelError("model: it is quantized already, and its dtype must not be changed; load it unquantized")
+    made = next((module for module in model.modules() if isinstance(module, Made)), None)
+    if made is not None:  # weights are not under their names any more
+        what = "its linears are quantized" if isinstance(made, PackedLinear | PackedExperts) else "its layers are fused"
+        raise ModelError(f"model: {what} already; use the engine that did it, or load it anew")
     return model
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from outpace.config.sections import CalibrationConfig
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported, as_field
+from outpace.inject.quantize_others import in_fp32
 from outpace.inject.split import known_splits
 from outpace.loading.calibrate import Calibration, Give, Method, calibrate
 from outpace.loading.calibration import read_windows
@@ -169,6 +170,11 @@ def quantize_model(
     weights = open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))
     stored = unwrapped(weights.sources, tensors_of(skeleton))
     found = match(skeleton, weights)
+    if asked.plan is not None and asked.plan.model != type(skeleton).__name__:
+        raise ConfigError(
+            f"plan: it was made for a {asked.plan.model}, and this is a {type(skeleton).__name__}; make a plan for "
+            "this model with --auto"
+        )
     plan = _Plan(skeleton, stored, found, asked)
     run = (
         plan.calibrated(found, read_windows(asked.calibration, load_tokenizer(model), config))
@@ -281,6 +287,7 @@ class _Plan:
             and len(source.shape) == 2
             and bool(modules)
             and all(isinstance(module, nn.Linear) for module in modules)
+            and not any(in_fp32(self._model, _module(each)) for each in self._names_of(name, source))
         )
 
     def _is_expert(self, name: str, source: Source) -> bool:

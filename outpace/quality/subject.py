@@ -56,8 +56,10 @@ class Subject:
 
     @property
     def options(self) -> str:
-        """What was asked for beside device and dtype."""
+        """What was asked for beside the device and the dtype that it computes in."""
         asked = self.config.model_dump(exclude_unset=True, exclude={"dtype", "device"})
+        if self.config.dtype is not None and self.config.compute_dtype is None:
+            asked = {"dtype": "int8", **asked}
         return ", ".join(f"{name}={value}" for name, value in _flat(asked))
 
     @contextmanager

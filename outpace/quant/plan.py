@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from outpace.config.base import ConfigModel
 from outpace.errors import ConfigError
@@ -20,9 +20,17 @@ class PlannedScheme(ConfigModel):
     """See `Scheme`."""
 
     values: Values
-    group: int | None = Field(default=None, ge=1)
+    group: int | None = Field(default=None, ge=8)
     symmetric: bool = True
     activations: Activations | None = None
+
+    @model_validator(mode="after")
+    def _runs(self) -> Self:
+        if self.values == "fp8" and not (self.symmetric and self.group is None):
+            raise ValueError("fp8 has one scale for each row and no zeros; leave group and symmetric out")
+        if self.activations is not None and (self.activations == "fp8") != (self.values == "fp8"):
+            raise ValueError(f"activations {self.activations} do not go with {self.values} values; leave them out")
+        return self
 
     @classmethod
     def written(cls, scheme: Scheme) -> "PlannedScheme":
@@ -40,7 +48,7 @@ class PlannedWeight(ConfigModel):
 
     names: tuple[str, ...] = Field(min_length=1)
     """Of their tensors in the model."""
-    shape: tuple[int, ...] = Field(min_length=2, max_length=3)
+    shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
     """[N, K] of all together; of experts [E, N, K]."""
     scheme: PlannedScheme | None
     """None: they stay as they are."""
@@ -48,6 +56,13 @@ class PlannedWeight(ConfigModel):
     why: str = ""
     estimates: dict[str, float] = Field(default_factory=dict)
     """What each scheme adds to the loss of a token, in nats, by estimate."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        group = None if self.scheme is None else self.scheme.group
+        if group is not None and self.shape[-1] % group:
+            raise ValueError(f"scheme.group {group} does not divide the {self.shape[-1]} columns; give a divisor")
+        return self
 
     @property
     def title(self) -> str:
@@ -104,7 +119,8 @@ class QuantPlan(ConfigModel):
         try:
             found = cls(**given)
         except ConfigError as error:
-            raise ConfigError(f"{FIELD}.{error}; correct it, or make the plan anew with quant.auto") from None
+            joint = ": " if str(error).startswith("unknown name") else "."
+            raise ConfigError(f"{FIELD}{joint}{error}; correct it, or make the plan anew with quant.auto") from None
         names = [name for weight in found.weights for name in weight.names]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"{FIELD}.weights: {twice[0]} is named twice; remove one")
@@ -122,7 +138,7 @@ class QuantPlan(ConfigModel):
             for weight in self.weights
             for name in weight.names
         }
-        return Rules(None, exact=kept)
+        return Rules(None, exact=kept, kind=self.model)
 
     @property
     def nbytes(self) -> int:

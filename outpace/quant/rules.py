@@ -32,6 +32,8 @@ class Rules:
     """Those of `named` whose groups become smaller like those of `fit`."""
     exact: Mapping[str, tuple[Scheme | None, int]] | None = None
     """Of a plan: schemes by whole names, and the columns that each is for; nothing else counts then."""
+    kind: str | None = None
+    """Of a plan: the class of the model that it is for."""
     field: str = "group_size"
     """What says how many columns a group of `scheme` has, in quant.weight."""
     stored: StoredForms | None = None

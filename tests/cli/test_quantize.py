@@ -163,3 +163,11 @@ def test_a_calibrated_folder(chain_folder: Path, tmp_path: Path) -> None:
 def test_calibration_and_dtype_that_do_nothing(options: tuple[str, ...], words: str, tmp_path: Path) -> None:
     result = run(*options, "--out", tmp_path / "out")
     assert words in str(result.exception)
+
+
+def test_a_plan_for_a_model_of_another_class(chain_folder: Path, tmp_path: Path) -> None:
+    weight = {"names": ["lm_head.weight"], "shape": [8, 8], "scheme": {"values": "int8"}, "nbytes": 64}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"version": 1, "model": "OtherModel", "dtype": "float32", "weights": [weight]}))
+    result = run(chain_folder, "--plan", plan, "--out", tmp_path / "out")
+    assert re.match("plan: it was made for a OtherModel, and this is a LlamaForCausalLM", str(result.exception))

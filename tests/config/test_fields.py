@@ -278,8 +278,9 @@ def kv_cache_dtype_acts() -> None:
     raises("quant.kv_cache_dtype: only fused layers keep", quant={"kv_cache_dtype": "int8"})
     raises("quant.kv_cache_dtype: input should be 'auto', 'int8'", kernel_inject=True, quant={"kv_cache_dtype": "int4"})
     raises("kv_cache_dtype: a name of outpace.LLM alone; use quant", kv_cache_dtype="int8")
-    assert InferenceConfig.of(quant={"kv_cache_dtype": "int8", "enabled": False}).quant is None
-    for more, packed in (({}, False), ({"scheme": "int8"}, True), ({"weight": {"num_bits": 8}}, True)):
+    raises("enabled=False with kv_cache_dtype 'int8'", quant={"kv_cache_dtype": "int8", "enabled": False})
+    asked: tuple[dict[str, Any], ...] = ({}, {"scheme": None}, {"scheme": "int8"}, {"weight": {"num_bits": 8}})
+    for more, packed in zip(asked, (False, False, True, True), strict=True):
         module = engine(kernel_inject=True, quant={"kv_cache_dtype": "int8", **more}).module
         assert any(isinstance(each, PackedLinear) for each in module.modules()) is packed
     both = InferenceConfig.of(dtype="int8", kernel_inject=True, quant={"kv_cache_dtype": "fp8"})

@@ -75,7 +75,8 @@ def test_a_flat_name_is_the_option_it_stands_for(name: str, tmp_path: Path) -> N
     file.write_text(json.dumps({name: value}))
     for config in (of(**{name: value}), of({name: value}), of(file), of(of(**{name: value}))):
         assert config == expected
-    assert of(**{name: "auto"}) == of()
+    if name != "quantization":  # "auto" there would be taken for quant.auto
+        assert of(**{name: "auto"}) == of()
 
 
 @pytest.mark.usefixtures("a_gpu")

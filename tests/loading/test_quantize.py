@@ -197,6 +197,14 @@ def test_a_tied_head_gets_a_weight_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(stored(tmp_path / "out")["model.embed_tokens.weight"], exact)
 
 
+def test_what_a_model_wants_in_fp32_stays(tmp_path: Path) -> None:
+    tiny("t5").save_pretrained(tmp_path / "model")
+    quantize_model(tmp_path / "model", tmp_path / "out", Asked("int8"))
+    ignored = config_of(tmp_path / "out")["ignore"]
+    assert "encoder.block.0.layer.1.DenseReluDense.wo" in ignored
+    assert not [name for name in unpacked(tmp_path / "out") if name.endswith(".wo")]
+
+
 def test_experts_are_written_one_by_one_and_routers_stay(tmp_path: Path) -> None:
     tiny("mixtral").save_pretrained(tmp_path / "model")
     quantize_model(tmp_path / "model", tmp_path / "out", Asked("int4", exclude=("self_attn",)))

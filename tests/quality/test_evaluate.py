@@ -156,6 +156,11 @@ def test_progress_is_told_for_each_model(llm: outpace.LLM) -> None:
     assert [step for step in told if step[1] and step[1] == step[2]] == [("LlamaForCausalLM", 147, 147)] * 2
 
 
+def test_int8_is_an_option_and_not_what_is_computed_in(chain_folder: Path) -> None:
+    found = evaluate(chain_folder, text="world world", device="cpu", dtype="int8", kv_cache_dtype="int8")
+    assert (found.model.dtype, found.model.options) == ("float32", "dtype=int8, quant.kv_cache_dtype=int8")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "llama",
         {"quant": {"auto": {"bits_per_weight": 8}}},
         ConfigError,
-        r"quant\.calibration\.text: there is no tokenizer to read a text with; give token ids",
+        r"quant\.calibration\.text: a text is read with the model's tokenizer, and it has none; .* give token ids",
     ),
     "a foreign token": (
         "llama",
@@ -234,16 +234,46 @@ def plan(text: list[int]) -> dict[str, Any]:
     return found
 
 
+def with_scheme(plan: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:
+    first, *others = plan["weights"]
+    return plan | {"weights": [first | {"scheme": scheme}, *others]}
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "version": (
         lambda plan: plan | {"version": 2},
         r"quant\.plan\.version: input should be 1, got 2; .* make",
     ),
-    "unknown": (lambda plan: plan | {"wieghts": []}, r"quant\.plan\.unknown name 'wieghts': did you mean 'weights'"),
+    "unknown": (lambda plan: plan | {"wieghts": []}, r"quant\.plan: unknown name 'wieghts': did you mean 'weights'"),
     "values": (
         lambda plan: plan | {"weights": [plan["weights"][0] | {"scheme": {"values": "int3"}}]},
         r"quant\.plan\.weights\.0\.scheme\.values: input should be 'int8', 'int4' or 'fp8', got 'int3'",
     ),
+    "fp8 with zeros": (
+        lambda plan: with_scheme(plan, {"values": "fp8", "symmetric": False}),
+        r"quant\.plan\.weights\.0\.scheme: fp8 has one scale for each row and no zeros",
+    ),
+    "activations": (
+        lambda plan: with_scheme(plan, {"values": "int8", "activations": "fp8"}),
+        r"quant\.plan\.weights\.0\.scheme: activations fp8 do not go with int8 values",
+    ),
+    "a group that divides nothing": (
+        lambda plan: with_scheme(plan, {"values": "int4", "group": 12}),
+        r"quant\.plan\.weights\.0: scheme\.group 12 does not divide the 32 columns; give a divisor",
+    ),
+    "a small group": (
+        lambda plan: with_scheme(plan, {"values": "int4", "group": 1}),
+        r"quant\.plan\.weights\.0\.scheme\.group: input should be greater than or equal to 8, got 1",
+    ),
+    "rows": (
+        lambda plan: plan | {"weights": [plan["weights"][0] | {"shape": [-1, 32]}, *plan["weights"][1:]]},
+        r"quant\.plan\.weights\.0\.shape\.0: input should be greater than 0",
+    ),
+    "model": (
+        lambda plan: plan | {"model": "MistralForCausalLM"},
+        r"quant\.plan\.model: the plan was made for a MistralForCausalLM, and this is a LlamaForCausalLM; make a plan",
+    ),
+    "nothing": (lambda plan: {}, r"quant\.plan\.version: field required; model: field required; "),
     "no weights": (lambda plan: plan | {"weights": []}, r"quant\.plan\.weights: "),
     "twice": (
         lambda plan: plan | {"weights": [*plan["weights"], plan["weights"][0]]},

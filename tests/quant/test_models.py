@@ -312,6 +312,49 @@ def test_a_quantized_module_is_not_quantized_again() -> None:
         outpace.init_inference(model, device="cpu", quant={"scheme": "int4"})
 
 
+@pytest.mark.parametrize("quant", [None, {"scheme": "int8"}, {"scheme": "int4"}])
+@pytest.mark.parametrize("inject", [False, True])
+def test_a_module_that_an_engine_changed_is_for_no_other_engine(quant: dict[str, Any] | None, inject: bool) -> None:
+    if quant is None and not inject:
+        return  # nothing was changed
+    options = {} if quant is None else {"quant": quant}
+    engine = outpace.init_inference(tiny("llama"), device="cpu", dtype="fp32", kernel_inject=inject, **options)
+    before = logits(engine)
+    with pytest.raises(ModelError, match=r"already; use the engine that did it, or load it anew"):
+        outpace.init_inference(engine.module, device="cpu", dtype="bf16")
+    assert torch.equal(logits(engine), before)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_linears_that_cannot_be_quantized_stay() -> None:
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    spectral = nn.utils.spectral_norm(nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16), normed, spectral, nn.Linear(16, 0, bias=False), nn.Linear(0, 5))
+    engine = outpace.init_inference(model, device="cpu", dtype="fp32", quant={"scheme": "int8"})
+    assert [isinstance(each, PackedLinear) for each in model] == [True, False, False, False, False]
+    assert engine(torch.ones(2, 16)).shape == (2, 5)
+
+
+def test_a_linear_alone_has_no_module_to_be_swapped_in() -> None:
+    with pytest.raises(ConfigError, match=r"Linear has no linears .* is one: put it into an nn\.Sequential"):
+        outpace.init_inference(nn.Linear(16, 5), device="cpu", quant={"scheme": "int8"})
+
+
+def test_auto_is_no_scheme() -> None:
+    asked: tuple[dict[str, Any], ...] = (
+        {"quantization": "auto"},
+        {"quant": {"scheme": "auto"}},
+        {"quant": {"scheme": "auto"}, "kv_cache_dtype": "int8"},
+    )
+    for options in asked:
+        with pytest.raises(ConfigError, match=r"(quantization|quant\.scheme): 'auto' is no scheme; .* quant="):
+            LLM(tiny("llama"), device="cpu", **options)
+
+
+def test_no_quantization_beside_a_quantized_cache_leaves_the_weights_alone() -> None:
+    assert LLM(tiny("llama"), device="cpu", quantization=None, kv_cache_dtype="int8").quantized is None
+
+
 def test_a_model_without_a_cache_takes_no_kv_cache_dtype() -> None:
     with pytest.raises(ConfigError, match=r"quant\.kv_cache_dtype: BertForMaskedLM keeps no keys and values"):
         outpace.init_inference(tiny("bert"), device="cpu", kernel_inject=True, quant={"kv_cache_dtype": "int8"})
