@@ -24,7 +24,7 @@ from outpace.config import ConfigLike, LLMConfig
 from outpace.errors import NO_TOKENIZER, InputError, ModelError, StateError
 from outpace.llm_engine import LLMEngine
 from outpace.log import by_part, logger
-from outpace.prepare import load_paged
+from outpace.ranks.leader import load_ranked
 from outpace.turns import Turns
 from outpace.types import (
     EmbeddingOutput,
@@ -59,13 +59,13 @@ class LLM:
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
             raise InputError(f"tokenizer: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
         begin = time.perf_counter()
-        parts = load_paged(model, LLMConfig.of(config, **options), tokenizer=tokenizer or True)
+        parts, ranks = load_ranked(model, LLMConfig.of(config, **options), tokenizer=tokenizer or True)
         self.config, self.name = parts.config, parts.name
         self.dtype, self.dtype_reason, self.device = parts.dtype, parts.dtype_reason, parts.device
         self.quantized = parts.quantized
         """What was quantized, and how; None: nothing was."""
         self.tokenizer = parts.tokenizer
-        self._engine: LLMEngine | None = LLMEngine(parts, self.tokenizer)
+        self._engine: LLMEngine | None = LLMEngine(parts, self.tokenizer, ranks)
         self.startup_seconds = parts.seconds | self._engine.startup_seconds | {"all": time.perf_counter() - begin}
         """What the start took, by part."""
         self._numbers = itertools.count()
@@ -192,9 +192,11 @@ class LLM:
         return self._need_tokenizer("get_tokenizer")
 
     def shutdown(self) -> None:
-        """Let go of the model, the pages and the graphs. Requests that run are lost."""
+        """Let go of the model, the pages and the graphs, and end the other ranks. Requests that run are lost."""
         with self._lock:
-            self._engine = None
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -251,13 +253,14 @@ class LLM:
 
     def _step(self, epoch: int) -> None:
         if self.engine.epoch != epoch:
+            self.engine.ranks.check()
             raise StateError(LOST)
         self.engine.step()
 
-    @staticmethod
-    def _check_kept(groups: list[Group]) -> None:
+    def _check_kept(self, groups: list[Group]) -> None:
         """Nobody here aborts a request that is waited for: one that was aborted was lost."""
         if any(each.finish_reason is FinishReason.ABORT for group in groups for each in group.output.outputs):
+            self.engine.ranks.check()
             raise StateError(LOST)
 
     def _leave(self, groups: list[Group]) -> None:

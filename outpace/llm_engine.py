@@ -3,6 +3,7 @@
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
-from outpace.errors import NO_TOKENIZER, InputError, ModelError, NotSupported
+from outpace.errors import NO_TOKENIZER, EngineDead, InputError, ModelError, NotSupported
 from outpace.log import logger
 from outpace.prepare import PagedParts
+from outpace.ranks.leader import Ranks
 from outpace.runner.expert_load import ExpertLoad
 from outpace.runner.start import start_runner
 from outpace.runner.threads import for_engine
@@ -30,17 +32,24 @@ from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutpu
 class LLMEngine:
     """Continuous batching over one model. For one thread at a time."""
 
-    def __init__(self, parts: PagedParts, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self, parts: PagedParts, tokenizer: PreTrainedTokenizerBase | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """ranks: the way to those that run the same steps, see `load_ranked`; the engine ends them with itself."""
         self.tokenizer = tokenizer
+        self.ranks = ranks or Ranks(parts.config)
         self._parts = parts
         self._config = parts.config
         self.experts = ExpertLoad.of(parts.module, parts.device)
         """Tokens of each expert; None: the model has none."""
-        self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
+        with self.ranks.starting():
+            self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
+        self.close = weakref.finalize(self, self.ranks.close)
+        """Ends the other ranks, if there are any; so does the end of the engine, or of the process."""
         if self.experts is not None:
             self.experts.clear()
         self._runner = self._started.runner
-        self._threads = for_engine(parts.device, deterministic=parts.config.deterministic)
+        self._threads = for_engine(parts.device, deterministic=parts.config.deterministic, ranks=self.ranks.size)
         asked = parts.config.scheduler.async_scheduling
         self._compiler: Compiler | None = None
         self._compiling = threading.Lock()
@@ -175,22 +184,28 @@ class LLMEngine:
             if self._threads is not None:
                 self._threads.before_step()
             step = self._scheduler.schedule()
-            self._in_flight.append(self._runner.launch(step))
+            with self.ranks.together():
+                self.ranks.launch(step)
+                self._in_flight.append(self._runner.launch(step))
             if self.experts is not None:
                 self.experts.keep_up(self.totals.prefill_tokens + self.totals.decode_tokens)
             ahead = 1 if self._overlap and step.sequences else 0
             changed: dict[str, RequestOutput] = {}
             while len(self._in_flight) > ahead:
-                self._take(self._in_flight.popleft()(), changed)
+                output = self._in_flight.popleft()()
+                self.ranks.check()  # a collective that was given up leaves numbers that mean nothing
+                self._take(output, changed)
             if self._threads is not None and not self.has_unfinished_requests:
                 self._threads.idle()
             return list(changed.values())
-        except BaseException:
+        except BaseException as error:
             self.epoch += 1
             lost = list(self._groups.values())
             self._begin()
             for group in lost:
                 group.lose()
+            if not isinstance(error, EngineDead) and (cause := self.ranks.cause_of(error)) is not None:
+                raise cause from error
             raise
 
     def _begin(self) -> None:
@@ -208,6 +223,7 @@ class LLMEngine:
             model=self._parts.name,
             totals=self.totals,
         )
+        self.ranks.reset()
         self._runner.reset()
         self._groups: dict[str, Group] = {}
         self._answers: dict[str, Answer] = {}

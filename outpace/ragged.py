@@ -1,6 +1,7 @@
 """RaggedEngine: the runtime without its scheduler, for people who schedule themselves, with FastGen's verbs."""
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from outpace.cache.block_pool import BlockPool
 from outpace.config import ConfigLike, LLMConfig
 from outpace.errors import ConfigError, InputError
-from outpace.prepare import load_paged
+from outpace.ranks.leader import load_ranked
 from outpace.runner.start import start_runner
 from outpace.types import Request, ScheduledSequence, Step, check_vocabulary
 
@@ -64,8 +65,11 @@ class RaggedEngine:
     ) -> None:
         asked = LLMConfig.of(config, **options)
         _refuse_scheduling(asked)
-        parts = load_paged(model, asked)
-        started = start_runner(parts.model, parts.config, parts.max_model_len)
+        parts, self._ranks = load_ranked(model, asked)
+        with self._ranks.starting():
+            started = start_runner(parts.model, parts.config, parts.max_model_len)
+        self.close = weakref.finalize(self, self._ranks.close)
+        """Ends the other ranks, if there are any; so does the end of the engine, or of the process."""
         self._runner, self._limits = started.runner, started.limits
         self._vocab_size = parts.vocab_size
         self._pool = BlockPool(started.num_blocks, parts.config.cache.block_size, enable_prefix_caching=False)
@@ -107,7 +111,11 @@ class RaggedEngine:
         try:
             for uid, tokens in batch:
                 step.sequences.append(self._entry(uid, tokens))
-            return self._runner.run(step).logits.clone()
+            with self._ranks.together():
+                self._ranks.launch(step, for_logits=True)
+                logits = self._runner.logits(step).clone()
+            self._ranks.check()
+            return logits
         except BaseException:  # nobody knows how far the batch came: its sequences have to begin again
             for uid in uids:
                 if uid in self._sequences:

@@ -110,8 +110,6 @@ class SamplingBatch:
     """Parameters of the sampled rows of a step as tensors; made again only when the set of requests changes."""
 
     vocab_size: int
-    greedy: bool
-    """Every row is a plain argmax of its logits, and nobody wants log-probabilities."""
     logprobs: tuple[LogprobRows, ...]
     """Rows that want log-probabilities."""
     argmax: bool
@@ -149,7 +147,6 @@ class SamplingBatch:
         edits = _edits(requests, bad_words, vocab_size, device)
         return cls(
             vocab_size=vocab_size,
-            greedy=not any(heat) and not wanted and edits is None and all(each.grammar is None for each in requests),
             logprobs=wanted,
             argmax=not any(heat),
             filtered=any(h > 0 and (k > 0 or each.top_p < 1) for h, k, each in zip(heat, top_k, params, strict=True)),
@@ -161,6 +158,17 @@ class SamplingBatch:
             keys=keys,
             edits=edits,
         )
+
+
+def is_plain(request: Request) -> bool:
+    """Whether its tokens are the likeliest by the logits as they are, and nobody wants log-probabilities of them."""
+    params = request.params
+    penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    ends = params.stop_token_ids or (request.eos_token_ids and not params.ignore_eos)
+    edited = request.bad_words or params.logit_bias or params.allowed_token_ids or (params.min_tokens and ends)
+    if penalized or edited or params.wants_logprobs or request.grammar is not None:
+        return False
+    return params.temperature == 0 or params.top_k == 1
 
 
 def sample(

@@ -17,7 +17,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("parallel", "quant", "cache", "sampling", "structured", "tokenizer"),
     ("inject", "offload"),
     ("loading",),
-    ("runner", "sequence", "shares", "step_plan", "scheduler", "prepare"),
+    ("runner", "sequence", "shares", "step_plan", "scheduler", "prepare", "ranks"),
     ("generation", "engine", "answers", "llm_engine", "llm", "ragged"),
     ("api", "bench", "mii", "server", "cli", "metrics", "quality", "verify", "__main__"),
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace import sampling
-from outpace.sampling import Sampled, SamplingBatch, logprobs_of, sample
+from outpace.sampling import Sampled, SamplingBatch, is_plain, logprobs_of, sample
 from outpace.types import Request, SamplingParams
 
 DRAWS = 20_000
@@ -245,10 +245,11 @@ def test_fp16_and_bf16_logits_are_their_numbers(device: torch.device) -> None:
         ({"temperature": 0}, ((1, 2),), False),
     ],
 )
-def test_greedy_says_that_argmax_is_all(params: dict[str, Any], words: Words, greedy: bool) -> None:
+def test_plain_says_that_argmax_is_all(params: dict[str, Any], words: Words, greedy: bool) -> None:
     rows = [row_with(temperature=0), row_with(words=words, **params)]
     found, batch = sampled(rows)
-    assert batch.greedy is greedy
+    plain = [is_plain(dataclasses.replace(row.request(), bad_words=row.words)) for row in rows]
+    assert plain == [True, greedy]
     if greedy:
         assert found.token_ids.tolist() == [int(np.argmax(row.logits)) for row in rows]
     assert not greedy or not batch.logprobs
@@ -257,7 +258,6 @@ def test_greedy_says_that_argmax_is_all(params: dict[str, Any], words: Words, gr
 def test_no_requests() -> None:
     batch = SamplingBatch.of([], VOCAB, CPU)
     nothing = torch.zeros(0, 5, dtype=torch.int32)
-    assert batch.greedy
     assert sample(torch.zeros(0, VOCAB), batch, nothing, nothing[:, 0].long()).token_ids.shape == (0,)
 
 

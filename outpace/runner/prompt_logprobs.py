@@ -17,8 +17,11 @@ PIECE = 256
 class PromptLogprobs:
     """Those of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, raise_later: bool = False) -> None:
+        """raise_later: what goes wrong is raised when they are read, since other ranks wait for this one till then."""
         self._pieces: list[tuple[Row, range, ArrivingLogprobs]] = []
+        self._raise_later = raise_later
+        self._problem: Exception | None = None
 
     @staticmethod
     def wanted(layout: Layout) -> list[int]:
@@ -32,6 +35,14 @@ class PromptLogprobs:
 
     def add(self, piece: Layout, logits: Tensor) -> None:
         """Take the logits [T, V] of a piece of one sequence: each says how likely the token after it was."""
+        try:
+            self._add(piece, logits)
+        except Exception as error:
+            if not self._raise_later:
+                raise
+            self._problem = self._problem or error
+
+    def _add(self, piece: Layout, logits: Tensor) -> None:
         owner, first = piece.owners[0], piece.starts[0] + 1
         prompt, wanted = owner.request.prompt_token_ids, owner.request.params.prompt_logprobs
         positions = range(first, min(first + piece.counts[0], len(prompt)))
@@ -44,6 +55,8 @@ class PromptLogprobs:
 
     def read(self) -> Mapping[str, Mapping[int, TokenLogprobs]]:
         """By request and position."""
+        if self._problem is not None:
+            raise self._problem
         found: dict[str, dict[int, TokenLogprobs]] = {}
         for owner, positions, arriving in self._pieces:
             rows = arriving.read([owner.request.params.prompt_logprobs or 0] * len(positions))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.sampling import is_plain
 from outpace.types import Request, ScheduledSequence
 
 
@@ -30,6 +31,8 @@ class Row:
 
     index: int
     request: Request
+    plain: bool
+    """See `sampling.is_plain`."""
     num_blocks: int = 0
 
 
@@ -109,7 +112,7 @@ class Rows:
         layout, places, values = Layout(), [], []
         for entry in sequences:
             if entry.request is not None:
-                self._rows[entry.request_id] = Row(self._free.pop(), entry.request)
+                self._rows[entry.request_id] = Row(self._free.pop(), entry.request, is_plain(entry.request))
             row = self._rows[entry.request_id]
             if entry.token_ids:
                 first = row.index * self._width + (0 if entry.request is not None else entry.start)

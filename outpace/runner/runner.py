@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from outpace.runner.grammars import Grammars
 from outpace.runner.pooling import Pooling
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
 from outpace.runner.results import Arriving, arriving_logprobs, send_back
-from outpace.runner.rows import Header, Layout, Rows
+from outpace.runner.rows import Header, Layout, Row, Rows
 from outpace.runner.step_graphs import Shape, StepGraphs
 from outpace.sampling import SamplingBatch, sample
 from outpace.types import Request, Step, StepOutput
@@ -33,7 +34,7 @@ class Ran(NamedTuple):
     """What a forward leaves on the device, for each of S sequences. The next step overwrites it."""
 
     logits: Tensor
-    """[S, V] after the last token."""
+    """[S, V] after the last token; of several ranks, each has those of its own tokens."""
     likeliest: Tensor
     """[S]; in its row already."""
     rows: Tensor
@@ -60,6 +61,8 @@ class Runner:
         self._host_pages = host_pages
         self._limits = limits
         self._salt = salt
+        self._leads = model.ranks.rank == 0
+        """Whether this rank chooses tokens and tells of them; the others run the same steps with it."""
         max_blocks = -(-limits.max_model_len // pages.block_size)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
         """Tokens and pages of the running requests, on the device."""
@@ -112,7 +115,7 @@ class Runner:
             return lambda: StepOutput(step.step_id, {})
         # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.
         sequences = sorted(step.sequences, key=lambda entry: -entry.start)
-        layout, prompts = self.rows.take(sequences), PromptLogprobs()
+        layout, prompts = self.rows.take(sequences), PromptLogprobs(raise_later=self._model.ranks.size > 1)
         for entry in sequences:
             if entry.request is not None and entry.request.grammar is not None:
                 self._grammars.begin(entry.request, entry.token_ids)
@@ -129,6 +132,10 @@ class Runner:
         self._forget(step)
         fresh = fresh and len(step.sequences) == 1 and step.sequences[0].start == 0
         return self._run(self.rows.take(step.sequences), fresh=fresh)
+
+    def logits(self, step: Step) -> Tensor:
+        """Run a step as `run` does; the logits [S, V] of all tokens, which the next step may overwrite."""
+        return self._model.vocabulary.whole(self.run(step).logits)
 
     def _launch(self, step_id: int, layout: Layout, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
         wanting = prompts.wanted(layout)
@@ -191,13 +198,16 @@ class Runner:
                 shape = Shape(piece.num_tokens, 1, "chunks")
                 batch = self._batch(self.rows.send(piece, 1, wait=True), shape)
                 found = self._model.forward(batch, self._pages)
-                prompts.add(piece, found)
+                whole = self._model.vocabulary.whole(found)
+                if self._leads:
+                    prompts.add(piece, whole)
                 logits[index] = found[-1]
         others = [index for index in range(len(layout.owners)) if index not in logits]
         if others:
             logits.update(zip(others, self._run(layout.only(others), wait=True).logits, strict=True))
         stacked = torch.stack([logits[index] for index in range(len(layout.owners))])
-        header, likeliest = self.rows.send(layout, len(layout.owners), wait=True), stacked.argmax(-1)
+        header = self.rows.send(layout, len(layout.owners), wait=True)
+        likeliest = self._model.vocabulary.likeliest(stacked)
         self.rows.write(header.rows, header.writes, likeliest)
         return Ran(stacked, likeliest, header.rows, header.writes)
 
@@ -208,24 +218,49 @@ class Runner:
             for samples, owner in zip(layout.samples, layout.owners, strict=True)
         ]
         picked = [index for index, samples in enumerate(chooses) if samples]
-        requests = [layout.owners[index].request for index in picked]
-        sampling = self._sampling_batch(requests, ran.logits.shape[1]) if picked else None
-        if sampling is None or sampling.greedy:
-            arriving = Arriving([ran.likeliest])
-            self._grammars.chosen(requests, picked, arriving)
-            return send_back(step_id, requests, arriving, picked, (), prompts.read)
+        if all(layout.owners[index].plain for index in picked):  # `_forward` has written them into the rows
+            return self._tell(step_id, layout, picked, ran.likeliest, prompts)
         if len(picked) < len(layout.owners):
             index = torch.tensor(picked, device=ran.logits.device)
             ran = Ran(*(part.index_select(0, index) for part in ran))
+        ran = ran._replace(logits=self._model.vocabulary.whole(ran.logits))
+        if not self._leads:
+            self.rows.write(ran.rows, ran.places, self._model.ranks.from_first(ran.likeliest.clone()))
+            return lambda: StepOutput(step_id, {})
         longest = max(layout.starts[index] + layout.counts[index] for index in picked)
+        try:
+            output, token_ids = self._sample(step_id, [layout.owners[index] for index in picked], longest, ran, prompts)
+        except Exception as error:
+            if self._model.ranks.size == 1:
+                raise
+            output, token_ids = partial(_raise, error), ran.likeliest.clone()  # the others wait for them all the same
+        self.rows.write(ran.rows, ran.places, self._model.ranks.from_first(token_ids))
+        return output
+
+    def _tell(
+        self, step_id: int, layout: Layout, picked: list[int], likeliest: Tensor, prompts: PromptLogprobs
+    ) -> Callable[[], StepOutput]:
+        """Send the likeliest tokens on their way to the host."""
+        if not self._leads:
+            return lambda: StepOutput(step_id, {})
+        requests = [layout.owners[index].request for index in picked]
+        arriving = Arriving([likeliest])
+        self._grammars.chosen(requests, picked, arriving)
+        return send_back(step_id, requests, arriving, picked, (), prompts.read)
+
+    def _sample(
+        self, step_id: int, owners: list[Row], longest: int, ran: Ran, prompts: PromptLogprobs
+    ) -> tuple[Callable[[], StepOutput], Tensor]:
+        """Choose tokens [S] for all these rows, and send them on their way to the host."""
+        requests, vocab_size = [owner.request for owner in owners], ran.logits.shape[1]
+        sampling = self._sampling_batch(requests, vocab_size)
         history = self.rows.tokens[:, :longest].index_select(0, ran.rows)
-        masks, failed = self._grammars.masks([layout.owners[index] for index in picked], ran.logits.shape[1])
+        masks, failed = self._grammars.masks(owners, vocab_size)
         sampled = sample(ran.logits, sampling, history, ran.places.long(), masks)
-        self.rows.write(ran.rows, ran.places, sampled.token_ids)
-        arriving, places = Arriving([sampled.token_ids]), range(len(picked))
+        arriving, places = Arriving([sampled.token_ids]), range(len(owners))
         self._grammars.chosen(requests, places, arriving)
         details = arriving_logprobs(sampled.token_ids, sampled.logprobs)
-        return send_back(step_id, requests, arriving, places, details, prompts.read, failed)
+        return send_back(step_id, requests, arriving, places, details, prompts.read, failed), sampled.token_ids
 
     def _sampling_batch(self, requests: list[Request], vocab_size: int) -> SamplingBatch:
         """Made again when other requests sample."""
@@ -234,3 +269,7 @@ class Runner:
             batch = SamplingBatch.of(requests, vocab_size, self._model.device, words, salt=self._salt)
             self._sampling = requests, batch
         return self._sampling[1]
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -84,7 +84,7 @@ def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> tupl
         return limits, None
     took, least = _step_seconds(model, config, limits)
     allowed, reason = allowed_seconds(least)
-    tokens = fitting_tokens(guess, took, allowed, limits.max_num_seqs)
+    tokens = model.ranks.least(fitting_tokens(guess, took, allowed, limits.max_num_seqs), model.device)
     chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, {reason}")
     return replace(limits, max_num_batched_tokens=tokens), allowed
 
@@ -106,9 +106,12 @@ def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
 
     if config.cuda_graphs and model.capturable:
         try:
-            return _seconds(graph(full), model.device), _seconds(graph(Shape(few, few, "decode")), model.device)
+            graphs = [graph(full), graph(Shape(few, few, "decode"))]
         except Uncapturable:
             mend(model.device)  # the log says so when steps are captured
+            graphs = []
+        if model.ranks.least(len(graphs), model.device):  # a replay waits for the other ranks
+            return _seconds(graphs[0], model.device), _seconds(graphs[1], model.device)
     return _seconds(runner.trial(full, vocab_size), model.device), 0.0
 
 
@@ -134,11 +137,12 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     per_block = block_bytes(model.kv_heads, dtype, cache.block_size)
     with _timed(seconds, "memory"):
         num_blocks, reason = _num_blocks(model, config, limits, per_block, wanted)
+        num_blocks = model.ranks.least(num_blocks, model.device)
     chosen("num_blocks", num_blocks, reason)
     _check_memory(model, config, limits, num_blocks, per_block)
     with _timed(seconds, "pages"):
         pages = _pages(model, config, num_blocks)
-        num_host = int(cache.swap_space * GIB) // per_block
+        num_host = model.ranks.least(_on_host(cache.swap_space, model) // per_block, model.device)
         host = HostPages(pages, num_host) if num_host else None
         runner = Runner(model, pages, limits, host, salt)
     with _timed(seconds, "graphs"):
@@ -151,6 +155,11 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
 def _pages(model: BatchModel, config: LLMConfig, num_blocks: int) -> Pages:
     dtype = page_dtype(config.kv_cache_dtype, model.dtype)
     return allocate(model.kv_heads, num_blocks, dtype, model.device, config.cache.block_size)
+
+
+def _on_host(gib: float, model: BatchModel) -> int:
+    """Bytes that this rank may have of so much memory of the host, which all have together."""
+    return int(gib * GIB) // model.ranks.size
 
 
 def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_blocks: int, per_block: int) -> None:
@@ -170,7 +179,7 @@ def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_bloc
     for what, wanted, room in asked:
         if wanted > room:
             raise ConfigError(f"{what}: {wanted / GIB:.1f} GiB, and there are {room / GIB:.1f}; give less")
-    if 0 < cache.swap_space * GIB < per_block:
+    if cache.swap_space > 0 and _on_host(cache.swap_space, model) < per_block:
         raise ConfigError(f"swap_space: less than one page of {per_block / GIB:.3g} GiB; give more, or leave it out")
 
 
@@ -184,7 +193,10 @@ def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
 
 
 def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:
-    """Run a step of each kind, side by side: a kernel is compiled, or read from the disk, when it is first launched."""
+    """Run a step of each kind, side by side: a kernel is compiled, or read from the disk, when it is first launched.
+
+    With other ranks one after the other: these run the same steps in the same order.
+    """
     sketch = model.sketch()
 
     def run(shape: Shape) -> torch.Tensor:
@@ -195,6 +207,11 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple
     few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
     picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
     if not picked:
+        return
+    if model.ranks.size > 1:
+        logits = [sketch.vocabulary.whole(run(shape)) for shape in picked]
+        if model.ranks.rank == 0:
+            _choose_once(logits[0])
         return
     first, *others = picked
     compile_ahead([lambda: _choose_once(run(first)), *(partial(run, shape) for shape in reversed(others))])
@@ -232,7 +249,7 @@ def _num_blocks(
         return cache.num_blocks, "asked for"
     most = limits.max_num_seqs * -(-limits.max_model_len // cache.block_size)
     if model.device.type != "cuda":
-        room, what = int(cache.cpu_cache_space * GIB), f"cpu_cache_space={cache.cpu_cache_space:g} GiB"
+        room, what = _on_host(cache.cpu_cache_space, model), f"cpu_cache_space={cache.cpu_cache_space:g} GiB"
     else:
         room, what = _free_memory(model, config, limits, wanted), "memory measured free beside model, steps and graphs"
     if room < per_block:

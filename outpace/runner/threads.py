@@ -29,16 +29,22 @@ class CpuThreads:
         apply: Callable[[int], None] = torch.set_num_threads,
         threads: Callable[[], int] = torch.get_num_threads,
         cores: Callable[[], int] = cores,
+        ranks: int = 1,
     ) -> None:
-        """The arguments are for tests."""
+        """ranks: so many compute at once, each with its share. The other arguments are for tests."""
         self._look, self._clock, self._apply, self._threads, self._cores = look, clock, apply, threads, cores
-        self._most = self._now = self._wanted = threads()
-        self._before = look()
+        self._ranks = ranks
+        self._begin(threads())
+        self._before = look() if ranks == 1 else None  # other ranks are not other programs
+
+    def _begin(self, threads: int) -> None:
+        self._most = self._now = threads
+        self._wanted = share(threads, self._ranks)
 
     def before_step(self) -> None:
         """Look at the machine, if that is due, and set the number of threads."""
         if (threads := self._threads()) != self._now:  # somebody else has set it, and knows why
-            self._most = self._now = self._wanted = threads
+            self._begin(threads)
         if self._most > 1:
             self._choose()
             self._set(self._wanted)
@@ -63,11 +69,16 @@ class CpuThreads:
             self._now = count
 
 
-def for_engine(device: torch.device, *, deterministic: bool) -> CpuThreads | None:
+def for_engine(device: torch.device, *, deterministic: bool, ranks: int = 1) -> CpuThreads | None:
     """Where the number may change: on a CPU, unless the user has set it or wants the same bits every time."""
-    if device.type != "cpu" or deterministic or "OMP_NUM_THREADS" in os.environ:
+    if device.type != "cpu" or (deterministic and ranks == 1) or "OMP_NUM_THREADS" in os.environ:
         return None
-    return CpuThreads()
+    return CpuThreads(ranks=ranks)
+
+
+def share(threads: int, ranks: int) -> int:
+    """The threads of one of several ranks that compute at once."""
+    return max(1, threads // ranks)
 
 
 def choose(now: int, most: int, free: float) -> int:

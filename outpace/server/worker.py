@@ -6,6 +6,7 @@ other side admits a bounded number of requests.
 """
 
 import logging
+import os
 import socket
 import time
 from bisect import bisect_left
@@ -18,11 +19,12 @@ import torch
 
 from outpace.answers import Group
 from outpace.config import LLMConfig
-from outpace.errors import InputError, OutpaceError
+from outpace.errors import EngineDead, InputError, OutpaceError
 from outpace.llm_engine import LLMEngine
 from outpace.loading.inspect import embedding_sizes
 from outpace.log import logger
-from outpace.prepare import PagedParts, load_paged
+from outpace.prepare import PagedParts
+from outpace.ranks.leader import load_ranked
 from outpace.server.channel import Channel
 from outpace.server.engine import STEP_SIZES, ModelCard, StepRecord
 from outpace.server.known_grammars import Learned
@@ -229,8 +231,12 @@ class Worker:
                 self._changed[int(output.request_id)] = None
 
     def _lose_all(self, error: Exception) -> None:
-        """A step failed: its requests are gone, and the engine has begun afresh. A broken device stays broken."""
-        self._failures = MAX_FAILURES if isinstance(error, torch.AcceleratorError) else self._failures + 1
+        """A step failed: its requests are gone, and the engine has begun afresh.
+
+        A broken device stays broken, and ranks that are gone stay gone.
+        """
+        broken = isinstance(error, torch.AcceleratorError | EngineDead)
+        self._failures = MAX_FAILURES if broken else self._failures + 1
         for number, live in list(self._live.items()):
             if any(answer.finish_reason is FinishReason.ABORT for answer in live.output.outputs):
                 self._fail(number, "dead", "the step that computed the request failed; ask again")
@@ -346,10 +352,21 @@ def _tokens(number: int, completion: CompletionOutput, sent: int, room: int) -> 
 def load(start: Start, tell: Callable[[str], None]) -> tuple[LLMEngine, PagedParts, dict[str, float]]:
     """The engine that was asked for, and what its start took by part. It sees token ids alone: no tokenizer."""
     tell("loading the weights")
-    parts = load_paged(start.model, LLMConfig.of(start.options), tokenizer=False)
+    parts, ranks = load_ranked(start.model, LLMConfig.of(start.options), tokenizer=False)
     tell("compiling kernels, measuring memory, capturing graphs")
-    engine = LLMEngine(parts)
+    engine = LLMEngine(parts, ranks=ranks)
+    ranks.on_lost = _end_soon
     return engine, parts, parts.seconds | engine.startup_seconds
+
+
+def _end_soon(cause: str) -> None:
+    """The other ranks are gone, and this process is of no use without them: it ends, busy or idle, even if it hangs.
+
+    A step that fails has this long to tell its requests. Called in a thread of its own.
+    """
+    time.sleep(LAST_WORDS)
+    logging.shutdown()
+    os._exit(1)
 
 
 def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Ready:

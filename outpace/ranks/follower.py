@@ -1,0 +1,121 @@
+"""Entry point of every rank but the first. It runs the steps that it is sent, and ends when the first rank does.
+
+Usage: python -m outpace.ranks.follower FD PARENT, with the number of its socket and the pid of the first rank.
+"""
+
+import faulthandler
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from outpace.ranks.messages import Begin, Failed, Frames, Here, Launch, Loaded, Sender, ToFollower, frame
+
+if TYPE_CHECKING:
+    from outpace.runner.runner import Runner
+
+_AT_ONCE = 1 << 18  # bytes to read at a time
+Inbox = queue.SimpleQueue[ToFollower]
+
+
+def main(fd: int, parent: int) -> NoReturn:
+    """Run until the first rank goes, or something fails."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when to end
+    os.set_inheritable(fd, False)
+    sock, inbox = socket.socket(fileno=fd), Inbox()
+    threading.Thread(target=_read, args=(sock, parent, inbox), daemon=True).start()
+    sender = Sender(sock)
+    try:
+        follow(inbox, lambda message: sender.send(frame(message)))
+    except BaseException as error:
+        traceback.print_exc()
+        with suppress(OSError):
+            sender.send(frame(_failed(error)))
+    sys.stderr.flush()
+    os._exit(1)  # at once: another thread may be inside a collective
+
+
+def _read(sock: socket.socket, parent: int, inbox: Inbox) -> NoReturn:
+    """Take in what is sent, and end the process with the first rank, whatever the main thread does meanwhile."""
+    news, frames = select.poll(), Frames[ToFollower](ToFollower)
+    news.register(sock, select.POLLIN)
+    watched = _watch(parent)
+    if watched is not None:  # the socket tells too, unless a fork of the first rank has a copy of it
+        news.register(watched, select.POLLIN)
+    while os.getppid() == parent:
+        ready = [number for number, _ in news.poll()]
+        if sock.fileno() in ready:
+            data = sock.recv(_AT_ONCE)
+            if not data:
+                break
+            for message in frames.feed(data):
+                inbox.put(message)
+    os._exit(0)
+
+
+def _watch(pid: int) -> int | None:
+    """What becomes readable when this process ends; None: the system has no such thing."""
+    with suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def _failed(error: BaseException) -> Failed:
+    """The last words of a rank."""
+    from outpace.errors import OutpaceError
+    from outpace.ranks.world import of_others
+
+    text, name = str(error), type(error).__name__
+    if isinstance(error, OutpaceError):
+        return Failed(name, text, second_hand=False)
+    return Failed("", f"{name}: {text}", second_hand=of_others(error))
+
+
+def follow(inbox: Inbox, send: Callable[[Here | Loaded], None]) -> NoReturn:
+    """Load what the first message says, then run one step after the other."""
+    begin = inbox.get()
+    assert isinstance(begin, Begin), "the first message says what to load"
+    level = begin.log_level if begin.log_level <= logging.DEBUG else max(begin.log_level, logging.WARNING)
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")  # the first rank says the same
+    runner = start(begin, send)
+    while True:
+        message = inbox.get()
+        if not isinstance(message, Launch):
+            runner.reset()
+        elif message.for_logits:
+            runner.logits(message.step())
+        else:
+            runner.launch(message.step())
+
+
+def start(begin: Begin, send: Callable[[Here | Loaded], None]) -> "Runner":
+    """Join the others and load this rank's part of the model."""
+    import torch  # imports of seconds: the thread that watches the first rank runs already
+
+    from outpace.config import LLMConfig
+    from outpace.prepare import load_paged
+    from outpace.ranks import agree, world
+    from outpace.runner.start import start_runner
+
+    send(Here(agree.versions()))
+    config = LLMConfig(**begin.config)
+    torch.set_num_threads(begin.threads)
+    if config.torch_device.type == "cuda":
+        torch.cuda.set_device(config.torch_device)
+    world.join(begin.rank, begin.size, begin.port, str(config.torch_device), begin.listening)
+    parts = load_paged(begin.model, config, tokenizer=False)
+    send(Loaded(agree.facts(parts, begin.model)))
+    return start_runner(parts.model, parts.config, parts.max_model_len).runner
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,297 @@
+"""The first rank's side: it starts the others, sends them every step, and ends with them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from outpace.config import LLMConfig
+from outpace.errors import ConfigError, EngineDead, ModelError, NotSupported, OutpaceError, StateError
+from outpace.loading.checkpoint import fetch, local_path
+from outpace.loading.default_model import default_model_path
+from outpace.loading.read_tokenizer import is_default
+from outpace.log import chosen, logger
+from outpace.prepare import PagedParts, load_paged
+from outpace.ranks import agree, world
+from outpace.ranks.messages import Begin, Launch, Reset, Sender, ToFollower, frame
+from outpace.ranks.watch import Follower, Watch
+from outpace.runner.threads import share
+from outpace.types import Step
+
+PROGRAM = "outpace.ranks.follower"
+GOODBYE = 5.0  # seconds that the others may take to end when they are told
+CAUSE = 5.0  # seconds that a failure of the first rank waits for the one of another that caused it
+_OBJECTS = ("tensor_parallel.mpu", "tensor_parallel.tp_group", "moe.ep_group", "moe.ep_mp_group")
+_REMEDY = "start the script with torchrun and use init_inference"
+_KINDS: tuple[type[OutpaceError], ...] = (ConfigError, ModelError, NotSupported)
+
+
+class Ranks:
+    """All ranks of one engine, seen from the first. For one thread at a time, but for `close`."""
+
+    def __init__(self, config: LLMConfig) -> None:
+        self.size = num_ranks(config)
+        """How many there are, this one included."""
+        self.config = config
+        """Of this rank."""
+        self.on_lost: Callable[[str], None] = lambda cause: None
+        """Called in a thread of its own when the others are gone that were not told to go."""
+        self._watch: Watch | None = None
+        self._followers: list[Follower] = []
+        self._given_up: str | None = None
+        self._closed = False
+
+    def start(self, model: str | None) -> None:
+        """Start the others, and join them."""
+        kind = self.config.device_type
+        world.check_world(self.size, self.config.device, kind)
+        sent = as_data(self.config)
+        self.config = LLMConfig(**{**self.config.given(), "device": world.device_of(0, kind)})
+        with world.listening_socket() as store, world.local():
+            port = store.getsockname()[1]
+            for rank in range(1, self.size):
+                self._followers.append(_start(rank, store if rank == 1 else None))
+            self._watch = Watch(self._followers, lambda cause: self.on_lost(cause))
+            for each in self._followers:
+                given = {**sent, "device": world.device_of(each.rank, kind)}
+                number = store.fileno() if each.rank == 1 else None
+                threads, level = share(torch.get_num_threads(), self.size), logger.getEffectiveLevel()
+                _send(each, Begin(each.rank, self.size, port, number, model, given, threads, level))
+        self._await(lambda each: each.here is not None)
+        for each in self._followers:
+            assert each.here is not None, "awaited"
+            agree.check_same(agree.versions(), each.here.versions, each.rank)
+        world.join(0, self.size, port, self.config.device or kind)
+        chosen("started ranks", self.size - 1, f"processes {[each.process.pid for each in self._followers]}")
+
+    def agree(self, parts: PagedParts, model: str | None) -> None:
+        """Wait until all have loaded the model, and see that it is the same one."""
+        if self.size == 1:
+            return
+        own = agree.facts(parts, model)
+        self._await(lambda each: each.loaded is not None)
+        for each in self._followers:
+            assert each.loaded is not None, "awaited"
+            agree.check_same(own, each.loaded.facts, each.rank)
+        if parts.model.ranks.size != self.size:
+            raise NotSupported(
+                f"tensor_parallel_size: {self.size} ranks, of which {parts.name} can use {parts.model.ranks.size}"
+            )
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """What is done inside is part of the start: if it fails, no rank is left behind."""
+        try:
+            with world.local() if self.size > 1 else contextlib.nullcontext():
+                yield
+        except BaseException as error:
+            cause = self.cause_of(error)
+            self.close()
+            if cause is not None:
+                raise cause from error
+            raise
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside all ranks do, each waiting for the others: if one fails, it is the end of all.
+
+        Ctrl-C waits for the end of it, unless it comes twice.
+        """
+        if self.size == 1:
+            yield
+            return
+        self.check()
+        interrupted = _Interrupt()
+        try:
+            with interrupted:
+                yield
+        except BaseException as error:
+            cause = self.cause_of(error)
+            if cause is None:
+                self._give_up(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}")
+                cause = EngineDead(str(self._given_up)) if isinstance(error, Exception) else None
+            if cause is not None:
+                raise cause from error
+            raise
+        if interrupted.came:
+            raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise if the others are gone."""
+        if self.size > 1 and (cause := self._given_up or (self._watch and self._watch.cause)):
+            raise EngineDead(f"{cause}; make a new LLM")
+        if self.size > 1 and self._closed:
+            raise StateError("the ranks of this LLM are shut down; make a new one")
+
+    def launch(self, step: Step, *, for_logits: bool = False) -> None:
+        """Have the others run a step; this rank runs it next."""
+        if self.size > 1:
+            self._tell(Launch.of(step, for_logits=for_logits))
+
+    def reset(self) -> None:
+        """Have the others forget every request."""
+        if self.size > 1:
+            self._tell(Reset())
+
+    def close(self) -> None:
+        """End the others and wait for their end. May be called again, and from any thread."""
+        if self.size == 1 or self._closed:
+            return
+        self._closed = True
+        if self._watch is not None:
+            self._watch.closing = True
+            for each in self._followers:
+                with contextlib.suppress(OSError):
+                    each.socket.shutdown(socket.SHUT_WR)
+            if threading.current_thread() is not self._watch.thread:
+                self._watch.thread.join(GOODBYE)
+                self._kill()
+                self._watch.thread.join(GOODBYE)
+        self._kill()
+        world.leave()
+
+    def _tell(self, message: ToFollower) -> None:
+        data = frame(message)
+        for each in self._followers:
+            with contextlib.suppress(OSError):  # it is gone: the thread that watches knows, or will
+                each.sender.send(data)
+
+    def _await(self, ready: Callable[[Follower], bool]) -> None:
+        assert self._watch is not None, "started"
+        if not self._watch.wait(lambda: all(map(ready, self._followers))):
+            raise EngineDead(str(self._watch.cause))
+
+    def cause_of(self, error: BaseException) -> OutpaceError | None:
+        """What happened to another rank that explains an error of this one; None: nothing did."""
+        watch = self._watch
+        if watch is None or not isinstance(error, Exception):
+            return None
+        if not watch.wait(lambda: watch.cause is not None, CAUSE if world.of_others(error) else 0):
+            return None
+        kinds = {kind.__name__: kind for kind in _KINDS}
+        if watch.failed is not None and watch.failed.kind in kinds:
+            return kinds[watch.failed.kind](watch.failed.message)
+        return EngineDead(f"{watch.cause}; make a new LLM")
+
+    def _give_up(self, cause: str) -> None:
+        """This rank is out of step with the others: nothing they do together can be right any more."""
+        self._given_up = f"{cause}; the other ranks were ended"
+        if self._watch is not None:
+            self._watch.closing = True
+        self._kill()
+
+    def _kill(self) -> None:
+        for each in self._followers:
+            each.process.kill()
+
+
+def num_ranks(config: LLMConfig) -> int:
+    """How many ranks an engine with this config has."""
+    return max(config.tensor_parallel.tp_size, config.moe.ep_size)
+
+
+def load_ranked(
+    model: str | os.PathLike[str] | nn.Module | None,
+    config: LLMConfig,
+    *,
+    tokenizer: bool | PreTrainedTokenizerBase = True,
+) -> tuple[PagedParts, Ranks]:
+    """`load_paged` on as many ranks as the config asks for: what this one has, and the way to the others."""
+    ranks = Ranks(config)
+    if ranks.size == 1:
+        return load_paged(model, config, tokenizer=tokenizer), ranks
+    if isinstance(model, nn.Module):
+        raise NotSupported(
+            f"tensor_parallel_size: a live module cannot be sent to the {ranks.size} ranks that LLM starts; save it "
+            f"with save_pretrained and give the folder, or {_REMEDY}"
+        )
+    source = None if model is None else os.fspath(model)
+    with ranks.starting():
+        _fetch(source)
+        ranks.start(source)
+        parts = load_paged(source, ranks.config, tokenizer=tokenizer)
+        ranks.agree(parts, source)
+    return parts, ranks
+
+
+def _fetch(source: str | None) -> None:
+    """Have the model on this machine before several ranks look for it."""
+    path = None if source is None else local_path(source)
+    if is_default(source, path):
+        default_model_path()
+    elif path is None:
+        fetch(str(source))
+
+
+def as_data(config: LLMConfig) -> dict[str, Any]:
+    """The options that were given, as plain data; what is none is refused by name."""
+    for path in _OBJECTS:
+        section, _, name = path.partition(".")
+        if getattr(getattr(config, section), name) is not None:
+            raise ConfigError(f"{path}: it cannot be sent to the ranks that LLM starts; leave it out, or {_REMEDY}")
+    given = config.model_dump(exclude_unset=True, exclude={"device"})
+    for name, value in given.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"{name}: it holds what cannot be sent to the ranks that LLM starts; leave it out, or {_REMEDY}"
+            ) from None
+    return given
+
+
+def _start(rank: int, store: socket.socket | None) -> Follower:
+    """The process of a rank. It imports what this process would, and nothing from where it stands."""
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(path for path in sys.path if path)
+    with theirs:
+        kept = [theirs.fileno(), *([] if store is None else [store.fileno()])]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=kept,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # Ctrl-C in a terminal goes to this process, which decides
+            env={**world.LOCAL_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
+        )
+    return Follower(rank, process, ours, Sender(ours))
+
+
+def _send(follower: Follower, message: ToFollower) -> None:
+    with contextlib.suppress(OSError):  # it is gone: whoever waits for it is told
+        follower.sender.send(frame(message))
+
+
+class _Interrupt:
+    """Holds back the first Ctrl-C, in the main thread: between two collectives it would leave the others waiting."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGINT)
+            if self._before is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True

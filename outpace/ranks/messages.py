@@ -1,0 +1,182 @@
+"""What crosses the socket between the first rank and each of the others: plain data, in frames of msgpack.
+
+A frame is four bytes of length and one msgpack value. A step has what the others need to run it, and no more: tokens
+are chosen by the first rank, which alone has grammars, parameters and whoever watches.
+"""
+
+import socket
+import struct
+import threading
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from outpace.sampling import is_plain
+from outpace.types import Pooling, Preemption, Request, SamplingParams, ScheduledSequence, Step
+
+Kind = TypeVar("Kind")
+_LENGTH = struct.Struct("<I")
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """First of all: who the rank is, and what it loads."""
+
+    rank: int
+    size: int
+    port: int
+    """Of the store at which ranks find each other, on this machine alone."""
+    listening: int | None
+    """The number of that store's socket, for the rank that keeps it."""
+    model: str | None
+    config: dict[str, Any]
+    threads: int
+    """Of a CPU."""
+    log_level: int
+
+
+class About(msgspec.Struct, frozen=True, array_like=True):
+    """What the other ranks need to know of a request."""
+
+    num_prompt: int
+    pooling: Pooling | None
+    prompt_only: bool
+    reads_logits: bool
+    """Somebody wants the logits of its whole prompt."""
+    plain: bool
+    """Its tokens are the likeliest ones: each rank finds them by itself."""
+
+    @classmethod
+    def of(cls, request: Request) -> "About":
+        """What is sent of it."""
+        reads = request.watch is not None or request.params.prompt_logprobs is not None
+        prompt = len(request.prompt_token_ids)
+        return cls(prompt, request.pooling, request.prompt_only, reads, is_plain(request))
+
+    def request(self, name: str, token_ids: tuple[int, ...]) -> Request:
+        """A request that has the same steps. token_ids: of the prompt, and of what has been answered."""
+        params = SamplingParams(
+            max_tokens=0 if self.prompt_only else 1,
+            temperature=0.0 if self.plain else 1.0,
+            prompt_logprobs=0 if self.reads_logits else None,
+        )
+        prompt = token_ids[: self.num_prompt]
+        return Request(request_id=name, prompt_token_ids=prompt, params=params, pooling=self.pooling)
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A `ScheduledSequence`."""
+
+    request_id: str
+    start: int
+    num_new_tokens: int
+    samples: bool
+    new_blocks: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    about: About | None
+
+    @classmethod
+    def of(cls, entry: ScheduledSequence) -> "Piece":
+        """What is sent of it."""
+        about = None if entry.request is None else About.of(entry.request)
+        numbers = entry.request_id, entry.start, entry.num_new_tokens, entry.samples
+        return cls(*numbers, entry.new_blocks, entry.token_ids, about)
+
+    def entry(self) -> ScheduledSequence:
+        """The same for a runner."""
+        request = None if self.about is None else self.about.request(self.request_id, self.token_ids)
+        numbers = self.request_id, self.start, self.num_new_tokens, self.samples
+        return ScheduledSequence(*numbers, self.new_blocks, request, self.token_ids)
+
+
+class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run this step with the first rank."""
+
+    step_id: int
+    ended: list[str]
+    preempted: list[str]
+    swap_out: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+    pieces: list[Piece]
+    for_logits: bool = False
+    """`Runner.run` instead of `Runner.launch`: somebody wants the logits and chooses tokens himself."""
+
+    @classmethod
+    def of(cls, step: Step, *, for_logits: bool = False) -> "Launch":
+        """What is sent of a step."""
+        pieces = [Piece.of(entry) for entry in step.sequences]
+        return cls(step.step_id, step.ended, list(step.preempted), step.swap_out, step.swap_in, pieces, for_logits)
+
+    def step(self) -> Step:
+        """The same for a runner, which does not ask how a request gave way."""
+        gone = dict.fromkeys(self.preempted, Preemption.RECOMPUTE)
+        entries = [piece.entry() for piece in self.pieces]
+        return Step(self.step_id, self.ended, gone, self.swap_out, self.swap_in, entries)
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget every request."""
+
+
+class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The rank has begun."""
+
+    versions: dict[str, str]
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The rank has its part of the model."""
+
+    facts: dict[str, str]
+    """See `agree`."""
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Last of all: why the rank ends."""
+
+    kind: str
+    """Of `outpace.errors`, or empty."""
+    message: str
+    second_hand: bool
+    """A collective failed, as it does when another rank has ended: that one knows the cause."""
+
+
+ToFollower = Begin | Launch | Reset
+ToLeader = Here | Loaded | Failed
+
+
+def frame(message: ToFollower | ToLeader) -> bytes:
+    """A message as it crosses the socket."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames(Generic[Kind]):
+    """Messages from bytes as they come."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kinds)
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Kind]:
+        """The messages that are complete with these bytes."""
+        self._data += data
+        found: list[Kind] = []
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if len(self._data) < end:
+                break
+            found.append(self._decoder.decode(bytes(self._data[_LENGTH.size : end])))
+            del self._data[:end]
+        return found
+
+
+class Sender:
+    """One end of a socket, for messages of several threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._lock = sock, threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        """Send a frame; OSError if nobody is there any more."""
+        with self._lock:
+            self._socket.sendall(data)
