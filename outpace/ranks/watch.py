@@ -139,7 +139,7 @@ class Watch:
             for line in data.decode(errors="replace").splitlines():
                 follower.lines.append(line[:500])
                 with contextlib.suppress(Exception):  # nobody has to be there to read it
-                    print(f"rank {follower.rank}: {line}", file=sys.stderr)
+                    sys.stderr.write(f"rank {follower.rank}: {line}\n")
 
     def _go(self, follower: Follower) -> None:
         """A rank has ended. If it only knows that another has, that one is waited for."""
