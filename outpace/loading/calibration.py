@@ -15,6 +15,8 @@ from outpace.log import chosen
 
 WINDOW = 1024
 """Most tokens of a window."""
+LEAST = 16
+"""Fewest tokens of a text."""
 
 
 def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, Tokens]:
@@ -30,9 +32,14 @@ def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBas
                 "quant.calibration.text: a text is read with the model's tokenizer, and it has none; put the "
                 "tokenizer's files into its folder, or give token ids (a module without a tokenizer, in Python)"
             )
-        return name, read_tokens(tokenizer, content, None)
+        tokens = read_tokens(tokenizer, content, None)
     except InputError as error:
         raise ConfigError(f"quant.calibration.{error}") from error
+    if len(tokens.ids) < LEAST:
+        raise ConfigError(
+            f"quant.calibration.text: {len(tokens.ids)} tokens are too few, {LEAST} are the least; give a longer text"
+        )
+    return name, tokens
 
 
 def read_windows(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outpace.config import InferenceConfig
 from outpace.config.sections import CalibrationConfig
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported, as_field
 from outpace.inject.quantize_others import in_fp32
@@ -128,6 +129,11 @@ class Asked:
         return self.method != "rtn" or self.smooth is not None
 
     @property
+    def torch_device(self) -> torch.device:
+        """Where the model is run on a text; one that is not here is an error."""
+        return InferenceConfig.of({} if self.device is None else {"device": self.device}).torch_device
+
+    @property
     def rules(self) -> Rules:
         """Which linear gets which scheme."""
         if self.plan is not None:
@@ -177,7 +183,7 @@ def quantize_model(
         )
     plan = _Plan(skeleton, stored, found, asked)
     run = (
-        plan.calibrated(found, read_windows(asked.calibration, load_tokenizer(model), config))
+        plan.calibrated(found, asked.torch_device, read_windows(asked.calibration, load_tokenizer(model), config))
         if asked.calibrates
         else None
     )
@@ -220,7 +226,7 @@ class _Plan:
         self.ignore = {_module(item.name) for item in kept} | head
         """Linears that stay as they are."""
 
-    def calibrated(self, found: Mapping[str, Source], tokens: Tensor) -> Run:
+    def calibrated(self, found: Mapping[str, Source], device: torch.device, tokens: Tensor) -> Run:
         """What quantizes linears while the model runs on these tokens."""
         named = {name: item for item in self.items for name in self._names_of(item.name, item.source)}
         linears = {_module(name): item for name, item in named.items() if item.scheme and _module(name) != self._head}
@@ -232,7 +238,6 @@ class _Plan:
             )
         schemes = {path: item.scheme for path, item in linears.items() if item.scheme is not None}
         asked = Calibration(tokens, self._asked.method, self._asked.smooth)
-        device = torch.device(self._asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
         def run(give: Give) -> dict[str, Tensor]:
             made = calibrate(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from outpace.cli.app import app, main
 from outpace.cli.quantize import SCHEMES
+from outpace.errors import OutpaceError
 from outpace.loading.safetensors_write import SafetensorsWriter
 from outpace.quant.asked import NAMED
 from tests.loading.unpack import config_of, unpacked
@@ -171,3 +172,22 @@ def test_a_plan_for_a_model_of_another_class(chain_folder: Path, tmp_path: Path)
     plan.write_text(json.dumps({"version": 1, "model": "OtherModel", "dtype": "float32", "weights": [weight]}))
     result = run(chain_folder, "--plan", plan, "--out", tmp_path / "out")
     assert re.match("plan: it was made for a OtherModel, and this is a LlamaForCausalLM", str(result.exception))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--text", "short.txt"), r"quant\.calibration\.text: \d+ tokens are too few, 16 are the least; give a longer"),
+        (("--device", "tpu"), r"device: .*tpu"),
+        (("--device", "cuda:99"), r"device: .*cuda:99"),
+    ],
+)
+def test_calibration_that_cannot_run(
+    options: tuple[str, ...], words: str, chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("hello world")
+    result = run(chain_folder, "--scheme", "int8", "--method", "gptq", "--out", "out", *options)
+    assert isinstance(result.exception, OutpaceError), result.output
+    assert re.match(words, str(result.exception))
+    assert not Path("out").exists()
