@@ -15,6 +15,7 @@ from outpace.config import InferenceConfig
 from outpace.errors import ModelError, NotSupported, StateError
 from outpace.inject.start import Fused, Injection
 from outpace.log import chosen
+from outpace.parallel.group import same_draws
 from outpace.prepare import prepare
 from outpace.profile import Profiler
 from outpace.runner.fast_generate import FastGenerate
@@ -41,6 +42,8 @@ class InferenceEngine(nn.Module):
         self.module = prepared.module
         self.inference_config = config
         self.info, self._dtype, self._device = prepared.info, prepared.dtype, prepared.device
+        self.mesh = prepared.mesh
+        """The ranks that run it together: each of them must make the same calls."""
         self._fused = isinstance(prepared.injection, Fused)
         self._graphs = self._make_graphs(config)
         self._profiler = Profiler(self._device)
@@ -93,11 +96,15 @@ class InferenceEngine(nn.Module):
         args, kwargs = self._here((args, kwargs))
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
         self._refuse_attentions(call.setting("output_attentions"))
+        if seed is None:
+            same_draws(self.mesh.tp, self._device)
         with self._profiler.measure("generate"), self._seeded(seed):
             return call.restore(self._generate(module, call))
 
     def _generate(self, module: nn.Module, call: generation.Call) -> Any:
         generate: Callable[..., Any] = module.generate  # type: ignore[assignment]
+        if self.mesh.ep.size > 1 and not self.mesh.experts_like_layers:
+            return generate(**call.kwargs, synced_gpus=True)  # tokens of others may need the experts of this rank
         if self._fast is None:
             return generate(**call.kwargs)
         plain = self._fast.greedy(call.kwargs, call.mask, call.setting)

@@ -43,6 +43,7 @@ from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.stored import as_read, kept_names, log_converted, reasons, stored_forms
 from outpace.loading.weights import Source, Weights, stored_bytes
 from outpace.log import chosen, logger
+from outpace.parallel.mesh import NO_MESH, Mesh, make_mesh
 from outpace.quant.asked import NAMED, asked_plan, asked_rules, runs_stored
 from outpace.quant.fast import check_runs, runs
 from outpace.quant.plan import QuantPlan
@@ -66,6 +67,8 @@ class Prepared:
     """That were read; 0: the module had its own."""
     quantized: Quantized | None = None
     """What became of its weights; None: they are in `dtype`."""
+    mesh: Mesh = NO_MESH
+    """The ranks that it runs on."""
 
 
 Check = Callable[[ModelInfo, Injection | None], None]
@@ -100,7 +103,8 @@ def prepare(
     with as_field("model" if asked is None else _named_by(config)):
         sources = None if weights is None else match(module, weights, dtype)
     rules = _with_stored(rules, config, sources or {}, dtype)
-    injection = _plan(module, config, kernels, rules)
+    mesh = make_mesh(config)
+    injection = _plan(module, config, kernels, rules, mesh)
     if check is not None:
         check(info, injection)
     if sources is not None:
@@ -112,7 +116,7 @@ def prepare(
             made = [weight for weight in made if weight.role != "experts"]
         plan = measured_plan(module, made, quant, info, sources, dtype, device, tokenizer)
         rules = plan.rules
-        injection = _plan(module, config, kernels, rules)
+        injection = _plan(module, config, kernels, rules, mesh)
     if rules.stored is None:
         check_rules(module, injection, kernels, rules)
     if (folder := _save_to(config)) is not None:
@@ -129,7 +133,7 @@ def prepare(
     if sources is None:
         settle(module, before, device)
         seconds = {"inject": time.perf_counter() - begin}
-        return Prepared(module.eval(), info, injection, dtype, device, seconds, quantized=quantized)
+        return Prepared(module.eval(), info, injection, dtype, device, seconds, quantized=quantized, mesh=mesh)
     kept = kept_names(module)
     log_converted(sources, dtype, kept, note=None if rules.stored is not None else runs_stored(config)[1])
     needed = as_read(sources, kept)
@@ -138,7 +142,7 @@ def prepare(
         fill(module, before, sources, device, advance)
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
     read = stored_bytes(needed)
-    return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized)
+    return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized, mesh)
 
 
 def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels, *, qkv: bool) -> bool:
@@ -311,10 +315,12 @@ def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
     return info
 
 
-def _plan(module: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules) -> Injection | None:
+def _plan(
+    module: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules, mesh: Mesh = NO_MESH
+) -> Injection | None:
     if not config.replace_with_kernel_inject and not config.injection_policy:
         return None
-    return plan_injection(module, config, kernels, rules)
+    return plan_injection(module, config, kernels, rules, mesh)
 
 
 def _save_to(config: InferenceConfig) -> str | None:

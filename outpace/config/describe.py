@@ -20,8 +20,8 @@ There are two places to give options, and a config for each:
   the runtime that schedules requests. `init_inference` schedules none and refuses these.
 
 `config` is a dict, the path of a JSON file or such a config; keywords are merged with it. An option given twice with
-different values, by whatever names, is an error. The value "auto" means the default. Names and defaults are
-DeepSpeed's where it has them, and vLLM's for the runtime.
+different values, by whatever names, is an error. The value "auto" means the default (but is refused as `quantization`
+or `quant.scheme`). Names and defaults are DeepSpeed's where it has them, and vLLM's for the runtime.
 
 An option marked *later* is understood and raises `NotSupportedYet` when it is set to anything but its default.
 """

@@ -13,13 +13,6 @@ if TYPE_CHECKING:
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
-    "tensor_parallel.tp_size": "tensor parallelism",
-    "tensor_parallel.tp_grain_size": "tensor parallelism",
-    "tensor_parallel.mpu": "tensor parallelism",
-    "tensor_parallel.tp_group": "tensor parallelism",
-    "moe.ep_size": "expert parallelism",
-    "moe.ep_group": "expert parallelism",
-    "moe.ep_mp_group": "expert parallelism",
     "zero": "offload",
     "offload": "offload",
 }

@@ -12,7 +12,9 @@ from outpace.inject.modules import FusedLayer, Linear, Norm
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, PlannedLayer
 from outpace.inject.policy import ModelRoles, Policy, Settings
+from outpace.inject.ranks import SummedLinear, summed_once
 from outpace.inject.recipe import RowOrder
+from outpace.inject.shard import Shard
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 from outpace.quant.rules import KEEP, Role, Rules
@@ -31,6 +33,8 @@ class Injected:
     config: Any
     """The config of the part of the model that holds the layers."""
     layers: list[FusedLayer]
+    shard: Shard | None = None
+    """What this rank has of them; None: there is no other."""
 
 
 Places = list[tuple[str, nn.Module]]
@@ -42,23 +46,23 @@ def build(model: nn.Module, plan: Plan, kernels: Kernels, make: Maker) -> tuple[
     classes = {kind: hugging_face_layer(kind) for kind in dict.fromkeys(type(item.layer) for item in plan.layers)}
     layers = []
     for index, item in enumerate(plan.layers):
-        fused = classes[type(item.layer)](item.policy, item.settings, index, kernels)
+        fused = classes[type(item.layer)](item.policy, make.shard.settings(item.settings), index, kernels)
         _build(fused, item, make, plan.config)
         layers.append(fused)
     roles = layers[0].policy.model
     return layers, [] if roles is None else _ends(model, roles, plan.config, make)
 
 
-def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP) -> Injected:
+def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None) -> Injected:
     """Replace the planned layers by fused ones, and embedding and head by ours."""
-    layers, ends = build(model, plan, kernels, Maker(model, kernels, rules))
+    layers, ends = build(model, plan, kernels, Maker(model, kernels, rules, shard))
     places: Places = [(item.path, fused) for item, fused in zip(plan.layers, layers, strict=True)]
     for path, made in [*places, *ends]:
         model.set_submodule(path, made)
     refuse_to_save(model)
     names = ", ".join(kind.__name__ for kind in dict.fromkeys(type(item.layer) for item in plan.layers))
     chosen("injection", f"level 1: {len(layers)} fused layers", f"policy of {names}")
-    return Injected(layers[0].policy, plan.config, layers)
+    return Injected(layers[0].policy, plan.config, layers, shard)
 
 
 def refuse_to_save(model: nn.Module) -> None:
@@ -95,7 +99,10 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> N
     assert attn_norm is not None, "every policy names an attention norm"
     fused.attn_norm, fused.mlp_norm = attn_norm, norm(policy.mlp_norm)
     fused.attn_out_norm, fused.mlp_out_norm = norm(policy.attn_out_norm), norm(policy.mlp_out_norm)
-    fused.q_norm, fused.k_norm = norm(policy.q_norm), norm(policy.k_norm)
+    fused.whole, fused.first_head = item.settings, make.shard.heads(item.settings).query[0]
+    for name, path in (("q_norm", policy.q_norm), ("k_norm", policy.k_norm)):
+        made = None if path is None else make.head_norm(part(path), policy, item.settings, keys=name == "k_norm")
+        setattr(fused, name, made)
     fused.qkv = linear(policy.qkv, "qkv", _order(policy, item.settings))
     fused.out = linear(policy.out, "out")
     fused.up = None if policy.up is None else linear(policy.up, "mlp")
@@ -105,7 +112,9 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> N
     if policy.moe is not None:
         fused.mixture = make.mixture(part, policy.moe, config, item.settings.activation)
         stand_in(fused.mixture.router, part(policy.moe.router))
-    fused.sinks = None if policy.sinks is None else part.parameter(policy.sinks)
+    fused.sink_values = None if policy.sinks is None else make.values(part.parameter(policy.sinks))
+    if isinstance(fused.out, SummedLinear) and isinstance(fused.down, SummedLinear):
+        fused.shared_sum = summed_once
     table = None if policy.rotary_table is None else part.buffer(policy.rotary_table).float().chunk(2, dim=-1)
     fused.register_buffer("sin", None if table is None else table[0].contiguous(), persistent=False)
     fused.register_buffer("cos", None if table is None else table[1].contiguous(), persistent=False)
@@ -135,7 +144,7 @@ def _ends(model: nn.Module, roles: ModelRoles, config: Any, make: Maker) -> Plac
     if embedding is None or head is None:
         return []
     own = 1.0 if type(embedding) is nn.Embedding else roles.embed_scale(config)
-    made = make.embedding(embedding, own), make.linear([head], "head")
+    made = make.embedding(embedding, own), make.head(head)
     for ours, module in zip(made, (embedding, head), strict=True):
         stand_in(ours.eval(), module)
     return list(zip((roles.embed, roles.head), made, strict=True))

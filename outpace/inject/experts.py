@@ -11,6 +11,7 @@ from outpace.inject.recipe import Recipe
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.gemv import prefers_gemv
 from outpace.kernels.routing import Routing
+from outpace.parallel.group import ALONE, Group
 
 
 class Router(Made):
@@ -37,6 +38,10 @@ class Router(Made):
         """Whether the logits are computed in float32 whatever the model's dtype."""
         self.counts: Tensor | None = None
         """Where the tokens of each expert are counted, int32 [E]; None: nobody asks."""
+        self.together = True
+        """Whether the same ranks have other parts of the dense part too."""
+        self.dense_group: Group = ALONE
+        """Else: those that have."""
         self._kernels = kernels
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,6 +146,14 @@ class MixtureOfExperts(nn.Module):
         self.dense = dense
         self.shared_gate = shared_gate
         self.coefficient = coefficient
+        self.first = 0
+        """Which of the router's experts its first one is: others may be elsewhere."""
+        self.group: Group = ALONE
+        """Ranks that have the same tokens, and other experts or other parts of them: their results are added up."""
+        self.together = True
+        """Whether the same ranks have other parts of the dense part too."""
+        self.dense_group: Group = ALONE
+        """Else: those that have."""
         self._kernels = kernels
 
     def forward(self, x: Tensor, slots: Tensor | None = None, add: Tensor | None = None) -> Tensor:
@@ -155,18 +168,27 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, with the logits of the router [T, E] and the chosen experts [T, K]."""
         logits, weights, chosen = self.router(x, slots)
+        own = chosen - self.first if self.first else chosen
+        if self.dense is None and self.group.size == 1:
+            return self.experts(x, weights, own, add), logits, chosen
+        result = self.experts(x, weights, own)
         if self.dense is None:
-            return self.experts(x, weights, chosen, add), logits, chosen
-        result = self._with_dense(self.dense, x, self.experts(x, weights, chosen))
+            result = self.group.sum(result)
+        elif self.together:
+            result = self.group.sum(self._with_dense(self.dense, x, result))
+        else:
+            result = self._with_dense(self.dense, x, self.group.sum(result))
         return result if add is None else add.add_(result), logits, chosen  # the model too adds the sum of both
 
     def _with_dense(self, dense: Dense, x: Tensor, routed: Tensor) -> Tensor:
         if self.coefficient is not None:
             own, other = self.coefficient(x).chunk(2, dim=1)
             share: Tensor = self._kernels.bias_act(own - other, None, "sigmoid")  # the softmax of both
-            return routed * share + dense(x) * (1 - share)
+            return routed * share + self.dense_group.sum(dense(x)) * (1 - share)
         if self.shared_gate is not None:
-            return routed + self.shared_gate(x, act="sigmoid") * dense(x)
+            return routed + self.shared_gate(x, act="sigmoid") * self.dense_group.sum(dense(x))
+        if self.dense_group.size > 1:
+            return routed + self.dense_group.sum(dense(x))
         result: Tensor = dense(x, routed)
         return result
 

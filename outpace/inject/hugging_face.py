@@ -59,6 +59,8 @@ class _DenseAttention:
     def _seen(self, layer: FusedLayer, q: Tensor, k: Tensor) -> Tensor | None:
         """What Hugging Face says that each query sees, and what it leaves to the layer to know."""
         mask = ~self._mask if self._mask is not None and layer.policy.mask_forbids else self._mask
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:  # with a bias for each head
+            mask = _of_heads(layer, mask)
         causal = self._call.get("is_causal")
         if mask is None and causal is not None and causal != layer.policy.causal:  # asked of this call or in the config
             full = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -69,7 +71,8 @@ class _DenseAttention:
         """ALiBi's biases of the keys [B * Hq or Hq, 1, S], unless they are in the mask."""
         if not layer.settings.alibi or layer.policy.alibi_in_mask:
             return None
-        return self._alibi if self._alibi is not None else self._call["position_bias"][..., -k.shape[2] :]
+        biases = self._alibi if self._alibi is not None else self._call["position_bias"][..., -k.shape[2] :]
+        return _of_heads(layer, biases.reshape(-1, layer.whole.num_heads, *biases.shape[1:])).flatten(0, 1)
 
     def _turn(self, layer: FusedLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [T, heads, D], normed and rotated."""
@@ -137,6 +140,11 @@ def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Te
         sinks = layer.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return (torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1].to(v.dtype)) @ v
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _of_heads(layer: FusedLayer, of_all: Tensor) -> Tensor:
+    """The layer's own heads of [B, heads, ...]."""
+    return of_all.narrow(1, layer.first_head, layer.settings.num_heads)
 
 
 def _cut(mask: Tensor | None, k: Tensor) -> Tensor | None:

@@ -7,13 +7,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from outpace.errors import ModelError
+from outpace.inject.exchange import ExchangedExperts
 from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
-from outpace.inject.policy import MoERoles, Policy
+from outpace.inject.policy import MoERoles, Policy, Settings
 from outpace.inject.quantized import PackedEmbedding, PackedExperts, PackedLinear
+from outpace.inject.ranks import SplitEmbedding, SplitNorm, SummedLinear, Values
 from outpace.inject.recipe import Pairs, Recipe, RowOrder
+from outpace.inject.shard import Shard
 from outpace.kernels.dispatch import Kernels
+from outpace.parallel.group import ALONE
+from outpace.parallel.mesh import NO_MESH
+from outpace.parallel.vocabulary import Vocabulary
 from outpace.quant.rules import KEEP, Role, Rules
 from outpace.quant.scheme import Scheme
 from outpace.quant.stored import common
@@ -24,11 +30,13 @@ _EPS_NAMES = ("eps", "variance_epsilon")
 class Maker:
     """Makes the modules that stand in for those of one model, which knows its tensors by name."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels, rules: Rules = KEEP) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None) -> None:
         tensors = (*model.named_buffers(), *model.named_parameters())
         self._names = {id(tensor): name for name, tensor in tensors}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._kernels = kernels
+        self.shard = Shard(NO_MESH, {}) if shard is None else shard
+        """What this rank has of the weights."""
         self.rules = rules
         self.schemes: dict[str, Scheme | None] = {}
         """Of the weights of linears that it made modules for, by the names that rules know them by."""
@@ -45,32 +53,51 @@ class Maker:
         *,
         transposed: bool = False,
         order: RowOrder | None = None,
+        summed: bool = True,
     ) -> Linear:
-        """One linear for several of the model's, whose rows come one below the other."""
+        """One linear for several of the model's, whose rows come one below the other.
+
+        summed: False leaves the shares of ranks to be added up by the caller; the first one's has the bias.
+        """
         weights = [_parameter(module, "weight") for module in modules]
         for module, weight in zip(modules, weights, strict=True):
             if weight is None or weight.dim() != 2:
                 raise ModelError(f"injection: {type(module).__name__} is not a linear layer with a weight")
-        recipe = Recipe.joined([self._tensor(weight) for weight in weights], transposed=transposed, order=order)
+        whole = Recipe.joined([self._tensor(weight) for weight in weights], transposed=transposed, order=order)
+        recipe = self.shard.cut(whole)
         biases = [_parameter(module, "bias") for module in modules]
         bias = None
         if any(each is not None for each in biases):
-            rows = [part.shape_in_weight[0] for part in recipe.parts]
+            rows = [part.shape_in_weight[0] for part in whole.parts]
             tensors = [count if each is None else self._tensor(each) for each, count in zip(biases, rows, strict=True)]
-            bias = Recipe.joined(tensors, order=order)
+            bias = self.shard.cut_bias(Recipe.joined(tensors, order=order), whole, recipe)
         names = [f"{self._paths[id(module)]}.weight" for module in modules]
         scheme = self._stored(recipe) or self._scheme(role, names, recipe)
+        shares = self.shard.adds_up(whole)
+        first = None if shares and (summed or self.shard.tp.rank) else bias
+        made = self._linear(recipe, scheme, first)
+        return SummedLinear(made, bias, self.shard.tp, self._kernels) if shares and summed else made
+
+    def _linear(self, recipe: Recipe, scheme: Scheme | None, bias: Recipe | None) -> Linear:
         if scheme is None:
             return PlainLinear(recipe, bias, self._kernels)
         if scheme.per_tensor and len(recipe.parts) > 1:
             scheme = replace(scheme, sources=tuple(part.shape_in_weight[0] for part in recipe.parts))
         return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
 
+    def head(self, module: nn.Module) -> Linear:
+        """The model's head; of ranks that share it, each has the rows of some tokens."""
+        made = self.linear([module], "head")
+        name, _ = self._tensor(_parameter(module, "weight"))
+        if self.shard.spans(name) is not None:
+            made.vocabulary = Vocabulary(self.shard.tp, self.shard.sizes(name))
+        return made
+
     def _stored(self, recipe: Recipe) -> Scheme | None:
         """The scheme in which a weight runs from the numbers of the checkpoint; None: it cannot, or shall not."""
         forms = {} if self.rules.stored is None else self.rules.stored.schemes
         schemes = [forms[part.name] for part in recipe.parts if part.name in forms]
-        if len(schemes) < len(recipe.parts) or any(part.transposed or part.slice for part in recipe.parts):
+        if len(schemes) < len(recipe.parts) or any(part.transposed or part.slices for part in recipe.parts):
             return None
         rows = [part.shape_in_weight[0] for part in recipe.parts]
         return common(schemes, rows, recipe.shape[1], ordered=any(part.order for part in recipe.parts))
@@ -85,23 +112,41 @@ class Maker:
     def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:
         """Router, experts and shared MLP of a layer, or of a module, whose parts are these."""
         router, experts = self._router(part, roles, config), self.experts(part(roles.experts), roles, config, act)
-        if router.num_experts != experts.num_experts:
+        if router.num_experts != self._count(part(roles.experts), roles):
             raise ModelError(
                 f"injection: {roles.router} chooses among {router.num_experts} experts, and {roles.experts} has "
-                f"{experts.num_experts}"
+                f"{self._count(part(roles.experts), roles)}"
             )
         dense = None
         if roles.shared is not None:
             inner = Parts(part(roles.shared))
             names = (roles.shared_up,) if isinstance(roles.shared_up, str) else roles.shared_up
             up = self.linear([inner(name) for name in names], "mlp")
-            down = self.linear([inner(roles.shared_down)], "mlp")
+            down = self.linear([inner(roles.shared_down)], "mlp", summed=False)
             dense = Dense(up, down, act, gated=roles.gated)
         gate, coefficient = (
             None if path is None else self.linear([part(path)], "router")
             for path in (roles.shared_gate, roles.coefficient)
         )
-        return MixtureOfExperts(router, experts, self._kernels, dense, gate, coefficient)
+        made = MixtureOfExperts(router, experts, self._kernels, dense, gate, coefficient)
+        self._share(made, router.num_experts)
+        return made
+
+    def _share(self, made: MixtureOfExperts, count: int) -> None:
+        """Say who else has a part in the result of a mixture."""
+        shard, mesh = self.shard, self.shard.mesh
+        if mesh.ep.size == 1:
+            made.group = shard.tp
+        elif shard.exchanges:
+            firsts = shard.first_experts(count)
+            sliced = mesh.expert_tp if shard.expert_splits else ALONE
+            made.experts = ExchangedExperts(made.experts, firsts, count, mesh.ep, sliced)
+            made.together, made.dense_group = False, shard.tp
+        else:
+            made.first, _ = shard.own_experts(count)
+            made.group = mesh.ep
+            if not mesh.experts_like_layers:
+                made.together, made.dense_group = False, shard.tp
 
     def _router(self, part: Parts, roles: MoERoles, config: Any) -> Router:
         module = part(roles.router)
@@ -119,8 +164,11 @@ class Maker:
     def experts(self, module: nn.Module, roles: MoERoles, config: Any, act: str) -> Experts:
         """The experts of a module that keeps them in stacks, or of a list of modules."""
         find = self._listed if isinstance(module, nn.ModuleList) else self._stacked
-        up, up_bias = find(module, roles.up, roles.transposed, roles.paired)
-        down, down_bias = find(module, roles.down, roles.transposed, False)
+        up, up_bias = self._of_rank(*find(module, roles.up, roles.transposed, roles.paired))
+        down, down_bias = self._of_rank(*find(module, roles.down, roles.transposed, False))
+        slicing = self.shard.tp if self.shard.mesh.ep.size == 1 else self.shard.of_one_expert.tp
+        if slicing.rank and (self.shard.mesh.ep.size == 1 or self.shard.expert_splits):
+            down_bias = None  # added up over ranks that have a part of each expert: one of them has the bias
         limit, alpha = roles.clamp(config) or (None, None)
         up, down = self._with_scheme(up), self._with_scheme(down)
         quantized = any(recipe.scheme is not None for recipe in (up, down))
@@ -128,6 +176,25 @@ class Maker:
         return (PackedExperts if quantized else PlainExperts)(
             up, down, up_bias, down_bias, self._kernels, act=act, gated=roles.gated, limit=limit, alpha=alpha
         )
+
+    def _of_rank(self, weight: Recipe, bias: Recipe | None) -> tuple[Recipe, Recipe | None]:
+        """This rank's part of the stack of a weight and of that of its bias."""
+        count, shard = weight.shape[0], self.shard
+        own = shard.cut_experts(weight, count)
+        if bias is None:
+            return own, None
+        if shard.mesh.ep.size == 1:
+            return own, shard.cut_bias(bias, weight, own)
+        if shard.expert_splits:
+            bias = shard.of_one_expert.cut_bias(bias, weight, shard.of_one_expert.cut(weight))
+        return own, shard.of_experts(bias, count)
+
+    def _count(self, module: nn.Module, roles: MoERoles) -> int:
+        """The experts of a module."""
+        if isinstance(module, nn.ModuleList):
+            return len(module)
+        stack = _parameter(module, roles.down)
+        return -1 if stack is None else stack.shape[0]
 
     def _with_scheme(self, recipe: Recipe) -> Recipe:
         """The stack of a recipe as the rules want it."""
@@ -176,7 +243,11 @@ class Maker:
         weight = _parameter(module, "weight")
         if weight is None or weight.dim() != 2:
             raise ModelError(f"injection: {type(module).__name__} is not an embedding with a weight")
-        recipe = Recipe.whole(*self._tensor(weight))
+        whole = Recipe.whole(*self._tensor(weight))
+        recipe, found = self.shard.cut(whole), self.shard.spans(whole.parts[0].name)
+        if found is not None:
+            _, ((first, _),) = found
+            return SplitEmbedding(recipe, self._kernels, scale, first, self.shard.tp)
         scheme, stored = self._stored(recipe), self.rules.stored
         if scheme is None or stored is None or scheme.block_rows > 1:
             return Embedding(recipe, self._kernels, scale)
@@ -185,6 +256,23 @@ class Maker:
     def norm(self, module: nn.Module, policy: Policy) -> Norm:
         """See `make_norm`."""
         return make_norm(module, policy, self._kernels)
+
+    def head_norm(self, module: nn.Module, policy: Policy, settings: Settings, *, keys: bool) -> Norm:
+        """A norm of q or k, whose weights may differ from head to head."""
+        norm, weight, bias = self.norm(module, policy), _parameter(module, "weight"), _parameter(module, "bias")
+        if weight is None or self.shard.spans(self._tensor(weight)[0]) is None:
+            return norm
+        recipe = self.shard.cut(Recipe.whole(*self._tensor(weight)))
+        made = SplitNorm(norm, recipe, None if bias is None else self.shard.cut(Recipe.whole(*self._tensor(bias))))
+        if policy.qk_norm_over == "all":
+            heads = settings.num_kv_heads if keys else settings.num_heads
+            copies = self.shard.copies(settings) if keys else 1
+            made.shares = self.shard.tp, heads * settings.head_dim, copies
+        return made
+
+    def values(self, parameter: nn.Parameter) -> Values:
+        """A vector of the model with a value for each head."""
+        return Values(self.shard.cut(Recipe.whole(*self._tensor(parameter))))
 
     def _tensor(self, tensor: Tensor | None) -> tuple[str, tuple[int, ...]]:
         assert tensor is not None, "asked before"

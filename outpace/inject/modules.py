@@ -13,6 +13,7 @@ from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.gemv import prefers_gemv
 from outpace.kernels.quantize import empty_rows
+from outpace.parallel.vocabulary import ALL, Vocabulary
 
 
 class Attend(Protocol):
@@ -172,6 +173,8 @@ class Linear(Made):
     bias: nn.Parameter | None
     rows_kind: str | None = None
     """What rows are quantized to before its product; None: they are not."""
+    vocabulary: Vocabulary = ALL
+    """Of a head: whose logits it gives to those who call it with rows. The model around it gets all."""
 
     def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels) -> None:
         super().__init__({"weight": weight, "bias": bias})
@@ -190,7 +193,7 @@ class Linear(Made):
     ) -> Tensor:
         """[T, K] -> [T, N], or [T, N / 2] where gated. `reuse`: nobody needs `add` any more, so it may hold the sum."""
         if x.dim() != 2:  # a head, called by the model around it
-            return self.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
+            return self.vocabulary.whole(self.forward(x.reshape(-1, x.shape[-1]))).view(*x.shape[:-1], -1)
         if (result := self.at_once(x, norm, act, gated, add)) is not None:
             return result
         if norm is not None:
@@ -259,7 +262,9 @@ class FusedLayer(nn.Module):
     mlp_out_norm: Norm | None
     q_norm: Norm | None
     k_norm: Norm | None
-    sinks: nn.Parameter | None
+    sink_values: "Made | None"
+    shared_sum: "Callable[[FusedLayer, Tensor, Attend], Tensor] | None" = None
+    """How ranks add up attention and MLP at once, where both come from one x; None: there is nothing to add up."""
     cos: Tensor | None
     sin: Tensor | None
 
@@ -267,8 +272,18 @@ class FusedLayer(nn.Module):
         nn.Module.__init__(self)  # and not the replaced layer's, which stands behind this class
         self.policy = policy
         self.settings = settings
+        """Its numbers; of a rank's part of a layer, that part's."""
+        self.whole = settings
+        """Those of the whole layer."""
+        self.first_head = 0
+        """Which query head of the whole layer its first one is."""
         self.index = index
         self.kernels = kernels
+
+    @property
+    def sinks(self) -> nn.Parameter | None:
+        """A logit for each head that takes probability and has no value."""
+        return None if self.sink_values is None else self.sink_values._parameters["weight"]
 
     def run(self, x: Tensor, attend: Attend, *, reuse: bool = False) -> Tensor:
         """The layer over rows. x: [T, H]; `reuse`: it may be overwritten."""
@@ -278,12 +293,16 @@ class FusedLayer(nn.Module):
         self, x: Tensor, norm: Norm | None, attend: Attend, add: Tensor | None, reuse: bool = False
     ) -> Tensor:
         """Attention of norm(x), plus `add`."""
+        return self.out(self.attended(x, norm, attend), add=add, reuse=reuse)
+
+    def attended(self, x: Tensor, norm: Norm | None, attend: Attend) -> Tensor:
+        """What the output projection of the attention reads."""
         qkv = self.qkv(x, norm=norm)
         if self.policy.qk_norm_over == "all":
             qkv = self._all_heads_normed(qkv)
         if self.settings.clip:
             qkv = qkv.clamp_(-self.settings.clip, self.settings.clip)
-        return self.out(attend(self, qkv), add=add, reuse=reuse)
+        return attend(self, qkv)
 
     def _all_heads_normed(self, qkv: Tensor) -> Tensor:
         """q and k under norms over all heads together."""
@@ -302,12 +321,18 @@ class FusedLayer(nn.Module):
             result: Any = self.mlp((norm(x) if norm is not None else x)[None])
             result = result[0] if isinstance(result, tuple) else result
             return result[0] if add is None else add + result[0]
+        assert self.down is not None, "a layer has an MLP or its projections"
+        rows, before = self.activated(x, norm)
+        return self.down(rows, norm=before, add=add, reuse=True)
+
+    def activated(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Before | None]:
+        """What the second projection of the MLP reads, and what is to be done to it first."""
         assert self.up is not None, "a layer has an MLP or its projections"
         assert self.down is not None, "a layer has an MLP or its projections"
         act, gated = self.settings.activation, self.policy.gated
         if self.down.rounds(len(x)):
-            return self.down(self.up(x, norm=norm), norm=Activation(act, gated, self.kernels), add=add, reuse=True)
-        return self.down(self.up(x, norm=norm, act=act, gated=gated), add=add, reuse=True)
+            return self.up(x, norm=norm), Activation(act, gated, self.kernels)
+        return self.up(x, norm=norm, act=act, gated=gated), None
 
 
 def _pre(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
@@ -329,6 +354,8 @@ def _sandwich(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tens
 
 
 def _parallel(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
+    if layer.shared_sum is not None:
+        return layer.shared_sum(layer, x, attend)
     if layer.mlp_norm is not None:
         attended = layer.attention(x, layer.attn_norm, attend, add=x)
         return layer.feed_forward(x, layer.mlp_norm, add=attended, slots=attend.slots)

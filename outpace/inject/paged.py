@@ -19,7 +19,7 @@ from outpace.inject.policy import ModelRoles, Policy
 from outpace.inject.rope import Table, alibi_slopes, check_length, rope_tables
 from outpace.kernels.rotary import QKV, split_qkv
 from outpace.parallel.group import ALONE, Group
-from outpace.parallel.vocabulary import ALL, Vocabulary
+from outpace.parallel.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class PagedModel:
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
         self.capturable = self.reentrant = self.gives_hidden = True
-        self.ranks: Group = ALONE
-        self.vocabulary: Vocabulary = ALL
+        self.ranks: Group = ALONE if injected.shard is None else injected.shard.ranks
+        self.vocabulary = head.vocabulary
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -59,6 +59,25 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """Some rows of an order, as the rows of a smaller weight: those of a rank, in the order of the whole weight."""
+
+    whole: Ordering
+    spans: tuple[tuple[int, int], ...]
+    """Which rows of the tensor the weight has."""
+    span: int
+    """Which of the spans these rows are."""
+
+    def rows(self) -> Tensor:
+        """See `Ordering`."""
+        every = self.whole.rows()
+        taken = torch.cat([every[first:last] for first, last in self.spans])
+        before = sum(last - first for first, last in self.spans[: self.span])
+        first, last = self.spans[self.span]
+        return taken.argsort().argsort()[before : before + last - first]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of the model in a weight."""
 
@@ -71,8 +90,8 @@ class Part:
     transposed: bool = False
     """The model keeps it [in, out], or [experts, in, out]."""
     order: Ordering | None = None
-    slice: Slice | None = None
-    """None: the whole tensor."""
+    slices: tuple[Slice, ...] = ()
+    """What is taken of it, each along another dimension; none: the whole tensor."""
     expert: int | None = None
     """The index in a stack of weights at which it stands; None: the weight is no stack, or it is all of one."""
     dim: int = 0
@@ -82,8 +101,8 @@ class Part:
     def stored(self) -> tuple[int, ...]:
         """The shape of what is taken of it."""
         sizes = list(self.shape)
-        if self.slice is not None:
-            sizes[self.slice.dim] = self.slice.length
+        for each in self.slices:
+            sizes[each.dim] = each.length
         return tuple(sizes)
 
     @property
@@ -101,7 +120,8 @@ class Part:
     def place(self, weight: Tensor) -> Tensor:
         """What it fills, seen in the shape that it comes in."""
         place = weight if self.expert is None else weight[self.expert]
-        place = place.narrow(self.dim, self.start, self.shape_in_weight[self.dim]) if place.dim() else place
+        if place.dim() and self.order is None:  # a tensor whose rows have an order may be anywhere in the weight
+            place = place.narrow(self.dim, self.start, self.shape_in_weight[self.dim])
         return place.transpose(-1, -2) if self.transposed else place
 
 

@@ -40,7 +40,8 @@ def alibi_slopes(layer: FusedLayer, count: int, device: torch.device) -> Tensor 
     """The slope of each head, for a model that biases by distance."""
     if not layer.settings.alibi:
         return None
-    return torch.tensor(layer.policy.slopes(layer.settings, count), dtype=torch.float32, device=device)
+    slopes = torch.tensor(layer.policy.slopes(layer.whole, count), dtype=torch.float32, device=device)
+    return slopes.narrow(0, layer.first_head, layer.settings.num_heads).contiguous()
 
 
 def _table(rotary: Any, kind: str | None, count: int, policy: Policy) -> Table:

@@ -38,10 +38,13 @@ _STYLES: Mapping[str, str | None] = {
 """What Hugging Face's names for ways to split mean for a weight; None: it stays whole."""
 
 
-def split_model(model: nn.Module, ranks: int, policies: Mapping[str, Policy] | None = None) -> Splits:
+def split_model(
+    model: nn.Module, ranks: int, policies: Mapping[str, Policy] | None = None, *, grain: int = 1
+) -> Splits:
     """How each tensor of a model's state dict is cut over the ranks; the model may be on the meta device.
 
-    A part of a fused qkv has the layout of the whole, with the heads of the rank ("quarters": where ranks divide 4).
+    grain: parts of MLP and head are multiples of it, where there are enough of them. A part of a fused qkv has the
+    layout of the whole, with the heads of the rank ("quarters": where ranks divide 4).
     """
     if ranks < 1:
         raise ConfigError(f"tensor parallelism: expected at least one rank, got {ranks}")
@@ -50,7 +53,7 @@ def split_model(model: nn.Module, ranks: int, policies: Mapping[str, Policy] | N
     if ranks == 1:
         return found
     plan = make_plan(model, by_class() if policies is None else policies)
-    named = _by_policy(model, plan, ranks) if plan.layers else _by_hugging_face(model, plan.config, ranks)
+    named = _by_policy(model, plan, ranks, grain) if plan.layers else _by_hugging_face(model, plan.config, ranks)
     for name, split in named:
         if name in tensors:  # a linear may have no bias, and a model no head
             found[name] = split
@@ -75,26 +78,25 @@ def _check(name: str, tensor: Tensor, split: Split | None) -> None:
         raise ModelError(f"tensor parallelism: {name} has {size} rows or columns along {split.dim}, its heads {stop}")
 
 
-def _by_policy(model: nn.Module, plan: Plan, ranks: int) -> Named:
+def _by_policy(model: nn.Module, plan: Plan, ranks: int, grain: int) -> Named:
     for item in plan.layers:
-        for name, split in _layer(item, ranks):
+        for name, split in _layer(item, ranks, grain):
             yield f"{item.path}.{name}", split
     roles = plan.layers[0].policy.model
     if roles is not None:
-        yield from _vocabulary(Parts(model), roles, ranks)
+        yield from _vocabulary(Parts(model), roles, ranks, grain)
 
 
-def _vocabulary(part: Parts, roles: ModelRoles, ranks: int) -> Named:
+def _vocabulary(part: Parts, roles: ModelRoles, ranks: int, grain: int) -> Named:
     for path in (roles.embed, roles.head):
         module = part.optional(path)
         if module is not None:
-            rows = even(_weight(module, path).shape[0], ranks, f"the rows of {path}")
+            rows = even(_weight(module, path).shape[0], ranks, f"the rows of {path}", grain)
             yield from _linear(path, 0, tuple((span,) for span in rows))
 
 
-def _layer(item: PlannedLayer, ranks: int) -> Named:
+def _layer(item: PlannedLayer, ranks: int, grain: int) -> Named:
     policy, settings, part = item.policy, item.settings, Parts(item.layer)
-    _check_norms(item, part)
     column, row = (1, 0) if policy.transposed else (0, 1)
     heads = split_heads(settings.num_heads, settings.num_kv_heads, ranks)
     query = tuple(scaled([each.query], settings.head_dim) for each in heads)
@@ -106,10 +108,11 @@ def _layer(item: PlannedLayer, ranks: int) -> Named:
         for path, spans in zip(policy.qkv, (query, kv, kv), strict=True):
             yield from _linear(path, column, spans)
     yield f"{policy.out}.weight", Split(row, query)
+    yield from _norms(item, part, query, kv)
     if policy.sinks is not None:
         yield policy.sinks, Split(0, tuple((each.query,) for each in heads))
     if policy.up is not None:
-        yield from _mlp(policy, part, ranks)
+        yield from _mlp(policy, part, ranks, grain)
     for path in _blocks(policy):
         for name, split in _experts(part(path), f"{item.path}.{path}", ranks, _own_roles(policy)):
             yield f"{path}.{name}", split
@@ -139,12 +142,12 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _mlp(policy: Policy, part: Parts, ranks: int) -> Named:
+def _mlp(policy: Policy, part: Parts, ranks: int, grain: int) -> Named:
     column, row = (1, 0) if policy.transposed else (0, 1)
     assert policy.up is not None, "checked by the caller"
     assert policy.down is not None, "a policy that names one names both"
     size = _weight(part(policy.down), policy.down).shape[row]
-    rows = even(size, ranks, f"the intermediate size of {policy.down}")
+    rows = even(size, ranks, f"the intermediate size of {policy.down}", grain)
     packed = policy.gated and isinstance(policy.up, str)
     spans = tuple(scaled(halves(span, size), 1) if packed else (span,) for span in rows)
     for path in (policy.up,) if isinstance(policy.up, str) else policy.up:
@@ -200,15 +203,18 @@ def _cut(tensor: Tensor, dim: int, ranks: int, what: str, *, packed: bool = Fals
     return Split(dim, tuple(scaled(halves(span, size) if packed else [span], width) for span in rows))
 
 
-def _check_norms(item: PlannedLayer, part: Parts) -> None:
-    """A norm of q or k that each head has for itself can stay whole; one over all heads needs those of other ranks."""
-    for path in (item.policy.q_norm, item.policy.k_norm):
+def _norms(item: PlannedLayer, part: Parts, query: tuple[Spans, ...], kv: tuple[Spans, ...]) -> Named:
+    """Norms of q and k that know every head: ranks compute one over all heads together. One for any head stays."""
+    for path, spans in ((item.policy.q_norm, query), (item.policy.k_norm, kv)):
         weight = None if path is None else getattr(part(path), "weight", None)
-        if isinstance(weight, Tensor) and weight.numel() != item.settings.head_dim:
+        if not isinstance(weight, Tensor) or weight.numel() == item.settings.head_dim:
+            continue
+        if item.policy.qk_norm_over != "all" or weight.numel() != spans[-1][-1][1]:
             raise NotSupported(
-                f"tensor parallelism: {item.path}.{path} is a norm over all heads together ({weight.numel()} values, "
-                f"{item.settings.head_dim} a head), which no rank can compute alone"
+                f"tensor parallelism: {item.path}.{path} is a norm with {weight.numel()} values and "
+                f"{item.settings.head_dim} a head, which nobody knows how to split"
             )
+        yield f"{path}.weight", Split(0, spans)
 
 
 def _weight(module: nn.Module, path: str) -> Tensor:

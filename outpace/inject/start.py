@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from outpace.config import InferenceConfig
+from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, NotSupported
 from outpace.inject.apply import Injected, build, inject
 from outpace.inject.interface import Interface
@@ -18,8 +18,11 @@ from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, make_plan
 from outpace.inject.policies import by_class
 from outpace.inject.policy import Policy
+from outpace.inject.shard import Shard
+from outpace.inject.split import split_model
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
+from outpace.parallel.mesh import NO_MESH, Mesh
 from outpace.quant.rules import KEEP, Rules
 
 Paged = Callable[[int], BatchModel]
@@ -48,11 +51,14 @@ class Injection(Protocol):
 class Fused:
     """A model with fused layers: level 1."""
 
-    def __init__(self, model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules, shard: Shard | None = None
+    ) -> None:
         self._model = model
         self._plan = plan
         self._kernels = kernels
         self._rules = rules
+        self._shard = shard
         self._injected: Injected | None = None
 
     def check(self, make: Maker) -> None:
@@ -61,7 +67,7 @@ class Fused:
 
     def apply(self) -> None:
         """Put the fused layers in."""
-        self._injected = inject(self._model, self._plan, self._kernels, self._rules)
+        self._injected = inject(self._model, self._plan, self._kernels, self._rules, self._shard)
 
     def paged(self) -> Paged | None:
         """The fused layers over pages."""
@@ -123,7 +129,7 @@ class WithMixtures:
 
 
 def plan_injection(
-    model: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules = KEEP
+    model: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules = KEEP, mesh: Mesh = NO_MESH
 ) -> Injection | None:
     """Fused layers where a policy knows them, else the model's own over pages; None: nothing was asked for."""
     mine = config.injection_policy or {}
@@ -140,10 +146,23 @@ def plan_injection(
     if not config.triangular_masking and all(item.policy.causal for item in plan.layers):
         raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
     if plan.layers:
-        inner: Injection | None = Fused(model, plan, kernels, rules)
+        inner: Injection | None = Fused(model, plan, kernels, rules, shard_of(model, mesh, config, policies))
     else:
         inner = _level_0(model, kernels, config, needed=not found)
     return WithMixtures(model, found, kernels, rules, inner) if found else inner
+
+
+def shard_of(
+    model: nn.Module, mesh: Mesh, config: InferenceConfig, policies: Mapping[str, Policy] | None = None
+) -> Shard | None:
+    """What this rank has of a model; None: all."""
+    if mesh is NO_MESH:
+        return None
+    splits = split_model(model, mesh.tp.size, policies or None, grain=config.tensor_parallel.tp_grain_size)
+    sliced = config.moe.ep_mp_group is not None
+    experts = split_model(model, mesh.expert_tp.size, policies or None) if sliced else {}
+    same = isinstance(config, LLMConfig) or mesh.experts_like_layers
+    return Shard(mesh, splits, same, experts)
 
 
 def _level_0(model: nn.Module, kernels: Kernels, config: InferenceConfig, *, needed: bool) -> Interface | None:

@@ -336,8 +336,8 @@ def _in_words(found: list[Target], device: torch.device) -> Iterator[None]:
 
 def write(part: Part, weight: Tensor, tensor: Tensor) -> None:
     """Put a whole tensor of the model in its place in a weight."""
-    if part.slice is not None:
-        tensor = tensor.narrow(part.slice.dim, part.slice.start, part.slice.length)
+    for each in part.slices:
+        tensor = tensor.narrow(each.dim, each.start, each.length)
     place = part.place(weight)
     if part.order is None:
         place.copy_(tensor)

@@ -116,8 +116,8 @@ def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
         begin = take[stored][0] - into[dim][0]
         take[stored] = (begin + lows[dim], begin + highs[dim])
     begins = [0] * len(part.shape)
-    if part.slice is not None:
-        begins[part.slice.dim] = part.slice.start
+    for each in part.slices:
+        begins[each.dim] = each.start
     spans = [(low - begin, high - begin) for low, high, begin in zip(lows, highs, begins, strict=True)]
     place, rows, dim = part.place(weight), None, 0
     ordered = None if part.order is None else part.rows_dim
@@ -136,9 +136,9 @@ def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
 def _cut(part: Part, into: list[tuple[int, int]]) -> tuple[list[int], list[int]] | None:
     """What of a region of the model's tensor the slice wants; None: nothing."""
     lows, highs = [low for low, _ in into], [high for _, high in into]
-    if part.slice is not None:
-        dim, first = part.slice.dim, part.slice.start
-        lows[dim], highs[dim] = max(lows[dim], first), min(highs[dim], first + part.slice.length)
+    for each in part.slices:
+        dim, first = each.dim, each.start
+        lows[dim], highs[dim] = max(lows[dim], first), min(highs[dim], first + each.length)
         if lows[dim] >= highs[dim]:
             return None
     return lows, highs

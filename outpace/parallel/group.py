@@ -18,6 +18,11 @@ class Group:
     handle: "dist.ProcessGroup | None" = None
     """torch's; None: this rank is alone."""
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers in the world; none: this one is alone."""
+        return () if self.handle is None else tuple(dist.get_process_group_ranks(self.handle))
+
     @classmethod
     def of(cls, handle: "dist.ProcessGroup") -> "Group":
         """A group that torch knows."""
@@ -35,17 +40,16 @@ class Group:
             return x
         widest = max(sizes)
         padded = x if x.shape[-1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[-1]))
-        found = x.new_empty(self.size, *padded.shape)
-        dist.all_gather_into_tensor(found, padded.contiguous(), group=self.handle)
+        found = self.stacked(padded)
         return torch.cat([part[..., :size] for part, size in zip(found, sizes, strict=True)], dim=-1)
 
     def stacked(self, x: Tensor) -> Tensor:
         """What all ranks have, of the same shape everywhere: [size, ...]."""
         if self.size == 1:
             return x[None]
-        found = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(found, x.contiguous(), group=self.handle)
-        return found
+        found = x.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(found, x.contiguous().view(-1), group=self.handle)
+        return found.view(self.size, *x.shape)
 
     def from_first(self, x: Tensor) -> Tensor:
         """What the first rank has, in place."""
@@ -64,3 +68,12 @@ class Group:
 
 ALONE = Group()
 """Nobody else."""
+
+
+def same_draws(group: Group, device: torch.device) -> None:
+    """Let the generators of all ranks go on from where the first one's are, so that they draw the same."""
+    if group.size == 1:
+        return
+    torch.set_rng_state(group.from_first(torch.get_rng_state().to(device)).cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(group.from_first(torch.cuda.get_rng_state(device).to(device)).cpu(), device)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from outpace.config import InferenceConfig
+from outpace.config.sections import MoEConfig, TensorParallelConfig
 from outpace.errors import ConfigError
 from outpace.log import chosen
 from outpace.parallel.group import ALONE, Group
@@ -34,9 +35,9 @@ class Mesh:
     """The same layers with other requests."""
 
     @property
-    def ranks(self) -> int:
-        """How many work on one model, with the same requests or others."""
-        return max(self.tp.size * self.dp.size, self.ep.size)
+    def experts_like_layers(self) -> bool:
+        """Whether the ranks that share the experts are those that share each layer: they have the same tokens then."""
+        return self.tp.ranks == self.ep.ranks
 
 
 NO_MESH = Mesh()
@@ -45,6 +46,7 @@ NO_MESH = Mesh()
 def make_mesh(config: InferenceConfig) -> Mesh:
     """The groups that a config asks for; every rank of the world must ask for the same."""
     asked, moe = config.tensor_parallel, config.moe
+    _check_given(asked, moe)
     if asked.tp_size == 1 and moe.ep_size == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
         return NO_MESH
     device = config.torch_device.type
@@ -70,6 +72,26 @@ def join_world(device: str, asked_by: str) -> int:
     return dist.get_world_size()
 
 
+def _check_given(asked: TensorParallelConfig, moe: MoEConfig) -> None:
+    """Refuse what is no group, before anybody waits for others."""
+    if asked.mpu is not None and not any(name in dir(asked.mpu) for name in _MPU):
+        raise ConfigError(
+            f"tensor_parallel.mpu: expected an object with {' or '.join(_MPU)}, got {type(asked.mpu).__name__}"
+        )
+    if asked.mpu is not None and asked.tp_group is not None:
+        raise ConfigError("tensor_parallel.mpu and tensor_parallel.tp_group: both bring a group; leave one of them out")
+    given = {
+        "tensor_parallel.tp_group": asked.tp_group,
+        "moe.ep_group": moe.ep_group,
+        "moe.ep_mp_group": moe.ep_mp_group,
+    }
+    for field, handle in given.items():
+        if handle is not None and not isinstance(handle, dist.ProcessGroup):
+            raise ConfigError(f"{field}: expected a process group of torch.distributed, got {type(handle).__name__}")
+    if moe.ep_mp_group is not None and moe.ep_group is None:
+        raise ConfigError("moe.ep_mp_group: it goes with moe.ep_group; give both, or leave both out")
+
+
 def _tensor_groups(config: InferenceConfig, world: int, device: str) -> tuple[Group, Group]:
     """Ranks that share each layer, and those that hold the same part of it."""
     asked = config.tensor_parallel
@@ -90,8 +112,6 @@ def _expert_groups(config: InferenceConfig, world: int, device: str) -> tuple[Gr
     if moe.ep_group is not None:
         sliced = ALONE if moe.ep_mp_group is None else _checked("moe.ep_mp_group", moe.ep_mp_group)
         return _checked("moe.ep_group", moe.ep_group), sliced
-    if moe.ep_mp_group is not None:
-        raise ConfigError("moe.ep_mp_group: it goes with moe.ep_group; give both, or leave both out")
     return (ALONE, ALONE) if moe.ep_size == 1 else _cut("moe.ep_size", world, moe.ep_size, device)
 
 
@@ -109,17 +129,12 @@ def _of_mpu(mpu: Any) -> Any:
     """The group of a Megatron-style unit."""
     if mpu is None:
         return None
-    for name in _MPU:
-        if name in dir(mpu):
-            return getattr(mpu, name)()
-    raise ConfigError(f"tensor_parallel.mpu: expected an object with {' or '.join(_MPU)}, got {type(mpu).__name__}")
+    return next(getattr(mpu, name)() for name in _MPU if name in dir(mpu))
 
 
 def _checked(field: str, handle: Any) -> Group:
-    if not isinstance(handle, dist.ProcessGroup):
-        raise ConfigError(f"{field}: expected a process group of torch.distributed, got {type(handle).__name__}")
-    if dist.get_rank(handle) < 0:
-        raise ConfigError(f"{field}: this rank is not in it; give each rank a group that it is in")
+    if not isinstance(handle, dist.ProcessGroup) or dist.get_rank(handle) < 0:  # an mpu may give anything
+        raise ConfigError(f"{field}: this rank is not in the group; give each rank one that it is in")
     return Group.of(handle)
 
 

@@ -32,8 +32,13 @@ class Heads:
     kv: Span
 
 
-def even(size: int, ranks: int, what: str) -> tuple[Span, ...]:
-    """`size` indices over the ranks, as evenly as possible: the first ranks hold one more where it does not divide."""
+def even(size: int, ranks: int, what: str, grain: int = 1) -> tuple[Span, ...]:
+    """`size` indices over the ranks, as evenly as possible: the first ranks hold one more where it does not divide.
+
+    grain: each rank holds a multiple of it, where it divides the size and there is one for each rank.
+    """
+    if grain > 1 and size % grain == 0 and size >= grain * ranks:
+        return tuple((first * grain, last * grain) for first, last in even(size // grain, ranks, what))
     if size < ranks:
         raise NotSupported(f"tensor parallelism: {what} cannot be split over {ranks} ranks: there are only {size}")
     each, more = divmod(size, ranks)

@@ -93,7 +93,10 @@ class PagedDecoder:
             self._runner = self._make_runner(seqs, length, pages)
             self._room = seqs, length, pages
         self._runner.reset()
-        return _Sequences(self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens)
+        whole = self._model.vocabulary.whole
+        return _Sequences(
+            self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens, whole
+        )
 
     @torch.inference_mode(False)  # buffers made in inference mode could not be written by calls outside it
     def _make_runner(self, num_seqs: int, length: int, num_blocks: int) -> Runner:
@@ -116,19 +119,21 @@ class _Sequences:
         num_blocks: int,
         measure: Measure,
         step_tokens: int,
+        whole: Callable[[Tensor], Tensor],
     ) -> None:
-        """ids: [B, L], padding included; num_blocks: pages of each sequence."""
+        """ids: [B, L], padding included; num_blocks: pages of each sequence; whole: logits of all ranks, of one's."""
         self.ids = ids
         self._runner = runner
         self._prompts = prompts
         self._num_blocks = num_blocks
         self._measure = measure
         self._step_tokens = step_tokens
+        self.whole = whole
         self._lens = on_device([len(prompt) for prompt in prompts], ids.device)
         self._num_new = 0
 
     def prefill(self) -> Tensor:
-        """Logits [B, V] after the prompts."""
+        """Logits [B, V] after the prompts, of this rank's tokens (see `whole`)."""
         found = []
         with self._measure():
             for entries in self._chunks():
@@ -138,7 +143,7 @@ class _Sequences:
         return torch.cat(found)
 
     def step(self) -> Tensor:
-        """Logits [B, V] after the newest tokens, which the next step overwrites."""
+        """The same after the newest tokens, which the next step overwrites."""
         with self._measure():
             lengths = (len(prompt) + self._num_new for prompt in self._prompts)
             entries = [ScheduledSequence(str(index), length - 1, 1, True) for index, length in enumerate(lengths)]
@@ -211,7 +216,7 @@ class _Picks:
         """The ids with new tokens after them, until every sequence has ended."""
         ids, length = sequences.ids, sequences.ids.shape[1]
         going = torch.ones(len(ids), dtype=torch.int64, device=ids.device)
-        logits = sequences.prefill()
+        logits = sequences.whole(sequences.prefill())
         while True:
             picked = self._pick(ids, logits)
             token = picked * going + self._pad * (1 - going) if len(self._stops) else picked
@@ -227,7 +232,7 @@ class _Picks:
             if at >= limit or (look and not bool(going.any())):
                 break
             sequences.put(picked)  # for ended sequences too: the model may not know the pad token
-            logits = sequences.step()
+            logits = sequences.whole(sequences.step())
         if streamer is not None:
             streamer.end()
         if not self._plain:

@@ -18,6 +18,7 @@ from outpace import ConfigError, InferenceConfig, InputError, ModelError, NotSup
 from outpace.cache.kv_cache import allocate
 from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER
 from outpace.inject.quantized import PackedLinear
+from outpace.inject.split import split_model
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
 from tests.models import prompts, tiny
 
@@ -36,6 +37,12 @@ def raises(says: str, **config: Any) -> None:
         InferenceConfig.of(**{"device": "cpu", **config})
 
 
+def refused(says: str, **config: Any) -> None:
+    """Not by the config alone: by the engine."""
+    with pytest.raises(ConfigError, match=says):
+        engine(replace_with_kernel_inject=True, **config)
+
+
 def dtype_acts() -> None:
     assert {weight.dtype for weight in engine(dtype="bf16").parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in engine().parameters()} == {torch.float32}
@@ -48,8 +55,14 @@ def device_acts() -> None:
 
 def tensor_parallel_enabled_acts() -> None:
     raises("tensor_parallel.enabled=False", tp={"enabled": False, "tp_size": 2})
-    with pytest.raises(NotSupportedYet):
-        InferenceConfig.of(tp={"enabled": True, "tp_size": 2})
+    assert InferenceConfig.of(tp={"enabled": True, "tp_size": 2}).tensor_parallel.tp_size == 2
+
+
+def tp_grain_size_acts() -> None:
+    model = tiny("llama")
+    found = [split_model(model, 2, grain=grain)["model.layers.0.mlp.down_proj.weight"] for grain in (1, 16)]
+    assert found[0] != found[1]
+    assert InferenceConfig.of(tp={"tp_grain_size": 32}).tensor_parallel.tp_grain_size == 32
 
 
 def moe_enabled_acts() -> None:
@@ -385,6 +398,13 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "dtype": dtype_acts,
     "device": device_acts,
     "tensor_parallel.enabled": tensor_parallel_enabled_acts,
+    "tensor_parallel.tp_size": lambda: refused("tensor_parallel.tp_size=2.*this process is alone", tp={"tp_size": 2}),
+    "tensor_parallel.tp_grain_size": tp_grain_size_acts,
+    "tensor_parallel.mpu": lambda: refused("tensor_parallel.mpu: expected an object with", tp={"mpu": object()}),
+    "tensor_parallel.tp_group": lambda: refused("tensor_parallel.tp_group: expected a process", tp={"tp_group": 1}),
+    "moe.ep_size": lambda: refused("moe.ep_size=2: this process is alone", moe={"ep_size": 2}),
+    "moe.ep_group": lambda: refused("moe.ep_group: expected a process group", moe={"ep_group": 1}),
+    "moe.ep_mp_group": lambda: refused("moe.ep_mp_group: expected a process group", moe={"ep_mp_group": 1}),
     "enable_cuda_graph": lambda: raises("enable_cuda_graph: a CPU has no CUDA graphs", enable_cuda_graph=True),
     "max_cuda_graphs": lambda: raises("max_cuda_graphs concern CUDA graphs", max_cuda_graphs=4),
     "graph_output": lambda: raises("graph_output and .* concern CUDA graphs", graph_output="static"),

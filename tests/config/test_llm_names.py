@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import CacheConfig, InferenceConfig, LLMConfig, SchedulerConfig
-from outpace.errors import ConfigError, NotSupportedYet
+from outpace.errors import ConfigError
 from tests.config.walk import nested
 
 # Written from vLLM's documentation of its engine arguments; and our own, which go by the same rule.
@@ -86,8 +86,7 @@ def test_a_flat_name_that_only_a_gpu_has() -> None:
 
 def test_tensor_parallel_size() -> None:
     assert of(tensor_parallel_size=1) == of()
-    with pytest.raises(NotSupportedYet, match=r"^tensor_parallel_size: tensor parallelism is not in this release"):
-        of(tensor_parallel_size=2)
+    assert of(tensor_parallel_size=2).tensor_parallel.tp_size == 2
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import ConfigError, InferenceConfig, NotSupportedYet, default_inference_config
+from outpace import ConfigError, InferenceConfig, default_inference_config
 from outpace.config import (
     CheckpointConfig,
     MoEConfig,
@@ -142,29 +142,13 @@ def test_deprecated_names_warn_and_move_their_value(old: str, path: str, default
     assert at(config, section).model_fields_set == {name}
 
 
-ACTING = ("moe_experts", "moe_type")
-"""Deprecated names of what is in this release."""
-
-
-@pytest.mark.parametrize(
-    ("old", "path", "_", "value"), [(key, *row) for key, row in DEEPSPEED_DEPRECATED.items() if key not in ACTING]
-)
-def test_deprecated_names_act_like_the_new_ones(old: str, path: str, _: Any, value: Any) -> None:
-    with pytest.warns(FutureWarning), pytest.raises(NotSupportedYet) as caught:
-        InferenceConfig.of(**{old: value})
-    assert caught.value.field == old
-    with pytest.raises(NotSupportedYet, match=f"^{path}: ") as by_path:
-        InferenceConfig.of(nested(path, value))
-    assert caught.value.capability == by_path.value.capability
-
-
-@pytest.mark.parametrize("old", ACTING)
+@pytest.mark.parametrize("old", DEEPSPEED_DEPRECATED)
 def test_deprecated_names_that_act_set_the_new_ones(old: str) -> None:
     path, _, value = DEEPSPEED_DEPRECATED[old]
     with pytest.warns(FutureWarning):
         config = InferenceConfig.of(replace_with_kernel_inject=True, **{old: value})
     assert config == InferenceConfig.of(nested(path, value), replace_with_kernel_inject=True)
-    assert config.moe != InferenceConfig().moe
+    assert config != InferenceConfig(replace_with_kernel_inject=True)
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,13 @@ def test_one_rank_holds_everything_of_any_model() -> None:
         assert set(split_model(model, 1).values()) == {None}
 
 
-def test_norms_over_all_heads_are_refused_by_name() -> None:
+def test_norms_with_weights_for_every_head() -> None:
     policies = {"Olmo2DecoderLayer": replace(QWEN3, attn_norm="post_attention_layernorm")}
-    with pytest.raises(
-        NotSupported, match=r"model\.layers\.0\.self_attn\.q_norm is a norm over all heads together \(32"
-    ):
+    with pytest.raises(NotSupported, match=r"q_norm is a norm with 32 values and 8 a head"):
         split_model(make("hugging face's plan"), 2, policies)
+    over_all = {name: replace(policy, qk_norm_over="all") for name, policy in policies.items()}
+    halves = Split(0, (((0, 16),), ((16, 32),)))
+    assert split_model(make("hugging face's plan"), 2, over_all)["model.layers.0.self_attn.q_norm.weight"] == halves
     per_head = PhiForCausalLM(
         PhiConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, qk_layernorm=True)
     )

@@ -87,7 +87,7 @@ def test_pieces_fill_a_weight_as_whole_tensors_would(
     dim = data.draw(st.integers(0, 1))
     start = data.draw(st.integers(0, tensor.shape[dim] - 1))
     length = data.draw(st.integers(1, tensor.shape[dim] - start))
-    cut = data.draw(st.sampled_from((None, Slice(dim, start, length))))
+    cut = data.draw(st.sampled_from(((), (Slice(dim, start, length),))))
     alone = Part("x", tuple(tensor.shape), 0, case["transposed"], None, cut)
     rows, columns = alone.shape_in_weight
     recipe = Recipe((2 * rows + 1, columns), (alone, Part("x", alone.shape, rows + 1, case["transposed"], None, cut)))
@@ -134,9 +134,9 @@ def test_experts_that_are_stored_one_by_one_go_into_one_tensor(tmp_path: Path) -
             pieces.append(Piece(extent, (3, 3), part.dtype, into=(number, slice(3 * half, 3 * half + 3))))
     source = Source((4, 6, 3), torch.float32, tuple(pieces))
     assert torch.equal(filled(Recipe.whole("x", (4, 6, 3)), {"x": source}, torch.float32), experts)
-    sliced = Recipe((2, 6, 3), (Part("x", (4, 6, 3), slice=Slice(0, 1, 2)),))
+    sliced = Recipe((2, 6, 3), (Part("x", (4, 6, 3), slices=(Slice(0, 1, 2),)),))
     assert torch.equal(filled(sliced, {"x": source}, torch.float32), experts[1:3])
-    inner = Recipe((4, 2, 3), (Part("x", (4, 6, 3), slice=Slice(1, 2, 2)),))
+    inner = Recipe((4, 2, 3), (Part("x", (4, 6, 3), slices=(Slice(1, 2, 2),)),))
     assert torch.equal(filled(inner, {"x": source}, torch.bfloat16), experts[:, 2:4].bfloat16())
 
 
@@ -180,7 +180,7 @@ def test_stacks_of_experts_fill_a_weight_however_they_are_stored(
         dim, weight_dim = (0, 0) if case["slice"] == "experts" else (column, 2)
         length = expected.shape[weight_dim] - expected.shape[weight_dim] // 2
         cut = Slice(dim, expected.shape[weight_dim] - length, length)
-        part = replace(recipe.parts[0], slice=cut)
+        part = replace(recipe.parts[0], slices=(cut,))
         recipe, expected = Recipe(part.shape_in_weight, (part,)), expected.narrow(weight_dim, cut.start, length)
     assert not recipe.has_gaps
     live = torch.full(recipe.shape, float("nan"), dtype=wanted)
@@ -219,11 +219,12 @@ def test_a_rank_takes_its_units_of_gates_and_ups_from_one_tensor(tmp_path: Path)
     experts = torch.randn(3, 8, 5)  # four units
     source = Source((3, 8, 5), torch.float32, (Piece(stored(tmp_path, experts), (3, 8, 5), torch.float32),))
     parts = [
-        Part("x", (3, 8, 5), start=start, slice=Slice(1, 4 * half + 2, 2), dim=1) for half, start in ((0, 0), (1, 2))
+        Part("x", (3, 8, 5), start=start, slices=(Slice(1, 4 * half + 2, 2),), dim=1)
+        for half, start in ((0, 0), (1, 2))
     ]
     found = filled(Recipe((3, 4, 5), tuple(parts)), {"x": source}, torch.float32)
     assert torch.equal(found, torch.cat([experts[:, 2:4], experts[:, 6:8]], dim=1))
-    pairs = Part("x", (3, 8, 5), order=Pairs(2), slice=Slice(1, 4, 4), dim=1)
+    pairs = Part("x", (3, 8, 5), order=Pairs(2), slices=(Slice(1, 4, 4),), dim=1)
     found = filled(Recipe((3, 4, 5), (pairs,)), {"x": source}, torch.float32)
     assert torch.equal(found, torch.cat([experts[:, 4::2], experts[:, 5::2]], dim=1))
 

@@ -1,0 +1,124 @@
+"""Modules of which each rank has a part: what they tell each other, they tell each other here."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outpace.inject.modules import Attend, Before, Embedding, FusedLayer, Linear, Made, Norm
+from outpace.inject.recipe import Recipe
+from outpace.kernels.dispatch import Kernels
+from outpace.parallel.group import Group
+
+
+class SummedLinear(Linear):
+    """A linear of which each rank has some columns: products are added up over ranks, then bias and `add` come."""
+
+    def __init__(self, inner: Linear, bias: Recipe | None, group: Group, kernels: Kernels) -> None:
+        Made.__init__(self, {"bias": bias})
+        self.inner = inner
+        self.group = group
+        self.out_features, self.in_features = inner.out_features, inner.in_features
+        self._kernels = kernels
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        act: str | None = None,
+        gated: bool = False,
+        add: Tensor | None = None,
+        reuse: bool = False,
+    ) -> Tensor:
+        """See `Linear`."""
+        assert act is None, "nothing comes between a product and its sum over ranks"
+        return self.whole(self.partial(x, norm=norm), add)
+
+    def partial(self, x: Tensor, *, norm: Before | None = None, add: Tensor | None = None) -> Tensor:
+        """This rank's share of the product, plus its share of something else that is added up with it."""
+        found: Tensor = self.inner(x, norm=norm, add=add, reuse=add is not None)
+        return found
+
+    def whole(self, share: Tensor, add: Tensor | None = None) -> Tensor:
+        """The sum of the shares of all ranks, with bias and `add`."""
+        y = self.group.sum(share)
+        y = y if self.bias is None else y.add_(self.bias)
+        return y if add is None else y.add_(add)
+
+    def rounds(self, rows: int) -> bool:
+        """See `Linear`."""
+        return self.inner.rounds(rows)
+
+    def extra_repr(self) -> str:
+        """What is printed of it."""
+        return f"added up over {self.group.size} ranks"
+
+
+def summed_once(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
+    """A layer whose attention and MLP both come from x: their shares are added up over ranks together."""
+    out, down = layer.out, layer.down
+    assert isinstance(out, SummedLinear), "ranks share it"
+    assert isinstance(down, SummedLinear), "ranks share it"
+    own = layer.mlp_norm is not None
+    normed = x if own else layer.attn_norm(x)
+    share = out.partial(layer.attended(normed, layer.attn_norm if own else None, attend))
+    rows, before = layer.activated(normed, layer.mlp_norm)
+    y = down.whole(down.partial(rows, norm=before, add=share), x)
+    return y if out.bias is None else y.add_(out.bias)
+
+
+class SplitEmbedding(Embedding):
+    """A table of which each rank has the rows of some tokens."""
+
+    def __init__(self, weight: Recipe, kernels: Kernels, scale: float, first: int, group: Group) -> None:
+        super().__init__(weight, kernels, scale)
+        self.first = first
+        """The token of its first row."""
+        self.group = group
+
+    def rows(self, ids: Tensor, **options: Any) -> Tensor:
+        """See `Embedding`."""
+        local, count = ids - self.first, self.weight.shape[0]
+        own = (local >= 0) & (local < count)
+        found = super().rows(local.clamp(0, count - 1), scale=options.get("scale", 1.0))
+        found = self.group.sum(torch.where(own[:, None], found, 0.0))
+        table: Tensor | None = options.get("position_table")
+        if table is None:
+            return found
+        return found.add_(F.embedding(options["positions"] + options["position_offset"], table))
+
+
+class SplitNorm(Norm, Made):
+    """A norm over heads of which each rank has some: over all of them together, or of each with weights of its own."""
+
+    def __init__(self, norm: Norm, weight: Recipe, bias: Recipe | None) -> None:
+        Made.__init__(self, {"weight": weight, "bias": bias})
+        self.kind, self.eps, self.offset = norm.kind, norm.eps, norm.offset
+        self.round_before_weight = norm.round_before_weight
+        self._kernels = norm._kernels
+        self.shares: tuple[Group, int, int] | None = None
+        """Over all heads: the ranks, the width of all of them, and how many ranks have this one's heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `Norm`."""
+        if self.shares is None:
+            return super().forward(x)
+        assert self.kind == "rms", "no family has a layer norm over all heads"
+        assert self.weight is not None, "it has a recipe"
+        group, width, copies = self.shares
+        wide = x.float()
+        total = group.sum(wide.square().sum(-1, keepdim=True).div_(copies))
+        normed = wide * torch.rsqrt(total / width + self.eps)
+        weight = self.weight.float() + self.offset
+        return normed.to(x.dtype) * weight.to(x.dtype) if self.round_before_weight else (normed * weight).to(x.dtype)
+
+
+class Values(Made):
+    """A vector of the model with a value for each head: attention sinks."""
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: Recipe) -> None:
+        super().__init__({"weight": weight})

@@ -1,0 +1,190 @@
+"""What a rank holds of each weight: recipes of whole weights cut to its part of them."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from outpace.inject.policy import Settings
+from outpace.inject.recipe import Part, Portion, Recipe, Slice
+from outpace.inject.split import Splits
+from outpace.parallel.group import Group
+from outpace.parallel.mesh import Mesh
+from outpace.parallel.spans import Heads, Span, even, split_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that one rank runs."""
+
+    mesh: Mesh
+    splits: Splits
+    """How each tensor of the model is cut over the ranks that share its layers."""
+    same_tokens: bool = False
+    """Whether all ranks that share the experts have the same tokens at the same time."""
+    expert_splits: Splits = field(default_factory=dict)
+    """How each expert is cut over the ranks that have the same ones."""
+
+    @property
+    def ranks(self) -> Group:
+        """Those that run the same batches."""
+        return self.mesh.ep if self.same_tokens and self.mesh.ep.size > self.mesh.tp.size else self.mesh.tp
+
+    @property
+    def tp(self) -> Group:
+        """The ranks that share each layer."""
+        return self.mesh.tp
+
+    def spans(self, name: str) -> tuple[int, tuple[Span, ...]] | None:
+        """The dimension along which a tensor is cut, and what this rank has of it; None: it has all of it."""
+        split = self.splits.get(name)
+        return None if split is None or self.tp.size == 1 else (split.dim, split.spans[self.tp.rank])
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """What each rank has of a tensor that is cut."""
+        split = self.splits[name]
+        assert split is not None, "it is cut"
+        return split.sizes()
+
+    def cut(self, recipe: Recipe) -> Recipe:
+        """The weight of this rank."""
+        if self.tp.size == 1:
+            return recipe
+        parts = tuple(part for same in _by_expert(recipe.parts) for part in self._cut_all(same))
+        return recipe if parts == recipe.parts else replace(recipe, shape=_shape(parts, recipe), parts=parts)
+
+    def cut_bias(self, bias: Recipe, whole: Recipe, own: Recipe) -> Recipe:
+        """The bias of this rank: `whole` is the weight beside which it stands, `own` this rank's part of that.
+
+        A tensor of the weight that has none leaves a gap as wide as this rank's part of the tensor.
+        """
+        if own.shape == whole.shape:
+            return bias
+        starts: dict[tuple[int | None, int], int] = {}
+        for same in _by_expert(whole.parts):
+            start = 0
+            for part in same:
+                starts[part.expert, part.start] = start
+                start += sum(each.shape_in_weight[each.dim] for each in self._cut(part, start) if each.dim == part.dim)
+        parts = [
+            each
+            for part in bias.parts
+            for each in self._cut(part, starts.get((part.expert, part.start), 0), columns=False)
+        ]
+        return replace(bias, shape=own.shape[:-1], parts=tuple(parts))
+
+    def _cut_all(self, parts: list[Part]) -> Iterator[Part]:
+        """The parts of one weight, one below the other."""
+        start = 0
+        for part in parts:
+            made = list(self._cut(part, start))
+            yield from made
+            start += sum(each.shape_in_weight[0] for each in made if each.dim == 0)
+
+    def adds_up(self, recipe: Recipe) -> bool:
+        """Whether the products of all ranks with their parts of this weight must be added up."""
+        found = self.spans(recipe.parts[0].name)
+        if found is None:
+            return False
+        return _in_weight(recipe.parts[0], found[0]) == len(recipe.parts[0].shape) - 1
+
+    @property
+    def of_one_expert(self) -> "Shard":
+        """What this rank has of each of its experts."""
+        return Shard(Mesh(tp=self.mesh.expert_tp), self.expert_splits)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens have to go to other ranks, and come back."""
+        return self.mesh.ep.size > 1 and not self.same_tokens
+
+    def first_experts(self, count: int) -> list[int]:
+        """The first expert of each rank."""
+        return [first for first, _ in even(count, self.mesh.ep.size, "the experts of a layer")]
+
+    def own_experts(self, count: int) -> Span:
+        """The experts of this rank."""
+        return even(count, self.mesh.ep.size, "the experts of a layer")[self.mesh.ep.rank]
+
+    def cut_experts(self, recipe: Recipe, count: int) -> Recipe:
+        """The stack of this rank's experts."""
+        if self.mesh.ep.size == 1:
+            return self.cut(recipe)
+        if self.mesh.expert_tp.size > 1 and self.expert_splits:
+            recipe = self.of_one_expert.cut(recipe)
+        return self.of_experts(recipe, count)
+
+    def of_experts(self, recipe: Recipe, count: int) -> Recipe:
+        """The stack, or the bias, of this rank's experts, each of them whole."""
+        first, last = self.own_experts(count)
+        parts = [_of_experts(part, first, last) for part in recipe.parts if part.expert is None or part.expert < last]
+        own = tuple(part for part in parts if part.expert is None or part.expert >= 0)
+        return replace(recipe, shape=(last - first, *recipe.shape[1:]), parts=own)
+
+    def heads(self, whole: Settings) -> Heads:
+        """The heads of this rank."""
+        return split_heads(whole.num_heads, whole.num_kv_heads, self.tp.size)[self.tp.rank]
+
+    def copies(self, whole: Settings) -> int:
+        """How many ranks hold the key heads of this one."""
+        every = split_heads(whole.num_heads, whole.num_kv_heads, self.tp.size)
+        return sum(each.kv == every[self.tp.rank].kv for each in every)
+
+    def settings(self, whole: Settings) -> Settings:
+        """The numbers of a layer of this rank."""
+        if self.tp.size == 1:
+            return whole
+        heads = self.heads(whole)
+        return replace(whole, num_heads=heads.query[1] - heads.query[0], num_kv_heads=heads.kv[1] - heads.kv[0])
+
+    def _cut(self, part: Part, start: int, *, columns: bool = True) -> Iterator[Part]:
+        """This rank's rows, or columns, of a tensor; its rows begin at `start` of the weight. A bias has no columns."""
+        found = self.spans(part.name)
+        if found is None:
+            yield replace(part, start=start) if part.dim == 0 else part
+            return
+        dim, spans = found
+        row = _in_weight(part, dim)
+        if columns and row == len(part.shape) - 1 and len(part.shape) > 1:
+            (span,) = spans
+            yield replace(part, start=start if part.dim == 0 else part.start, slices=(*part.slices, _slice(dim, span)))
+            return
+        before = start if row == 0 else 0
+        for number, span in enumerate(spans):
+            order = None if part.order is None else Portion(part.order, spans, number)
+            at = 0 if order is not None else before
+            yield replace(part, start=at, dim=row, order=order, slices=(*part.slices, _slice(dim, span)))
+            before += span[1] - span[0]
+
+
+def _slice(dim: int, span: Span) -> Slice:
+    return Slice(dim, span[0], span[1] - span[0])
+
+
+def _in_weight(part: Part, dim: int) -> int:
+    """Which dimension of the weight a dimension of a tensor is."""
+    last = len(part.shape) - 1
+    return last + last - 1 - dim if part.transposed and dim >= last - 1 else dim
+
+
+def _by_expert(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    found: dict[int | None, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.expert, []).append(part)
+    yield from found.values()
+
+
+def _of_experts(part: Part, first: int, last: int) -> Part:
+    """A tensor of one expert with its place among the rank's own, or those experts of a whole stack."""
+    if part.expert is not None:
+        return replace(part, expert=part.expert - first)
+    return replace(part, slices=(*part.slices, Slice(0, first, last - first)))
+
+
+def _shape(parts: tuple[Part, ...], whole: Recipe) -> tuple[int, ...]:
+    """Of a weight that is full of these parts."""
+    one = [part for part in parts if part.expert == parts[0].expert]
+    inner, dim = list(one[0].shape_in_weight), one[0].dim
+    inner[dim] = sum(part.shape_in_weight[dim] for part in one)
+    experts = () if parts[0].expert is None else (whole.shape[0],)
+    assert math.prod(inner) > 0, "every rank has something of each weight that is cut"
+    return (*experts, *inner)

@@ -1,0 +1,175 @@
+"""One rank of a world that runs cases and says what was wrong with each: python -m tests.parallel.member < CASES."""
+
+import copy
+import datetime
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import outpace
+from outpace.inject.modules import FusedLayer
+from tests import sharded_models
+from tests.inject import test_moe
+from tests.inject.checks import padded_prompts
+
+TOLERANCE = 1e-5
+NEW = 12
+
+
+def model_of(name: str) -> Any:
+    """A tiny model, the same on every rank: of the families of injection, or of experts ("moe: ...")."""
+    kind, _, case = name.rpartition("moe: ")
+    return test_moe.made(case) if kind or name.startswith("moe: ") else sharded_models.make(name)
+
+
+def engine_of(model: Any, options: Mapping[str, Any]) -> Any:
+    """An engine in fp32."""
+    return outpace.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, device="cpu", **options)
+
+
+def same_logits(engine: Any, model: Any, inputs: Mapping[str, Tensor]) -> None:
+    """Of a model in one process, wherever a token stands."""
+    with torch.no_grad():
+        want, found = model(**inputs).logits, engine(**inputs).logits
+    keep = inputs["attention_mask"].bool()
+    error = ((found - want)[keep].abs().max() / want[keep].abs().max()).item()
+    assert error <= TOLERANCE, f"logits differ by {error:.1e}"
+
+
+def compare(name: str, options: Mapping[str, Any]) -> None:
+    """Logits and tokens of an engine over all ranks, beside those of Hugging Face, or of an engine in one process."""
+    model, inputs = model_of(name), padded_prompts(97)
+    plain, size = copy.deepcopy(model), stored(model)
+    engine = engine_of(model, options)
+    if "quant" in options:
+        plain = engine_of(plain, {"quant": options["quant"]}).module
+    same_logits(engine, plain, inputs)
+    assert stored(engine.module) < 0.9 * size, "every rank has all weights"
+    if not hasattr(plain, "generate") or not plain.can_generate():
+        return
+    more = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(engine.generate(**inputs, **more), plain.generate(**inputs, **more)), "greedy tokens differ"
+    if "quant" in options:
+        return
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 20, "seed": 3}
+    tokens = engine.generate(**inputs, **sampled)
+    every = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tokens)
+    assert all(torch.equal(tokens, other) for other in every), "ranks have sampled different tokens"
+    assert torch.equal(tokens, engine_of(plain, {}).generate(**inputs, **sampled)), "one process samples other tokens"
+
+
+def stored(model: Any) -> int:
+    """Bytes of the weights of a model."""
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def copies(name: str, options: Mapping[str, Any]) -> None:
+    """Ranks with prompts of their own, and answers of different lengths."""
+    model, rank = model_of(name), dist.get_rank()
+    tp = options.get("tensor_parallel", {}).get("tp_size", 1)
+    own = rank // tp
+    inputs = padded_prompts(97, batch=2 + own % 2, length=9 + own, seed=own)
+    plain = copy.deepcopy(model)
+    engine = engine_of(model, options)
+    same_logits(engine, plain, inputs)
+    more = {"max_new_tokens": 3 + 2 * own, "do_sample": False}
+    assert torch.equal(engine.generate(**inputs, **more), plain.generate(**inputs, **more)), "greedy tokens differ"
+
+
+def grain(name: str, options: Mapping[str, Any]) -> None:
+    """Parts of the MLP are multiples of the grain."""
+    engine = engine_of(model_of(name), options)
+    size = options["tensor_parallel"]["tp_grain_size"]
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, FusedLayer)]
+    widths = {layer.up.out_features // 2 for layer in layers if layer.up is not None}
+    assert widths, "there are layers"
+    assert all(width % size == 0 for width in widths), widths
+
+
+class Unit:
+    """As Megatron's."""
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """All ranks."""
+        return dist.group.WORLD
+
+
+def own_groups(name: str, options: Mapping[str, Any]) -> None:
+    """A group, and a model-parallel unit, that the caller brings; two engines with different groups in one process."""
+    for given in ({"tp_group": dist.group.WORLD}, {"mpu": Unit()}):
+        model = model_of(name)
+        plain = copy.deepcopy(model)
+        same_logits(engine_of(model, {"tensor_parallel": given}), plain, padded_prompts(97))
+    alone = dist.new_subgroups(1)[0]
+    model = model_of(name)
+    plain = copy.deepcopy(model)
+    same_logits(engine_of(model, {"tensor_parallel": {"tp_group": alone}}), plain, padded_prompts(97))
+
+
+def sliced_experts(name: str, options: Mapping[str, Any]) -> None:
+    """Experts over one group, each of them over another: ranks 0 and 1 have the same tokens, as 2 and 3 do."""
+    ranks = dist.get_world_size()
+    across = [dist.new_group([rank, rank + 2]) for rank in range(ranks // 2)]
+    beside = [dist.new_group([rank, rank + 1]) for rank in range(0, ranks, 2)]
+    mine = dist.get_rank()
+    moe = {"ep_group": across[mine % 2], "ep_mp_group": beside[mine // 2]}
+    model = model_of(name)
+    plain = copy.deepcopy(model)
+    same_logits(engine_of(model, {**options, "moe": moe}), plain, padded_prompts(97))
+
+
+def checkpoint(name: str, options: Mapping[str, Any]) -> None:
+    """A folder, of which each rank reads its part: the same logits, and fewer bytes."""
+    model = model_of(name)
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    with outpace.OnDevice("meta"):
+        empty = type(model)(model.config)
+    engine = engine_of(empty, {**options, "checkpoint": folder[0]})
+    same_logits(engine, model, padded_prompts(97))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+KINDS: Mapping[str, Callable[..., None]] = {
+    kind.__name__: kind for kind in (compare, copies, grain, own_groups, sliced_experts, checkpoint)
+}
+
+
+def main() -> None:
+    """Run the cases of a file; the first rank prints a line of JSON for each."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    for case in json.load(sys.stdin):
+        problem = None
+        try:
+            KINDS[case["kind"]](case["name"], case["options"])
+        except Exception:
+            problem = traceback.format_exc(limit=-6)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, problem)
+        if dist.get_rank() == 0:
+            wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
+            print(json.dumps([case["name"], "\n".join(wrong)]), flush=True)
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads need not be waited for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""init_inference over ranks: logits and tokens of every family are those of one process, however it is cut."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+import outpace
+from outpace import ConfigError
+from tests import sharded_models
+from tests.inject import test_moe
+from tests.models import tiny
+from tests.parallel.world import Case, run_world, title
+
+MOE = tuple(f"moe: {case}" for case in {family: case for case, (family, _) in test_moe.CASES.items()}.values())
+"""One of each family of experts."""
+UNEVEN = ("llama", "five key heads", "falcon 40b", "gpt_neox", "bloom", "codegen", "moe: olmoe", "moe: gpt-oss", "bert")
+SHARED_HEADS = ("llama", "qwen3", "falcon 7b", "falcon 40b", "bigcode", "gpt-oss", "tied", "opt")
+
+
+def tp(size: int, **more: Any) -> dict[str, Any]:
+    """Options of a config."""
+    return {"tensor_parallel": {"tp_size": size, "tp_grain_size": 1}, **more}
+
+
+def cases(kind: str, names: Sequence[str], options: Mapping[str, Any]) -> Iterator[Case]:
+    """The same for several models."""
+    yield from ((kind, name, options) for name in names)
+
+
+CASES: Mapping[int, tuple[Case, ...]] = {
+    2: (
+        *cases("compare", [name for name in sharded_models.NAMES if name != "hugging face's plan"], tp(2)),
+        *cases("compare", MOE, tp(2)),
+        *cases("compare", MOE, {"moe": {"ep_size": 2}}),
+        *cases("compare", MOE, tp(2, moe={"ep_size": 2})),
+        *cases("compare", ("llama", "moe: mixtral"), tp(2, quant={"scheme": "int8"})),
+        *cases("grain", ("llama",), {"tensor_parallel": {"tp_size": 2, "tp_grain_size": 16}}),
+        *cases("own_groups", ("llama",), {}),
+        *cases("checkpoint", ("llama", "moe: mixtral"), tp(2)),
+    ),
+    3: tuple(cases("compare", UNEVEN, tp(3))),
+    4: (
+        *cases("compare", SHARED_HEADS, tp(4)),
+        *cases("copies", ("llama",), tp(2)),
+        *cases("copies", ("moe: mixtral",), {"moe": {"ep_size": 4}}),
+        *cases("compare", MOE[:4], {"moe": {"ep_size": 4}}),
+        *cases("compare", MOE[:4], tp(2, moe={"ep_size": 2})),
+        *cases("compare", MOE[:4], tp(2, moe={"ep_size": 4})),
+        *cases("sliced_experts", ("moe: mixtral", "moe: gpt-oss"), tp(2)),
+    ),
+}
+
+
+@cache
+def ran(size: int) -> dict[str, str]:
+    """All cases of a world, in one start."""
+    return run_world(size, CASES[size])
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [pytest.param(size, case, id=f"{size} ranks, {title(*case)}") for size, some in CASES.items() for case in some],
+)
+def test_ranks_together_are_one_process(size: int, case: Case) -> None:
+    problem = ran(size)[title(*case)]
+    assert not problem, problem
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (tp(2), r"tensor_parallel\.tp_size=2.*this process is alone.*torchrun"),
+        ({"moe": {"ep_size": 2}}, r"moe\.ep_size=2: this process is alone"),
+        ({"tensor_parallel": {"mpu": object()}}, r"tensor_parallel\.mpu: expected an object with get_tensor_model"),
+        ({"tensor_parallel": {"tp_group": 3}}, r"tensor_parallel\.tp_group: expected a process group of torch"),
+        ({"moe": {"ep_group": "all"}}, r"moe\.ep_group: expected a process group of torch"),
+        ({"moe": {"ep_mp_group": "all"}}, r"moe\.ep_mp_group: expected a process group of torch"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anybody_is_waited_for(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        outpace.init_inference(tiny("llama"), replace_with_kernel_inject=True, device="cpu", **options)

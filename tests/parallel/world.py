@@ -1,0 +1,53 @@
+"""Worlds of processes on this machine: one start for many cases, since a start takes seconds."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Case = tuple[str, str, Mapping[str, Any]]
+"""What is done (see `member.KINDS`), to which model, with which options."""
+
+
+def run_world(size: int, cases: Sequence[Case]) -> dict[str, str]:
+    """What was wrong with each case, by its title; empty: nothing."""
+    text = json.dumps([{"kind": kind, "name": name, "options": options} for kind, name, options in cases])
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.member"],
+            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if rank else None,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        for rank in ranks[1:]:
+            assert rank.stdin is not None, "it is a pipe"
+            rank.stdin.write(text)
+            rank.stdin.close()
+        lines, _ = ranks[0].communicate(text)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    found = [json.loads(line) for line in lines.splitlines() if line.startswith("[")]
+    done = {title(*case): problem for case, (_, problem) in zip(cases, found, strict=False)}
+    return {title(*case): done.get(title(*case), "the world ended before this case") for case in cases}
+
+
+def title(kind: str, name: str, options: Mapping[str, Any]) -> str:
+    """A name for a case."""
+    return f"{kind}: {name} {json.dumps(options)}"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
