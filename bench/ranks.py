@@ -5,7 +5,8 @@
 A rank's share of each layer is a smaller model (`outpace.bench.shapes.rank_shape`), so no second GPU is needed. Parts:
 linears (each linear layer of a rank at one row, as decode launches it, with the package's own tiles and with the best
 of a few others, beside the time to read its weight), steps (a whole decode step through `LLM` from CUDA graphs at
-contexts of 1,024 tokens, beside its floor). Each part writes results of its own, after each rank. --seconds bounds the
+contexts of 1,024 tokens, beside its floor), nccl (a step of a whole model with an all-reduce of a world of one after
+each row-parallel product, captured in its graph, beside the same step without). Each part writes results of its own, after each rank. --seconds bounds the
 run: what would begin later is left out and told of.
 """
 
@@ -14,12 +15,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from bench import report
 from bench.gemv_sweep import TILE, TOLERANCE, Case, Choice, Compiler, Operands, attempt, launch_time, model_cases
@@ -29,10 +33,14 @@ from outpace.bench.drive import Driver, Trace
 from outpace.bench.shapes import SHAPES, build, rank_shape
 from outpace.bench.subject import Subject, started
 from outpace.bench.workload import Item, latency_prompt
+from outpace.inject.recipe import Recipe
+from outpace.inject.shard import Shard
 from outpace.kernels.gemv import gemv_config
+from outpace.parallel.group import Group
+from outpace.parallel.mesh import Mesh
 
 RANKS = "llama-3.1-8b:2,llama-3.1-8b:4,llama-3.1-8b:8,llama-3.1-70b:4,llama-3.1-70b:8"
-PARTS = ("linears", "steps")
+PARTS = ("linears", "steps", "nccl")
 BATCHES = (1, 8, 32)
 CONTEXT = 1024
 STEPS, TURNS, SETTLING = 32, 3, 4  # timed together; so often; before the first of them
@@ -204,6 +212,48 @@ def measure_steps(rank: Rank, scheme: str, speed: limits.Speed, device: torch.de
     return rows, {**about, "batches": found}
 
 
+class _OneRank(Group):
+    """A world of one that tells itself everything."""
+
+    __slots__ = ()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Through NCCL, for nothing."""
+        dist.all_reduce(x, group=self.handle)
+        return x
+
+
+def measure_nccl(model: str, speed: limits.Speed, device: torch.device) -> tuple[list[Row], Any]:
+    """A decode step at batch 1, with and without the collectives of tensor parallelism."""
+    if not dist.is_initialized():
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    shard = Shard(Mesh(tp=_OneRank(handle=dist.group.WORLD)), {})
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_TOKENS}
+    found = {}
+    for name, patched in (("without", False), ("with", True)):
+        with ExitStack() as stack:
+            if patched:
+                stack.enter_context(mock.patch("outpace.inject.start.shard_of", return_value=shard))
+                stack.enter_context(mock.patch.object(Shard, "adds_up", _is_row_parallel))
+            subject = stack.enter_context(
+                started(build(model, dtype, device), speed=speed, device=device.type, **options)
+            )
+            found[name] = step_time(subject, 1)
+    more = found["with"]["step_ms"] / found["without"]["step_ms"] - 1
+    rows = [
+        row(f"{model}: step of 1, {name} collectives", each["step_ms"], "ms", each["floor_ms"])
+        for name, each in found.items()
+    ]
+    rows.append(row(f"{model}: what they add", 100 * more, "%", None))
+    return rows, {"model": model, **found, "share": more}
+
+
+def _is_row_parallel(shard: Shard, recipe: Recipe) -> bool:
+    return recipe.parts[0].name.endswith(("o_proj.weight", "down_proj.weight"))
+
+
 def step_time(subject: Subject, batch: int) -> dict[str, float]:
     """Milliseconds of a step in which all requests of the batch decode: the median of a few turns of many steps."""
     engine = subject.llm.engine
@@ -275,6 +325,9 @@ def main() -> None:
         results = Results(part, asked.out, device, speed, begin + asked.seconds)
         if part == "linears":
             run_linears(ranks, results, asked.compile_seconds)
+        elif part == "nccl":
+            for model in dict.fromkeys(rank.model for rank in ranks[:1]):
+                results.measure(f"{model}: nccl", partial(measure_nccl, model, speed, device))
         else:
             for scheme in asked.schemes.split(","):
                 for rank in ranks:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from outpace.inject.experts import Experts
@@ -35,8 +34,7 @@ class ExchangedExperts(Experts):
         wanted = (owner[None] == torch.arange(self.group.size, device=x.device)[:, None, None]).any(-1)  # [ranks, T]
         token = wanted.nonzero()[:, 1]  # in the order of the ranks
         sent = wanted.sum(1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group.handle)
+        received = self.group.exchanged(sent, [1] * self.group.size, [1] * self.group.size)
         counts = _Counts(sent.tolist(), received.tolist(), self.group)
         own = self.inner(
             counts.there(x.index_select(0, token)),
@@ -60,13 +58,8 @@ class _Counts:
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows for the other ranks; those that they have for this one."""
-        return self._moved(rows, self._sent, self._received)
+        return self._group.exchanged(rows, self._sent, self._received)
 
     def back(self, rows: Tensor) -> Tensor:
         """What became of them."""
-        return self._moved(rows, self._received, self._sent)
-
-    def _moved(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=self._group.handle)
-        return found
+        return self._group.exchanged(rows, self._received, self._sent)

@@ -111,9 +111,10 @@ class PagedModel:
         self._slopes = [alibi_slopes(layer, max_positions, self.device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
-        self.capturable = self.reentrant = self.gives_hidden = True
+        self.gives_hidden = True
         self.ranks: Group = ALONE if injected.shard is None else injected.shard.ranks
         self.vocabulary = head.vocabulary
+        self.capturable, self.reentrant = self.ranks.capturable, self.ranks.size == 1
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -17,21 +17,31 @@ class Group:
     size: int = 1
     handle: "dist.ProcessGroup | None" = None
     """torch's; None: this rank is alone."""
+    by_host: bool = False
+    """Whether tensors of a GPU go through the memory of the host: ranks that share a GPU cannot use NCCL."""
+
+    @classmethod
+    def of(cls, handle: "dist.ProcessGroup") -> "Group":
+        """A group that torch knows."""
+        by_host = "nccl" not in str(dist.get_backend_config(handle))
+        return cls(dist.get_rank(handle), dist.get_world_size(handle), handle, by_host)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Their numbers in the world; none: this one is alone."""
         return () if self.handle is None else tuple(dist.get_process_group_ranks(self.handle))
 
-    @classmethod
-    def of(cls, handle: "dist.ProcessGroup") -> "Group":
-        """A group that torch knows."""
-        return cls(dist.get_rank(handle), dist.get_world_size(handle), handle)
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold what they tell each other."""
+        return self.size == 1 or not self.by_host
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have, in place."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.handle)
+            there = self._there(x)
+            dist.all_reduce(there, group=self.handle)
+            self._back(there, x)
         return x
 
     def joined(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -47,23 +57,41 @@ class Group:
         """What all ranks have, of the same shape everywhere: [size, ...]."""
         if self.size == 1:
             return x[None]
-        found = x.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(found, x.contiguous().view(-1), group=self.handle)
-        return found.view(self.size, *x.shape)
+        there = self._there(x.contiguous().view(-1))
+        found = there.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(found, there, group=self.handle)
+        return found.view(self.size, *x.shape).to(x.device)
 
     def from_first(self, x: Tensor) -> Tensor:
         """What the first rank has, in place."""
         if self.size > 1:
-            dist.broadcast(x, group=self.handle, group_src=0)
+            there = self._there(x)
+            dist.broadcast(there, group=self.handle, group_src=0)
+            self._back(there, x)
         return x
+
+    def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows for every rank, in the order of the ranks; those that they have for this one. Counts: of each rank."""
+        there = self._there(rows.contiguous())
+        found = there.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(found, there, received, sent, group=self.handle)
+        return found.to(rows.device)
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest of the numbers of all ranks. Waits for the device: for a start, not for a step."""
         if self.size == 1:
             return number
-        found = torch.tensor([number], dtype=torch.int64, device=device)
+        found = self._there(torch.tensor([number], dtype=torch.int64, device=device))
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.handle)
         return int(found.item())
+
+    def _there(self, x: Tensor) -> Tensor:
+        """The tensor where it can be told to others."""
+        return x.cpu() if self.by_host and x.is_cuda else x
+
+    def _back(self, there: Tensor, x: Tensor) -> None:
+        if there is not x:
+            x.copy_(there)
 
 
 ALONE = Group()
