@@ -6,13 +6,14 @@ A rank's share of each layer is a smaller model (`outpace.bench.shapes.rank_shap
 linears (each linear layer of a rank at one row, as decode launches it, with the package's own tiles and with the best
 of a few others, beside the time to read its weight), steps (a whole decode step through `LLM` from CUDA graphs at
 contexts of 1,024 tokens, beside its floor), nccl (a step of a whole model with an all-reduce of a world of one after
-each row-parallel product, captured in its graph, beside the same step without). Each part writes results of its own, after each rank. --seconds bounds the
-run: what would begin later is left out and told of.
+each row-parallel product, captured in its graph, beside the same step without). Each part writes results of its own,
+after each rank. --seconds bounds the run: what would begin later is left out and told of.
 """
 
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -226,8 +227,8 @@ class _OneRank(Group):
 def measure_nccl(model: str, speed: limits.Speed, device: torch.device) -> tuple[list[Row], Any]:
     """A decode step at batch 1, with and without the collectives of tensor parallelism."""
     if not dist.is_initialized():
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        where = f"file://{tempfile.mkdtemp()}/world"
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", where, rank=0, world_size=1)
     shard = Shard(Mesh(tp=_OneRank(handle=dist.group.WORLD)), {})
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_TOKENS}

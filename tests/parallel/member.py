@@ -146,8 +146,28 @@ def checkpoint(name: str, options: Mapping[str, Any]) -> None:
         shutil.rmtree(folder[0])
 
 
+def on_a_gpu(name: str, options: Mapping[str, Any]) -> None:
+    """All ranks on one GPU: fp32 as one process has it, bf16 as near to fp32 as one process is."""
+    inputs = {key: value.cuda() for key, value in padded_prompts(97).items()}
+    more = {"max_new_tokens": NEW, "do_sample": False}
+    logits, tokens = {}, {}
+    for dtype in ("fp32", "bf16"):
+        for ranks, given in (("all", options), ("one", {})):
+            engine = outpace.init_inference(
+                model_of(name), dtype=dtype, replace_with_kernel_inject=True, device="cuda", **given
+            )
+            logits[dtype, ranks] = engine(**inputs).logits[inputs["attention_mask"].bool()].double()
+            tokens[dtype, ranks] = engine.generate(**inputs, **more)
+    want = logits["fp32", "one"]
+    error = ((logits["fp32", "all"] - want).abs().max() / want.abs().max()).item()
+    assert error <= 10 * TOLERANCE, f"logits differ by {error:.1e} in fp32"
+    assert torch.equal(tokens["fp32", "all"], tokens["fp32", "one"]), "greedy tokens differ in fp32"
+    ours, theirs = ((logits["bf16", ranks] - want).norm(dim=1).median().item() for ranks in ("all", "one"))
+    assert ours <= 1.5 * theirs, f"errors in bf16 are {ours:.1e}, those of one process {theirs:.1e}"
+
+
 KINDS: Mapping[str, Callable[..., None]] = {
-    kind.__name__: kind for kind in (compare, copies, grain, own_groups, sliced_experts, checkpoint)
+    kind.__name__: kind for kind in (compare, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu)
 }
 
 
