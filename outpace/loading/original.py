@@ -11,13 +11,15 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outpace.errors import ModelError
+from outpace.loading.cache import models_dir
 from outpace.loading.checkpoint import fetch, local_path
-from outpace.loading.default_model import default_model_path
+from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.foreign.method import CONFIG_KEYS, OLD_GPTQ
 from outpace.loading.gguf import read_gguf
 from outpace.loading.layout import DESCRIPTOR
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default
+from outpace.loading.sampling_defaults import FILE
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.vocab", "*.bpe", "additional_chat_templates/*")
 _NOT_BESIDE = ("*.index.json", DESCRIPTOR, "outpace.json", OLD_GPTQ)
@@ -56,6 +58,8 @@ def _copy_beside(folder: Path, target: Path) -> None:
             if path.is_file() and not copied.exists() and not any(path.match(other) for other in _NOT_BESIDE):
                 copied.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copied)
+    if folder.resolve() == (models_dir() / DEFAULT_MODEL).resolve():  # known by its place, which the copy has not
+        set_entries(target / FILE, do_sample=True, **SAMPLING)
 
 
 def _of_gguf(path: Path) -> tuple[PreTrainedConfig, Callable[[Path], None]]:
@@ -70,7 +74,7 @@ def _of_gguf(path: Path) -> tuple[PreTrainedConfig, Callable[[Path], None]]:
 
 
 def set_entries(config: Path, **entries: Any) -> None:
-    """Change entries of a config.json."""
+    """Change entries of a config.json, or of another such file."""
     content = json.loads(config.read_text())
     if "dtype" in entries:
         content.pop("torch_dtype", None)  # the older name of it

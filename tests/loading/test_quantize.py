@@ -1,6 +1,7 @@
 """`outpace quantize`: what it writes is what the layout says, and what quantizing at load time would have made."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from outpace.config import LLMConfig
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported, OutpaceError
 from outpace.inject.modules import Made
 from outpace.kernels.packed import unpack_nibbles
+from outpace.loading.cache import models_dir
+from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING
 from outpace.loading.quantize import Asked, quantize_model
 from outpace.prepare import load_paged
 from tests.loading.tiny import tiny_model, write_gguf
@@ -307,3 +310,13 @@ def test_the_default_model(scheme: str, dtype: torch.dtype, tmp_path: Path) -> N
     written = quantize_model(None, tmp_path / "out", Asked(scheme, head="int8", dtype=dtype))
     check_same(default_model_path(), tmp_path / "out", scheme)
     assert max(written.errors.values()) < (0.03 if scheme == "int8" else 0.25)
+
+
+def test_the_sampling_that_is_recommended_for_the_default_model_goes_along(
+    chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(chain_folder, models_dir() / DEFAULT_MODEL)
+    quantize_model(models_dir() / DEFAULT_MODEL, tmp_path / "out", Asked("int8"))
+    sampling = LLM(tmp_path / "out", device="cpu").get_default_sampling_params()
+    assert (sampling.temperature, sampling.top_p) == (SAMPLING["temperature"], SAMPLING["top_p"])
