@@ -36,7 +36,7 @@ from outpace.bench.subject import Subject, started
 from outpace.bench.workload import Item, latency_prompt
 from outpace.inject.recipe import Recipe
 from outpace.inject.shard import Shard
-from outpace.kernels.gemv import gemv_config
+from outpace.kernels.gemv import GATED_OF_RANKS, OF_RANKS, gemv_config
 from outpace.parallel.group import Group
 from outpace.parallel.mesh import Mesh
 
@@ -139,7 +139,8 @@ def default_choice(case: Case) -> Choice:
     """What the package launches."""
     config = gemv_config(case.rows, case.outputs, case.depth, case.fused == "gated")
     tile = (config["block_n"], config["block_k"], config["num_warps"], config["num_stages"])
-    return Choice(tile, pdl=case.fused == "add")
+    known = (GATED_OF_RANKS if case.fused == "gated" else OF_RANKS).get((case.outputs, case.depth))
+    return Choice(tile, pdl=case.fused == "add" if known is None or case.rows > 1 else known.overlaps)
 
 
 def choices(case: Case) -> list[Choice]:

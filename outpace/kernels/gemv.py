@@ -7,6 +7,7 @@ y = rstd * sum_k(x * norm_weight * W), and the sum_k(x * x) behind rstd is gathe
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -163,8 +164,37 @@ def _gemv_kernel(
     tl.store(out_ptr + at * out_stride + n, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Tiles of one row times a weight, and whether the kernel begins while the one in front ends."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    overlaps: bool = True
+
+
+OF_RANKS: Mapping[tuple[int, int], _Tile] = {
+    (3072, 4096): _Tile(2, 2048, 4), (1536, 4096): _Tile(2, 2048, 4), (768, 4096): _Tile(4, 4096, 8),
+    (4096, 2048): _Tile(2, 1024, 1), (4096, 1024): _Tile(4, 512, 2), (4096, 512): _Tile(4, 512, 2),
+    (4096, 7168): _Tile(1, 1024, 4), (4096, 3584): _Tile(1, 512, 2), (16032, 4096): _Tile(4, 4096, 8, overlaps=False),
+    (2560, 8192): _Tile(4, 1024, 4), (1280, 8192): _Tile(4, 4096, 8, overlaps=False),
+    (8192, 2048): _Tile(2, 1024, 1), (8192, 1024): _Tile(4, 512, 2), (8192, 7168): _Tile(1, 1024, 4),
+    (8192, 3584): _Tile(1, 512, 1), (32064, 8192): _Tile(4, 1024, 4, overlaps=False),
+    (16032, 8192): _Tile(4, 4096, 8, overlaps=False),
+}  # fmt: skip
+"""(outputs, depth) of a rank of Llama-3.1-8B over 2, 4, 8 ranks and of 70B over 4, 8, as measured on an H200."""
+GATED_OF_RANKS: Mapping[tuple[int, int], _Tile] = {(1792, 4096): _Tile(1, 2048, 4), (3584, 8192): _Tile(2, 1024, 4)}
+
+
+def _measured(rows: int, outputs: int, depth: int, gated: bool) -> _Tile | None:
+    return (GATED_OF_RANKS if gated else OF_RANKS).get((outputs, depth)) if rows == 1 else None
+
+
 def gemv_config(rows: int, outputs: int, depth: int, gated: bool = False) -> dict[str, int]:
-    """Tiles that a sweep over the layers of Llama-3.1-8B, 3.2-1B and Qwen3-0.6B on an H200 chose."""
+    """Tiles that a sweep over the layers of Llama-3.1-8B, 3.2-1B and Qwen3-0.6B on an H200 chose, or one over ranks."""
+    if (found := _measured(rows, outputs, depth, gated)) is not None:
+        return {"block_n": found.block_n, "block_k": found.block_k, "num_warps": found.num_warps, "num_stages": 1}
     width: int = triton.next_power_of_2(depth)
     if rows > 1:
         tile = (2 if rows <= 2 else 1, min(512, width), 1)
@@ -232,7 +262,7 @@ def gemv_triton(
 
     pdl overlaps the start with the end of the kernel in front, which must not be one that writes weight, bias or
     norm_weight; it is ignored where the device cannot. None: where it measures faster, which is without norm and gate
-    (8B's o: 9.3 us against 9.7; its gate_up: 61 against 56).
+    (8B's o: 9.3 us against 9.7; its gate_up: 61 against 56) but for small weights (see OF_RANKS).
     """
     rows, depth = x.shape
     assert activation is None or weight.shape[0] % 2 == 0, f"{weight.shape[0]} rows have no two halves"
@@ -242,7 +272,10 @@ def gemv_triton(
     if out.numel() == 0:
         return out
     meta = {**gemv_config(rows, outputs, depth, activation is not None), **(config or {})}
-    pdl = (activation is None and norm_weight is None if pdl is None else pdl) and has_pdl(x.device)
+    if pdl is None:
+        found = _measured(rows, outputs, depth, activation is not None)
+        pdl = activation is None and norm_weight is None if found is None else found.overlaps
+    pdl = pdl and has_pdl(x.device)
     _gemv_kernel[(triton.cdiv(outputs, meta["block_n"]),)](
         *(x, weight, bias, norm_weight, add, out, outputs),
         *(row_stride(x), weight.stride(0), row_stride(add), row_stride(out), eps, weight_offset),
