@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+GATHER: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor  # which newer versions warn of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +62,7 @@ class Group:
             return x[None]
         there = self._there(x.contiguous().view(-1))
         found = there.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(found, there, group=self.handle)
+        GATHER(found, there, group=self.handle)
         return found.view(self.size, *x.shape).to(x.device)
 
     def from_first(self, x: Tensor) -> Tensor:

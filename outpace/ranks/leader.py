@@ -24,7 +24,8 @@ from outpace.loading.read_tokenizer import is_default
 from outpace.log import chosen, logger
 from outpace.prepare import PagedParts, load_paged
 from outpace.ranks import agree, world
-from outpace.ranks.messages import Begin, Launch, Reset, Sender, ToFollower, frame
+from outpace.ranks.messages import Begin, Reset, Sender, ToFollower, frame
+from outpace.ranks.steps import launch_of
 from outpace.ranks.watch import Follower, Watch
 from outpace.runner.threads import share
 from outpace.types import Step
@@ -137,7 +138,7 @@ class Ranks:
     def launch(self, step: Step, *, for_logits: bool = False) -> None:
         """Have the others run a step; this rank runs it next."""
         if self.size > 1:
-            self._tell(Launch.of(step, for_logits=for_logits))
+            self._tell(launch_of(step, for_logits=for_logits))
 
     def reset(self) -> None:
         """Have the others forget every request."""

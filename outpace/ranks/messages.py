@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from outpace.sampling import is_plain
 from outpace.types import Pooling, Preemption, Request, SamplingParams, ScheduledSequence, Step
 
 Kind = TypeVar("Kind")
@@ -45,13 +44,6 @@ class About(msgspec.Struct, frozen=True, array_like=True):
     plain: bool
     """Its tokens are the likeliest ones: each rank finds them by itself."""
 
-    @classmethod
-    def of(cls, request: Request) -> "About":
-        """What is sent of it."""
-        reads = request.watch is not None or request.params.prompt_logprobs is not None
-        prompt = len(request.prompt_token_ids)
-        return cls(prompt, request.pooling, request.prompt_only, reads, is_plain(request))
-
     def request(self, name: str, token_ids: tuple[int, ...]) -> Request:
         """A request that has the same steps. token_ids: of the prompt, and of what has been answered."""
         params = SamplingParams(
@@ -74,13 +66,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     about: About | None
 
-    @classmethod
-    def of(cls, entry: ScheduledSequence) -> "Piece":
-        """What is sent of it."""
-        about = None if entry.request is None else About.of(entry.request)
-        numbers = entry.request_id, entry.start, entry.num_new_tokens, entry.samples
-        return cls(*numbers, entry.new_blocks, entry.token_ids, about)
-
     def entry(self) -> ScheduledSequence:
         """The same for a runner."""
         request = None if self.about is None else self.about.request(self.request_id, self.token_ids)
@@ -99,12 +84,6 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pieces: list[Piece]
     for_logits: bool = False
     """`Runner.run` instead of `Runner.launch`: somebody wants the logits and chooses tokens himself."""
-
-    @classmethod
-    def of(cls, step: Step, *, for_logits: bool = False) -> "Launch":
-        """What is sent of a step."""
-        pieces = [Piece.of(entry) for entry in step.sequences]
-        return cls(step.step_id, step.ended, list(step.preempted), step.swap_out, step.swap_in, pieces, for_logits)
 
     def step(self) -> Step:
         """The same for a runner, which does not ask how a request gave way."""

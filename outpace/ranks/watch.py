@@ -36,6 +36,8 @@ class Follower:
     loaded: Loaded | None = None
     said: Failed | None = None
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    unfinished: bytes = b""
+    """The line that it writes."""
     gone: bool = False
 
     @property
@@ -96,7 +98,8 @@ class Watch:
                 follower, act = key.data
                 if key.fileobj in self._selector.get_map():  # the event before may have been its last
                     act(follower, key)
-            if self._second_hand is not None and time.monotonic() >= self._second_hand[0]:
+            nobody_else = all(each.gone for each in self._followers)
+            if self._second_hand is not None and (nobody_else or time.monotonic() >= self._second_hand[0]):
                 self._lose(self._second_hand[1])
             with self._changed:
                 self._changed.notify_all()
@@ -132,14 +135,17 @@ class Watch:
 
     def _forward(self, follower: Follower, key: selectors.SelectorKey) -> None:
         """Show what a rank writes, and keep the last lines."""
-        with contextlib.suppress(BlockingIOError, ValueError):
+        try:
             data = os.read(follower.errors.fileno(), _AT_ONCE)
-            if not data:
-                self._selector.unregister(follower.errors)
-            for line in data.decode(errors="replace").splitlines():
-                follower.lines.append(line[:500])
-                with contextlib.suppress(Exception):  # nobody has to be there to read it
-                    sys.stderr.write(f"rank {follower.rank}: {line}\n")
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(follower.errors)
+        *lines, follower.unfinished = (follower.unfinished + data).split(b"\n")
+        for text in (line.decode(errors="replace") for line in lines):
+            follower.lines.append(text[:500])
+            with contextlib.suppress(Exception):  # nobody has to be there to read it
+                sys.stderr.write(f"rank {follower.rank}: {text}\n")
 
     def _go(self, follower: Follower) -> None:
         """A rank has ended. If it only knows that another has, that one is waited for."""
@@ -168,6 +174,8 @@ class Watch:
 
     def _close(self) -> None:
         for each in self._followers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.process.wait(1.0)  # its socket has ended, so it is about to
             each.process.kill()
             each.process.wait()
             each.socket.close()

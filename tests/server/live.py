@@ -22,6 +22,8 @@ from outpace.server.python_api import Server
 from tests.models import byte_tokenizer, tiny
 from tests.patience import PATIENCE
 
+RANKS = "OUTPACE_TEST_RANKS"
+"""In the environment, how many ranks the server has: every test of the API passes with any number."""
 NAMES = ("tiny", "org/tiny-alias")
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 4
@@ -134,6 +136,7 @@ def started(folder: Path) -> Iterator[Live]:
             access_log=False,
             allow_priority=True,
             body_timeout=BODY_TIMEOUT,
+            tensor_parallel_size=int(os.environ.get(RANKS, "1")),
         )
     with server:
         made = Live(server, folder)
