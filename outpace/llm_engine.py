@@ -76,6 +76,11 @@ class LLMEngine:
         return self._started.limits.max_model_len
 
     @property
+    def vocab_size(self) -> int | None:
+        """Tokens that the model knows; None: it does not say."""
+        return self._parts.vocab_size
+
+    @property
     def scheduler(self) -> Scheduler:
         """Who runs and who waits."""
         return self._scheduler

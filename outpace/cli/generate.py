@@ -3,13 +3,23 @@
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from outpace.cli.model import OnlyModel
-from outpace.cli.talk import Device, DType, GenerationConfig, Quantization, Temperature, TopP, given, need_tokenizer
+from outpace.cli.talk import (
+    Device,
+    DType,
+    GenerationConfig,
+    Quantization,
+    Ranks,
+    Temperature,
+    TopP,
+    given,
+    need_tokenizer,
+)
 from outpace.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,6 +43,7 @@ def command(
     dtype: DType = None,
     quantization: Quantization = None,
     device: Device = None,
+    tensor_parallel_size: Ranks = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Without CUDA graphs: ready sooner, slower.")
     ] = False,
@@ -45,7 +56,8 @@ def command(
     SamplingParams(**options)  # wrong values are refused before the model is loaded
     asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
-    more = given(generation_config=generation_config, quantization=quantization)
+    more: dict[str, Any] = given(generation_config=generation_config, quantization=quantization)
+    more |= given(tensor_parallel_size=tensor_parallel_size)
     llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1, **more)
     ready = time.perf_counter() - begin
     need_tokenizer(llm)

@@ -36,6 +36,10 @@ Quantization = Annotated[
         help="Weights in int8 or int4, with activations in fp8 or w8a8, as stored, or none.", show_default=False
     ),
 ]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that share each layer.", show_default="1"),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
 
 

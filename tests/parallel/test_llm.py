@@ -1,6 +1,7 @@
 """LLM on two ranks says what it says on one; it ends with its ranks, and they with it."""
 
 import gc
+import json
 import os
 import select
 import signal
@@ -14,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import outpace
+from outpace.cli.app import app
 from outpace.errors import ConfigError, EngineDead, InputError, NotSupported, StateError
 from outpace.ranks import agree
 from outpace.runner.runner import Runner
@@ -248,6 +251,18 @@ class TestFailures:
             monkeypatch.setenv(name, "1")
         with pytest.raises(ConfigError, match="without torchrun"):
             outpace.LLM(folder, device="cpu", tensor_parallel_size=2)
+
+
+@pytest.mark.usefixtures("compared")
+def test_verify_compares_ranks_with_one(folder: Path, ranked: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["verify", str(folder), "--device", "cpu", "--tp", "2", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "llama in float32 on cpu, 2 ranks beside one\n" in result.stdout
+    assert result.stdout.endswith("32 greedy tokens of each: equal\nPASS\n")
+    found = json.loads(file.read_text())
+    assert found["passed"]
+    assert 0 < found["error"] < found["allowed"], "they are not the same computation"
 
 
 SCRIPT = """

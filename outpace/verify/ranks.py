@@ -1,0 +1,116 @@
+"""Whether several ranks compute what one does: the same prompts through `LLM` on one and on all of them."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from outpace.llm import LLM
+from outpace.loading.dtypes import short
+from outpace.types import RequestOutput, SamplingParams
+from outpace.verify.prompts import LENGTHS, NEW_TOKENS, TEXT
+
+ALLOWED = {torch.float32: 1e-3}
+ALLOWED_16_BITS = 0.3  # a logit of 30 has steps of 0.25 in bf16
+SHOWN = 5  # likeliest tokens whose log-probabilities are compared
+
+
+@dataclass(frozen=True)
+class RanksReport:
+    """What was found."""
+
+    model: str
+    dtype: str
+    device: str
+    ranks: int
+    lengths: tuple[int, ...]
+    """Tokens of each prompt."""
+    error: float
+    """The largest difference of a log-probability, of tokens of the prompts and the likeliest in their places."""
+    allowed: float
+    new_tokens: int
+    """Of each prompt, chosen greedily."""
+    first_difference: tuple[int, int] | None
+    """Prompt and new token, both counted from 0, where those of several ranks first differ from one's."""
+    tokens_count: bool
+    """Whether greedy tokens must be equal: in 16 bits a tie may fall either way."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether several ranks compute what one does."""
+        return self.error <= self.allowed and (self.first_difference is None or not self.tokens_count)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+def verify_ranks(
+    model: str | os.PathLike[str] | None,
+    ranks: int,
+    *,
+    progress: Callable[[str], None] = lambda step: None,
+    **options: Any,
+) -> RanksReport:
+    """Compare a model on one rank with itself on several. Options are those of LLM."""
+    given = {name: value for name, value in options.items() if value is not None}
+    progress("one rank")
+    with LLM(model, max_num_seqs=8, **given) as llm:
+        prompts = _prompts(llm)
+        wanted, name, dtype, device = _run(llm, prompts), llm.name, llm.dtype, str(llm.device)
+    progress(f"{ranks} ranks")
+    with LLM(model, max_num_seqs=8, tensor_parallel_size=ranks, **given) as llm:
+        found = _run(llm, prompts)
+    return RanksReport(
+        model=name,
+        dtype=short(dtype),
+        device=device.partition(":")[0],
+        ranks=ranks,
+        lengths=tuple(map(len, prompts)),
+        error=max(map(_error, found, wanted)),
+        allowed=ALLOWED.get(dtype, ALLOWED_16_BITS),
+        new_tokens=len(wanted[0].outputs[0].token_ids),
+        first_difference=_first_difference(found, wanted),
+        tokens_count=dtype in ALLOWED,
+    )
+
+
+def _prompts(llm: LLM) -> list[list[int]]:
+    """A batch, a long one and a short one, of text where there is a tokenizer for it."""
+    room, size = llm.max_model_len - min(NEW_TOKENS, llm.max_model_len // 2), llm.engine.vocab_size or 256
+    tokens = [] if llm.tokenizer is None else list(llm.tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    if not tokens or max(tokens) >= size:
+        drawn = torch.randint(min(3, size - 1), size, (512,), generator=torch.Generator().manual_seed(0))
+        tokens = drawn.tolist()
+    lengths = [min(length, room) for group in LENGTHS.values() for length in group]
+    return [[tokens[(31 * row + place) % len(tokens)] for place in range(length)] for row, length in enumerate(lengths)]
+
+
+def _run(llm: LLM, prompts: Sequence[list[int]]) -> list[RequestOutput]:
+    new = min(NEW_TOKENS, llm.max_model_len // 2)
+    wanted: dict[str, Any] = {"max_tokens": new, "prompt_logprobs": min(SHOWN, llm.engine.max_logprobs)}
+    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **wanted)
+    return llm.generate(list(prompts), params, use_tqdm=False)
+
+
+def _error(found: RequestOutput, wanted: RequestOutput) -> float:
+    """The largest difference where both have a token's log-probability: its own they always have."""
+    pairs = zip(found.prompt_logprobs or (), wanted.prompt_logprobs or (), strict=True)
+    differences = [
+        abs(ours[token].logprob - theirs[token].logprob)
+        for ours, theirs in pairs
+        if ours and theirs
+        for token in ours.keys() & theirs.keys()
+    ]
+    return max(differences, default=0.0)
+
+
+def _first_difference(found: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> tuple[int, int] | None:
+    for prompt, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        pairs = zip(ours.outputs[0].token_ids, theirs.outputs[0].token_ids, strict=True)
+        for place, (one, other) in enumerate(pairs):
+            if one != other:
+                return prompt, place
+    return None
