@@ -113,7 +113,7 @@ class Ranks:
             yield
             return
         self.check()
-        interrupted = _Interrupt()
+        interrupted = Interrupt()
         try:
             with interrupted:
                 yield
@@ -275,7 +275,7 @@ def _send(follower: Follower, message: ToFollower) -> None:
         follower.sender.send(frame(message))
 
 
-class _Interrupt:
+class Interrupt:
     """Holds back the first Ctrl-C, in the main thread: between two collectives it would leave the others waiting."""
 
     def __init__(self) -> None:

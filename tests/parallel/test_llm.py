@@ -205,6 +205,18 @@ class TestRagged:
         assert not dist.is_initialized()
 
 
+def test_experts_are_shared(tmp_path: Path, ranked: pytest.MonkeyPatch, compared: None) -> None:
+    tiny("mixtral").save_pretrained(tmp_path)
+    params = [SamplingParams(temperature=0, max_tokens=8), SamplingParams(seed=1, max_tokens=8)]
+    found = []
+    several: dict[str, Any] = {"tensor_parallel_size": 2, "moe": {"ep_size": 2}}
+    for options in ({}, several):
+        with outpace.LLM(tmp_path, device="cpu", dtype="fp32", num_blocks=8, **options) as llm:
+            outputs = llm.generate([[5, 6, 7, 8], [9, 10]], params, use_tqdm=False)
+            found.append((said(outputs), llm.expert_load().tolist()))
+    assert found[0] == found[1]
+
+
 class TestFailures:
     def test_a_rank_that_cannot_load(self, folder: Path, ranked: pytest.MonkeyPatch) -> None:
         with ranked.context() as patch:

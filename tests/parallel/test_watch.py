@@ -2,12 +2,14 @@
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
 
+from outpace.ranks.leader import Interrupt
 from outpace.ranks.messages import Sender
 from outpace.ranks.watch import Follower, Watch
 from tests.patience import PATIENCE
@@ -92,3 +94,15 @@ def test_a_process_that_has_ended_is_seen_though_a_child_of_it_has_its_socket() 
     assert lost.get(timeout=PATIENCE).startswith("rank 1 of 2 ended with code 4")
     with pytest.raises(ChildProcessError):
         os.waitpid(followers[0].process.pid, os.WNOHANG)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step_unless_it_comes_twice() -> None:
+    held = Interrupt()
+    with held:
+        signal.raise_signal(signal.SIGINT)
+    assert held.came
+    with Interrupt():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
