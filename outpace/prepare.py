@@ -318,7 +318,7 @@ def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:
 def _plan(
     module: nn.Module, config: InferenceConfig, kernels: Kernels, rules: Rules, mesh: Mesh = NO_MESH
 ) -> Injection | None:
-    if not config.replace_with_kernel_inject and not config.injection_policy:
+    if not config.replace_with_kernel_inject and not config.injection_policy and mesh is NO_MESH:
         return None
     return plan_injection(module, config, kernels, rules, mesh)
 

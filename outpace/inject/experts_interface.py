@@ -12,9 +12,11 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from outpace.inject.attention import PAGED
+from outpace.inject.policy import MoERoles
 from outpace.inject.quantized import StandInExperts
 from outpace.kernels.activation import ACTIVATIONS
 from outpace.kernels.dispatch import Kernels
+from outpace.kernels.routing import Routing
 from outpace.log import chosen
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -102,6 +104,15 @@ def act_of(module: Any) -> str | None:
     own = getattr(module, "act_fn", None)
     same = (name for name in ACTIVATIONS if name in ACT2FN and type(ACT2FN[name]) is type(own))
     return next((name for name in same if repr(ACT2FN[name]) == repr(own)), None)
+
+
+def stack_roles(module: Any) -> MoERoles:
+    """The parts of a stack by name; its router is somewhere else."""
+    return MoERoles(
+        block="", router="", experts="", up="gate_up_proj" if module.has_gate else "up_proj", gated=module.has_gate,
+        transposed=module.is_transposed, paired=module.has_gate and not module.is_concatenated,
+        routing=lambda config: Routing(top_k=1),
+    )  # fmt: skip
 
 
 def _runner(module: Any, kernels: Kernels) -> Run:

@@ -21,7 +21,7 @@ from outpace.inject.probe import probe
 from outpace.inject.rope import LENGTH_DEPENDENT, rope_types
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
-from outpace.parallel.group import ALONE
+from outpace.parallel.group import ALONE, Group
 from outpace.parallel.vocabulary import ALL
 
 LENGTHS = (12, 8)  # tokens of the sequences that the check runs
@@ -35,10 +35,11 @@ TF32_LIMIT = 1e-2
 class Interface:
     """A model that runs on level 0. What its class and config say is checked here, what it computes in `paged`."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels, *, experts: bool = True) -> None:
+    def __init__(self, model: nn.Module, kernels: Kernels, *, experts: bool = True, ranks: Group = ALONE) -> None:
         self._model = model
         self._kernels = kernels
         self._experts = experts
+        self._ranks = ranks
         if reason := next((found for check in _CHECKS if (found := check(model))), None):
             raise refused(model, reason)
 
@@ -72,7 +73,7 @@ class Interface:
     def _checked(self, experts: StackedExperts | None) -> Callable[[int], BatchModel]:
         model = self._model.eval()
         try:
-            paged = InterfaceModel(model, self._kernels, experts)
+            paged = InterfaceModel(model, self._kernels, experts, self._ranks)
             error, limit = check(model, paged)
         except ModelError:
             raise  # the weights are to blame, whoever computes with them
@@ -91,7 +92,9 @@ class Interface:
 class InterfaceModel:
     """Runs batches through a model's own forward. Outside of a call of this the model is as it was."""
 
-    def __init__(self, model: Any, kernels: Kernels, experts: StackedExperts | None = None) -> None:
+    def __init__(
+        self, model: Any, kernels: Kernels, experts: StackedExperts | None = None, ranks: Group = ALONE
+    ) -> None:
         register()
         self._model = model
         self._kernels = kernels
@@ -103,9 +106,9 @@ class InterfaceModel:
         self.kv_heads = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
         self.dtype, self.device = _dtype(layers), next(model.parameters()).device
         self.reentrant = False  # the model's config is changed for the time of a call
-        self.capturable = bool(getattr(model, "_can_compile_fullgraph", False))
+        self.capturable = bool(getattr(model, "_can_compile_fullgraph", False)) and ranks.capturable
         self.gives_hidden = model.base_model is not model
-        self.ranks, self.vocabulary = ALONE, ALL
+        self.ranks, self.vocabulary = ranks, ALL
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

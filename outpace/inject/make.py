@@ -12,13 +12,14 @@ from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExpert
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
 from outpace.inject.policy import MoERoles, Policy, Settings
-from outpace.inject.quantized import PackedEmbedding, PackedExperts, PackedLinear
+from outpace.inject.quantized import PackedEmbedding, PackedExperts, PackedLinear, StandInExperts
 from outpace.inject.ranks import SplitEmbedding, SplitNorm, SummedLinear, Values
 from outpace.inject.recipe import Pairs, Recipe, RowOrder
 from outpace.inject.shard import Shard
 from outpace.kernels.dispatch import Kernels
-from outpace.parallel.group import ALONE
+from outpace.parallel.group import ALONE, Group
 from outpace.parallel.mesh import NO_MESH
+from outpace.parallel.spans import Span
 from outpace.parallel.vocabulary import Vocabulary
 from outpace.quant.rules import KEEP, Role, Rules
 from outpace.quant.scheme import Scheme
@@ -132,21 +133,39 @@ class Maker:
         self._share(made, router.num_experts)
         return made
 
+    def outputs(self, module: nn.Module) -> Vocabulary:
+        """How the outputs of a linear or a table that is cut by them are put together again."""
+        name, _ = self._tensor(_parameter(module, "weight"))
+        return Vocabulary(self.shard.tp, self.shard.sizes(name))
+
+    def inputs(self, module: nn.Module) -> Span:
+        """Which inputs of a linear that is cut by them are this rank's."""
+        found = self.shard.spans(self._tensor(_parameter(module, "weight"))[0])
+        assert found is not None, "it is cut"
+        _, (span,) = found
+        return span
+
+    def stack(self, module: nn.Module, roles: MoERoles, act: str) -> StandInExperts:
+        """This rank's part of a stack of experts, behind the call of the module that has it."""
+        experts = self.experts(module, roles, None, act)
+        return StandInExperts(*self._of_ranks(experts, self._count(module, roles))).eval()
+
     def _share(self, made: MixtureOfExperts, count: int) -> None:
         """Say who else has a part in the result of a mixture."""
         shard, mesh = self.shard, self.shard.mesh
-        if mesh.ep.size == 1:
-            made.group = shard.tp
-        elif shard.exchanges:
-            firsts = shard.first_experts(count)
-            sliced = mesh.expert_tp if shard.expert_splits else ALONE
-            made.experts = ExchangedExperts(made.experts, firsts, count, mesh.ep, sliced)
+        made.experts, made.first, made.group = self._of_ranks(made.experts, count)
+        if shard.exchanges or (mesh.ep.size > 1 and not mesh.experts_like_layers):
             made.together, made.dense_group = False, shard.tp
-        else:
-            made.first, _ = shard.own_experts(count)
-            made.group = mesh.ep
-            if not mesh.experts_like_layers:
-                made.together, made.dense_group = False, shard.tp
+
+    def _of_ranks(self, experts: Experts, count: int) -> tuple[Experts, int, Group]:
+        """Experts that tokens reach, the number of the first of them, and the ranks whose results are added up."""
+        shard, mesh = self.shard, self.shard.mesh
+        if mesh.ep.size == 1:
+            return experts, 0, shard.tp
+        if shard.exchanges:
+            sliced = mesh.expert_tp if shard.expert_splits else ALONE
+            return ExchangedExperts(experts, shard.first_experts(count), count, mesh.ep, sliced), 0, ALONE
+        return experts, shard.own_experts(count)[0], mesh.ep
 
     def _router(self, part: Parts, roles: MoERoles, config: Any) -> Router:
         module = part(roles.router)
@@ -246,7 +265,9 @@ class Maker:
         whole = Recipe.whole(*self._tensor(weight))
         recipe, found = self.shard.cut(whole), self.shard.spans(whole.parts[0].name)
         if found is not None:
-            _, ((first, _),) = found
+            dim, ((first, _),) = found
+            if dim == 1:
+                return Embedding(recipe, self._kernels, scale)
             return SplitEmbedding(recipe, self._kernels, scale, first, self.shard.tp)
         scheme, stored = self._stored(recipe), self.rules.stored
         if scheme is None or stored is None or scheme.block_rows > 1:

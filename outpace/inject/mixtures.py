@@ -14,9 +14,11 @@ from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, foreign_hooks
 from outpace.inject.policy import MoERoles
 from outpace.inject.prove import Form, Proven, expert_form, linears, routing_of
+from outpace.inject.shard import Shard
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.routing import Routing
 from outpace.log import chosen
+from outpace.parallel.spans import Split, even, halves, scaled
 from outpace.quant.rules import KEEP, Rules
 
 _GATE, _EXPERTS = "deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts"
@@ -65,9 +67,34 @@ def make_mixtures(found: Sequence[Found], make: Maker) -> list[MixtureOfExperts]
     return [make.mixture(Parts(each.module), each.roles, None, each.form.act) for each in found]
 
 
-def replace_mixtures(model: nn.Module, found: Sequence[Found], kernels: Kernels, rules: Rules = KEEP) -> None:
+def split_mixtures(found: Sequence[Found], ranks: int, *, experts: bool = True) -> Iterator[tuple[str, Split]]:
+    """How the experts of these mixtures, and the MLPs beside them, are cut over ranks: by their intermediate size.
+
+    experts: False leaves each expert whole.
+    """
+    for each in found if ranks > 1 else ():
+        roles = each.roles
+        paths = [f"{roles.experts}.{number}" for number in range(each.num_experts if experts else 0)]
+        for path in (*paths, *(() if roles.shared is None else (roles.shared,))):
+            yield from _split_mlp(each.module.get_submodule(path), f"{each.path}.{path}", each.form, ranks)
+
+
+def _split_mlp(mlp: nn.Module, path: str, form: Form, ranks: int) -> Iterator[tuple[str, Split]]:
+    size = Parts(mlp)(form.down).get_parameter("weight").shape[1]
+    rows = even(size, ranks, f"the intermediate size of {path}")
+    packed = form.gated and isinstance(form.up, str)
+    spans = tuple(scaled(halves(span, size) if packed else [span], 1) for span in rows)
+    for name in (form.up,) if isinstance(form.up, str) else form.up:
+        yield f"{path}.{name}.weight", Split(0, spans)
+        yield f"{path}.{name}.bias", Split(0, spans)
+    yield f"{path}.{form.down}.weight", Split(1, tuple((span,) for span in rows))
+
+
+def replace_mixtures(
+    model: nn.Module, found: Sequence[Found], kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None
+) -> None:
     """Put fused ones in their places, empty, with recipes."""
-    for each, mixture in zip(found, make_mixtures(found, Maker(model, kernels, rules)), strict=True):
+    for each, mixture in zip(found, make_mixtures(found, Maker(model, kernels, rules, shard)), strict=True):
         model.set_submodule(each.path, _standing_in(each, mixture))
     kinds = ", ".join(dict.fromkeys(type(each.module).__name__ for each in found))
     chosen("experts", f"{len(found)} fused mixtures of {kinds}", "no token is dropped: capacities are for training")
@@ -77,6 +104,8 @@ def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[
     """What a config says of experts must be what there is."""
     name, kinds = type(model).__name__, {each.kind for each in found} or {"standard"}
     counts = list(_counts(model, plan, found))
+    if (asked.ep_size > 1 or asked.ep_group is not None) and not counts:
+        raise ConfigError(f"moe.ep_size: {name} has no experts that could be shared out; leave it at 1")
     if asked.moe_experts != (1,):
         wanted = asked.moe_experts * len(counts) if len(asked.moe_experts) == 1 else asked.moe_experts
         if not counts or tuple(counts) != wanted:
@@ -107,8 +136,8 @@ def _of_deepspeed(path: str, module: nn.Module, likely: Form | None) -> Found | 
         return None
     if gate.out_features != len(experts):
         raise NotSupported(
-            f"injection: {path} has {len(experts)} of {gate.out_features} experts; the others are on other ranks, and "
-            "expert parallelism is not in this release yet; load all experts, or leave kernel injection off"
+            f"injection: {path} has {len(experts)} of {gate.out_features} experts; the others are on other ranks; give "
+            "every rank the module with all experts (moe.ep_size shares them out), or leave kernel injection off"
         )
     form = expert_form(experts[0], gate.in_features, likely)
     if form is None:

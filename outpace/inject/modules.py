@@ -193,7 +193,8 @@ class Linear(Made):
     ) -> Tensor:
         """[T, K] -> [T, N], or [T, N / 2] where gated. `reuse`: nobody needs `add` any more, so it may hold the sum."""
         if x.dim() != 2:  # a head, called by the model around it
-            return self.vocabulary.whole(self.forward(x.reshape(-1, x.shape[-1]))).view(*x.shape[:-1], -1)
+            rows = self.vocabulary.whole(self.forward(x.reshape(-1, x.shape[-1])))
+            return rows.view(*x.shape[:-1], rows.shape[-1])
         if (result := self.at_once(x, norm, act, gated, add)) is not None:
             return result
         if norm is not None:

@@ -36,7 +36,7 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], *, experts: bool
     """Find the layers, and refuse what would be lost or wrong in fused ones. experts: False leaves these alone."""
     if any(isinstance(module, FusedLayer) for module in model.modules()):
         raise ModelError("model: its layers are fused already; use the engine that fused them, or load the model anew")
-    config = _config_of(model)
+    config = config_of(model)
     found = [(path, module) for path, module in model.named_modules() if _policy_of(type(module), policies) is not None]
     _check_sharing(model, [layer for _, layer in found])
     kinds = {kind: _resolved(model, config, kind, policies) for kind in {type(layer) for _, layer in found}}
@@ -133,7 +133,7 @@ def _policy_of(kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy 
     return policies.get(f"{kind.__module__}.{kind.__name__}") or policies.get(kind.__name__)
 
 
-def _config_of(model: nn.Module) -> Any:
+def config_of(model: nn.Module) -> Any:
     """The config that the layers were made from: of the model, or of its text part."""
     config: Any = getattr(model, "config", None)
     text: Callable[[], Any] | None = getattr(config, "get_text_config", None)

@@ -1,35 +1,21 @@
 """Quantized linears and experts in the place of those that injection leaves alone: plain modules, encoders, level 0."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from outpace.errors import ConfigError, NotSupported
 from outpace.inject.apply import refuse_to_save, stand_in
-from outpace.inject.experts_interface import act_of, computes_otherwise, is_stack
+from outpace.inject.experts_interface import act_of, computes_otherwise, is_stack, stack_roles
+from outpace.inject.linears import is_linear, is_transposed, role_of
 from outpace.inject.make import Maker
-from outpace.inject.modules import Made
-from outpace.inject.policy import MoERoles
 from outpace.inject.quantized import PackedExperts, StandInExperts
 from outpace.inject.recipe import Recipe
 from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
-from outpace.kernels.routing import Routing
 from outpace.log import chosen
 from outpace.quant.rules import KEEP, Role, Rules
-
-ROLES: tuple[tuple[tuple[str, ...], Role], ...] = (
-    (("lm_head", "embed_out", "output_projection", "decoder", "vocab_projector"), "head"),
-    (("gate", "router", "shared_expert_gate"), "router"),
-    (("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "query_key_value"), "qkv"),
-    (("q_lin", "k_lin", "v_lin", "query_proj", "key_proj", "value_proj", "q", "k", "v", "Wqkv", "qkv_proj"), "qkv"),
-)
-"""What the last name of a linear says of its part."""
 
 
 def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels, rules: Rules) -> None:
@@ -65,7 +51,7 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     if not any(scheme is not None for scheme in make.schemes.values()) and rules.exact is None:
         raise ConfigError(
             f"quant: {type(model).__name__} has no linears that could be quantized"
-            f"{', but is one: put it into an nn.Sequential' if _is_linear(model) else '; remove it'}"
+            f"{', but is one: put it into an nn.Sequential' if is_linear(model) else '; remove it'}"
         )
 
 
@@ -130,12 +116,7 @@ def _stacks(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _quantized_stack(make: Maker, path: str, module: Any) -> nn.Module | None:
     """The module that takes the place of a stack; None: it stays."""
-    roles = MoERoles(
-        block="", router="", experts="", up="gate_up_proj" if module.has_gate else "up_proj", gated=module.has_gate,
-        transposed=module.is_transposed, paired=module.has_gate and not module.is_concatenated,
-        routing=lambda config: Routing(top_k=1),
-    )  # fmt: skip
-    experts = make.experts(module, roles, None, act_of(module) or "silu")
+    experts = make.experts(module, stack_roles(module), None, act_of(module) or "silu")
     if not isinstance(experts, PackedExperts):
         return None
     if reason := computes_otherwise(module):
@@ -152,40 +133,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if in_fp32(model, path):
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
-        if path and _is_linear(module) and not isinstance(parent, nn.TransformerEncoderLayer):
+        if path and is_linear(module) and not isinstance(parent, nn.TransformerEncoderLayer):
             yield path, module
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what a linear does, and nobody reads its weight behind its back."""
-    kind = type(module)
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.dim() != 2 or weight.numel() == 0:  # computed by somebody else, or nothing to round
-        return False
-    if kind in (nn.Linear, Conv1D):
-        return True
-    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear | Made):
-        return False
-    return kind.forward is nn.Linear.forward or _computes_alike(module)
-
-
-def _computes_alike(module: nn.Linear) -> bool:
-    """Whether a subclass with a forward of its own (Falcon's) gives what a linear gives, tried on small numbers."""
-    trial = copy.copy(module)
-    weight, x = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 3, 8).view(2, 4)
-    bias = None if module.bias is None else torch.tensor([0.5, -1.0, 2.0])
-    kept = {"weight": weight, "bias": bias}
-    trial.__dict__["_parameters"] = {
-        name: None if value is None else nn.Parameter(value, requires_grad=False) for name, value in kept.items()
-    }
-    trial.in_features, trial.out_features = 4, 3
-    try:
-        with torch.no_grad():
-            found = trial.forward(x)
-    except Exception:  # somebody's code, which may want anything
-        return False
-    expected = nn.functional.linear(x, weight, bias)
-    return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
 
 
 def in_fp32(model: nn.Module, path: str) -> bool:
@@ -195,7 +144,5 @@ def in_fp32(model: nn.Module, path: str) -> bool:
 
 def _quantized(make: Maker, path: str, module: nn.Module) -> nn.Module | None:
     """The module that takes the place of a linear; None: it stays."""
-    name = path.rpartition(".")[2]
-    role: Role = next((role for names, role in ROLES if name in names), "other")
-    made = make.linear([module], role, transposed=type(module) is Conv1D)
+    made = make.linear([module], role_of(path), transposed=is_transposed(module))
     return None if made.recipes["weight"].scheme is None else made.eval()

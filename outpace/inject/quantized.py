@@ -17,6 +17,7 @@ from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import packed_choice, packed_linear_tiles
 from outpace.kernels.packed_tiles import Tiles, rows_of_tiles, takes_tiles
 from outpace.log import size_text
+from outpace.parallel.group import ALONE, Group
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rounding import as_packed
 
@@ -168,17 +169,21 @@ class PackedExperts(Experts):
 
 
 class StandInExperts(nn.Module):
-    """Quantized experts behind the call of one of Hugging Face's stacks."""
+    """Our experts, quantized ones or those of a rank, behind the call of one of Hugging Face's stacks."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, first: int = 0, group: Group = ALONE) -> None:
         super().__init__()
         self.experts = experts
+        self.first = first
+        """The number of its first expert: others may be on other ranks."""
+        self.group = group
+        """Ranks that have the same tokens, and other experts or other parts of them: their results are added up."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[..., H] -> [..., H]: what the chosen experts make of each token, by their weights."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        result: Tensor = self.experts(rows, top_k_weights.float(), top_k_index.int())
-        return result.view(hidden_states.shape)
+        result: Tensor = self.experts(rows, top_k_weights.float(), top_k_index.int() - self.first)
+        return self.group.sum(result).view(hidden_states.shape)
 
 
 class PackedEmbedding(Embedding):

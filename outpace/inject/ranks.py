@@ -10,6 +10,8 @@ from outpace.inject.modules import Attend, Before, Embedding, FusedLayer, Linear
 from outpace.inject.recipe import Recipe
 from outpace.kernels.dispatch import Kernels
 from outpace.parallel.group import Group
+from outpace.parallel.spans import Span
+from outpace.parallel.vocabulary import Vocabulary
 
 
 class SummedLinear(Linear):
@@ -54,6 +56,51 @@ class SummedLinear(Linear):
     def extra_repr(self) -> str:
         """What is printed of it."""
         return f"added up over {self.group.size} ranks"
+
+
+class RankLinear(nn.Module):
+    """A linear of which each rank has a part, behind the call of a model that keeps its own layers."""
+
+    def __init__(self, inner: Linear, takes: Span | None = None, gives: Vocabulary | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.takes = takes
+        """The columns of this rank where the input is that of all ranks; None: it is this rank's own."""
+        self.gives = gives
+        """How the outputs of all ranks are put together; None: each goes on with its own, or with the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        y: Tensor = self.inner(x if self.takes is None else x[..., self.takes[0] : self.takes[1]])
+        return y if self.gives is None else self.gives.whole(y)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Of this rank: models look at its dtype and device."""
+        return self.inner.inner.weight if isinstance(self.inner, SummedLinear) else self.inner.weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Of this rank, or of all of them where their outputs are added up."""
+        return self.inner.bias
+
+
+class RankFeatures(nn.Module):
+    """A table of which each rank has some columns, which are put together again."""
+
+    def __init__(self, inner: Embedding, gives: Vocabulary) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gives = gives
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., H]."""
+        return self.gives.whole(self.inner(ids))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Of this rank."""
+        return self.inner.weight
 
 
 def summed_once(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:

@@ -17,7 +17,7 @@ Splits = Mapping[str, Split | None]
 """By the names of the model's state dict; None: whole on every rank."""
 Named = Iterator[tuple[str, Split | None]]
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = ("gate", "router", "shared_expert_gate")
 _EXPERT_ROLES: Mapping[str, str] = {
     "gate_proj": "up", "up_proj": "up", "gate_up_proj": "gate_up", "input_linear": "gate_up", "down_proj": "down",
     "output_linear": "down",
@@ -36,6 +36,8 @@ _STYLES: Mapping[str, str | None] = {
     ),
 }  # fmt: skip
 """What Hugging Face's names for ways to split mean for a weight; None: it stays whole."""
+_BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+"""Linears whose outputs are heads."""
 
 
 def split_model(
@@ -168,7 +170,7 @@ def _experts(mlp: nn.Module, where: str, ranks: int, own: Mapping[str, str]) -> 
         owner, _, leaf = name.rpartition(".")
         stacked = leaf not in ("weight", "bias")
         role = roles.get(leaf.removesuffix("_bias") if stacked else owner.rpartition(".")[2])
-        if name.partition(".")[0] in _ROUTERS or role == "router" or (role == "down" and leaf.endswith("bias")):
+        if name.partition(".")[0] in ROUTERS or role == "router" or (role == "down" and leaf.endswith("bias")):
             yield name, None
         elif role is None:
             raise NotSupported(f"tensor parallelism: nothing says how {where}.{name} is split over ranks")
@@ -226,12 +228,34 @@ def _weight(module: nn.Module, path: str) -> Tensor:
 
 def _by_hugging_face(model: nn.Module, config: Any, ranks: int) -> Named:
     """A model that no policy knows, by the plan that Hugging Face has of it."""
-    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not any("*" in pattern for pattern in plan):
+    plan = hugging_face_plan(model)
+    if not plan:
         raise NotSupported(
             f"tensor parallelism: nothing says how {type(model).__name__} is split over {ranks} ranks: Outpace has no "
             "policy of it, and Hugging Face no plan (tp_plan)"
         )
+    check_heads(model, config, plan, ranks)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        style = plan.get(generic(name)) or plan.get(generic(name).rpartition(".")[0])
+        if style is not None:
+            yield name, _styled(name, tensor, style, ranks)
+
+
+def hugging_face_plan(model: nn.Module) -> Mapping[str, str]:
+    """How Hugging Face would split a model, by paths without numbers; empty: it does not know."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    return plan if any("*" in rule for rule in plan) else {}
+
+
+def generic(path: str) -> str:
+    """A path without the numbers of layers, as plans write it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+
+
+def check_heads(model: nn.Module, config: Any, plan: Mapping[str, str], ranks: int) -> None:
+    """Refuse a plan that would cut a head in two; where it gathers the heads again, any cut is right."""
+    if not any(style == "colwise" and _last(rule) in _BY_HEADS for rule, style in plan.items()):
+        return
     for entry in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, entry, None)
         if isinstance(heads, int) and heads % ranks:
@@ -239,11 +263,12 @@ def _by_hugging_face(model: nn.Module, config: Any, ranks: int) -> Named:
                 f"tensor parallelism: {entry}={heads} of {type(model).__name__} does not divide by {ranks} ranks, "
                 "which Hugging Face's plan needs"
             )
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        style = plan.get(generic) or plan.get(generic.rpartition(".")[0])
-        if style is not None:
-            yield name, _styled(name, tensor, style, ranks)
+
+
+def split_stack(stack: nn.Module, path: str, ranks: int) -> Named:
+    """How a stack of experts of Hugging Face's is cut over the ranks, by the names of the model."""
+    for name, split in _experts(stack, path, ranks, {}):
+        yield f"{path}.{name}", split
 
 
 def _styled(name: str, tensor: Tensor, style: str, ranks: int) -> Split | None:

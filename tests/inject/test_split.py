@@ -17,6 +17,7 @@ from outpace.inject.policies.llama import QWEN3
 from outpace.inject.split import split_model
 from outpace.parallel.spans import Split
 from tests.models import tiny
+from tests.parallel import own_models
 from tests.sharded_models import NAMES, make
 
 RANKS = (2, 3, 4)
@@ -212,7 +213,7 @@ REFUSED: Mapping[str, tuple[Any, int, type[Exception], str]] = {
     "t5": (lambda: tiny("t5"), 2, NotSupported, "T5ForConditionalGeneration is split over 2 ranks: Outpace has no"),
     "a plain module": (lambda: nn.Linear(4, 4), 2, NotSupported, "how Linear is split over 2 ranks"),
     "heads that Hugging Face's plan cannot split": (
-        lambda: make("hugging face's plan"), 3, NotSupported, "num_attention_heads=4 of Olmo2ForCausalLM .* by 3 ranks",
+        lambda: own_models.make("ernie"), 3, NotSupported, "num_attention_heads=4 of Ernie4_5ForCausalLM .* by 3 ranks",
     ),
     "a part of an MLP that no rule knows": (
         _mystery, 2, NotSupported, r"how model\.layers\.1\.mlp\.odd\.mystery\.weight is split",

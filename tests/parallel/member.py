@@ -3,7 +3,9 @@
 import copy
 import datetime
 import json
+import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +24,8 @@ from outpace.inject.modules import FusedLayer
 from tests import sharded_models
 from tests.inject import test_moe
 from tests.inject.checks import padded_prompts
+from tests.inject.test_mixtures import WIDTH
+from tests.parallel import own_models
 
 TOLERANCE = 1e-5
 NEW = 12
@@ -28,20 +33,26 @@ NEW = 12
 
 def model_of(name: str) -> Any:
     """A tiny model, the same on every rank: of the families of injection, or of experts ("moe: ...")."""
+    if name.startswith("own: "):
+        return own_models.make(name.removeprefix("own: "))
     kind, _, case = name.rpartition("moe: ")
     return test_moe.made(case) if kind or name.startswith("moe: ") else sharded_models.make(name)
 
 
 def engine_of(model: Any, options: Mapping[str, Any]) -> Any:
-    """An engine in fp32."""
-    return outpace.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, device="cpu", **options)
+    """An engine in fp32; the keys of an injection_policy are names of classes."""
+    given = {"replace_with_kernel_inject": True, **options}
+    if "injection_policy" in options:
+        kinds = {type(module).__name__: type(module) for module in model.modules()}
+        given["injection_policy"] = {kinds[kind]: tuple(names) for kind, names in options["injection_policy"].items()}
+    return outpace.init_inference(model, dtype="fp32", device="cpu", **given)
 
 
 def same_logits(engine: Any, model: Any, inputs: Mapping[str, Tensor]) -> None:
     """Of a model in one process, wherever a token stands."""
     with torch.no_grad():
         want, found = model(**inputs).logits, engine(**inputs).logits
-    keep = inputs["attention_mask"].bool()
+    keep = inputs["attention_mask"].bool() if want.shape[:2] == inputs["attention_mask"].shape else slice(None)
     error = ((found - want)[keep].abs().max() / want[keep].abs().max()).item()
     assert error <= TOLERANCE, f"logits differ by {error:.1e}"
 
@@ -51,12 +62,16 @@ def compare(name: str, options: Mapping[str, Any]) -> None:
     model, inputs = model_of(name), padded_prompts(97)
     plain, size = copy.deepcopy(model), stored(model)
     engine = engine_of(model, options)
+    alone = {key: options[key] for key in ("quant", "replace_with_kernel_inject") if key in options}
     if "quant" in options:
-        plain = engine_of(plain, {"quant": options["quant"]}).module
+        plain = engine_of(plain, alone).module
+    if plain.config.is_encoder_decoder:
+        inputs = {**inputs, "decoder_input_ids": inputs["input_ids"][:, :5]}
     same_logits(engine, plain, inputs)
     assert stored(engine.module) < 0.9 * size, "every rank has all weights"
     if not hasattr(plain, "generate") or not plain.can_generate():
         return
+    inputs.pop("decoder_input_ids", None)
     more = {"max_new_tokens": NEW, "do_sample": False}
     assert torch.equal(engine.generate(**inputs, **more), plain.generate(**inputs, **more)), "greedy tokens differ"
     if "quant" in options:
@@ -66,7 +81,9 @@ def compare(name: str, options: Mapping[str, Any]) -> None:
     every = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tokens)
     assert all(torch.equal(tokens, other) for other in every), "ranks have sampled different tokens"
-    assert torch.equal(tokens, engine_of(plain, {}).generate(**inputs, **sampled)), "one process samples other tokens"
+    assert torch.equal(tokens, engine_of(plain, alone).generate(**inputs, **sampled)), (
+        "one process samples other tokens"
+    )
 
 
 def stored(model: Any) -> int:
@@ -166,8 +183,56 @@ def on_a_gpu(name: str, options: Mapping[str, Any]) -> None:
     assert ours <= 1.5 * theirs, f"errors in bf16 are {ours:.1e}, those of one process {theirs:.1e}"
 
 
+def own_mixture(name: str, options: Mapping[str, Any]) -> None:
+    """Somebody's module with experts, each rank with rows of its own where they exchange them."""
+    model = model_of(name)
+    plain, size = copy.deepcopy(model), stored(model)
+    engine = engine_of(model, options)
+    rank = dist.get_rank() if "tensor_parallel" not in options else 0
+    x = torch.randn(2 + rank, 5, WIDTH, generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        want, found = plain(x), engine(x)
+    assert (found - want).abs().max() <= TOLERANCE * want.abs().max(), "results differ"
+    assert stored(engine.module) < 0.9 * size, "every rank has all weights"
+
+
+def refused(name: str, options: Mapping[str, Any]) -> None:
+    """An error of Outpace that says this."""
+    with pytest.raises(outpace.OutpaceError, match=options["says"]):
+        engine_of(model_of(name), {key: value for key, value in options.items() if key != "says"})
+
+
+class Lines(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.lines.append(record.getMessage())
+
+
+def logged(name: str, options: Mapping[str, Any]) -> None:
+    """Lines of the log, each once."""
+    lines, logger = Lines(), logging.getLogger("outpace")
+    before = logger.level
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        engine_of(model_of(name), {key: value for key, value in options.items() if key != "says"})
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(before)
+    for text in options["says"]:
+        found = [line for line in lines.lines if re.search(text, line)]
+        assert len(found) == 1, (text, lines.lines)
+
+
 KINDS: Mapping[str, Callable[..., None]] = {
-    kind.__name__: kind for kind in (compare, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu)
+    kind.__name__: kind
+    for kind in (compare, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused, logged)
 }
 
 

@@ -18,6 +18,11 @@ MOE = tuple(f"moe: {case}" for case in {family: case for case, (family, _) in te
 UNEVEN = ("llama", "five key heads", "falcon 40b", "gpt_neox", "bloom", "codegen", "moe: olmoe", "moe: gpt-oss", "bert")
 SHARED_HEADS = ("llama", "qwen3", "falcon 7b", "falcon 40b", "bigcode", "gpt-oss", "tied", "opt")
 
+BY_NAMES = {
+    "replace_with_kernel_inject": False,
+    "injection_policy": {"LlamaDecoderLayer": ["o_proj", "down_proj"]},
+}
+
 
 def tp(size: int, **more: Any) -> dict[str, Any]:
     """Options of a config."""
@@ -31,7 +36,7 @@ def cases(kind: str, names: Sequence[str], options: Mapping[str, Any]) -> Iterat
 
 CASES: Mapping[int, tuple[Case, ...]] = {
     2: (
-        *cases("compare", [name for name in sharded_models.NAMES if name != "hugging face's plan"], tp(2)),
+        *cases("compare", sharded_models.NAMES, tp(2)),
         *cases("compare", MOE, tp(2)),
         *cases("compare", MOE, {"moe": {"ep_size": 2}}),
         *cases("compare", MOE, tp(2, moe={"ep_size": 2})),
@@ -40,7 +45,7 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("own_groups", ("llama",), {}),
         *cases("checkpoint", ("llama", "moe: mixtral"), tp(2)),
     ),
-    3: tuple(cases("compare", UNEVEN, tp(3))),
+    3: tuple(cases("compare", (*UNEVEN, "hugging face's plan"), tp(3))),
     4: (
         *cases("compare", SHARED_HEADS, tp(4)),
         *cases("copies", ("llama",), tp(2)),
@@ -48,7 +53,10 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("compare", MOE[:4], {"moe": {"ep_size": 4}}),
         *cases("compare", MOE[:4], tp(2, moe={"ep_size": 2})),
         *cases("compare", MOE[:4], tp(2, moe={"ep_size": 4})),
-        *cases("sliced_experts", ("moe: mixtral", "moe: gpt-oss"), tp(2)),
+        *cases("sliced_experts", ("moe: mixtral", "moe: gpt-oss", "own: solar"), tp(2)),
+        *cases("compare", ("own: solar",), tp(2, moe={"ep_size": 4})),
+        *cases("refused", ("own: ernie",), tp(4, says="num_key_value_heads=2 of Ernie4_5ForCausalLM does not divide")),
+        *cases("refused", ("own: llama",), tp(4, **BY_NAMES, says=r"2 heads of model\.layers\.0\.self_attn do not")),
     ),
 }
 
