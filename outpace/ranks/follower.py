@@ -106,12 +106,13 @@ def start(begin: Begin, send: Callable[[Here | Loaded], None]) -> "Runner":
     from outpace.ranks import agree, world
     from outpace.runner.start import start_runner
 
+    store = world.meet(begin.size, begin.port, begin.listening)
     send(Here(agree.versions()))
     config = LLMConfig(**begin.config)
     torch.set_num_threads(begin.threads)
     if config.torch_device.type == "cuda":
         torch.cuda.set_device(config.torch_device)
-    world.join(begin.rank, begin.size, begin.port, str(config.torch_device), begin.listening)
+    world.join(store, begin.rank, begin.size, str(config.torch_device))
     parts = load_paged(begin.model, config, tokenizer=False)
     send(Loaded(agree.facts(parts, begin.model)))
     return start_runner(parts.model, parts.config, parts.max_model_len).runner

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedTokenizerBase
 
 from outpace.config import LLMConfig
@@ -32,6 +35,7 @@ from outpace.types import Step
 
 PROGRAM = "outpace.ranks.follower"
 GOODBYE = 5.0  # seconds that the others may take to end when they are told
+TRY = timedelta(seconds=2)  # to reach a store, before it is asked whether its rank is still there
 CAUSE = 5.0  # seconds that a failure of the first rank waits for the one of another that caused it
 _OBJECTS = ("tensor_parallel.mpu", "tensor_parallel.tp_group", "moe.ep_group", "moe.ep_mp_group")
 _REMEDY = "start the script with torchrun and use init_inference"
@@ -73,7 +77,7 @@ class Ranks:
         for each in self._followers:
             assert each.here is not None, "awaited"
             agree.check_same(agree.versions(), each.here.versions, each.rank)
-        world.join(0, self.size, port, self.config.device or kind)
+        world.join(self._meet(port), 0, self.size, self.config.device or kind)
         chosen("started ranks", self.size - 1, f"processes {[each.process.pid for each in self._followers]}")
 
     def agree(self, parts: PagedParts, model: str | None) -> None:
@@ -172,6 +176,14 @@ class Ranks:
         assert self._watch is not None, "started"
         if not self._watch.wait(lambda: all(map(ready, self._followers))):
             raise EngineDead(str(self._watch.cause))
+
+    def _meet(self, port: int) -> TCPStore:
+        """The store, which is there, unless its rank has ended meanwhile."""
+        while True:
+            try:
+                return world.meet(self.size, port, patience=TRY)
+            except dist.DistError:
+                self.check()
 
     def cause_of(self, error: BaseException) -> OutpaceError | None:
         """What happened to another rank that explains an error of this one; None: nothing did."""

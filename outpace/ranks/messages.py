@@ -97,7 +97,7 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The rank has begun."""
+    """The rank has begun, and found the store."""
 
     versions: dict[str, str]
 

@@ -62,14 +62,20 @@ def listening_socket() -> socket.socket:
     return socket.create_server((HOST, 0), backlog=1024)
 
 
-def join(rank: int, size: int, port: int, device: str, listening: int | None = None) -> None:
-    """Become a rank of the world whose store listens at this port; one rank keeps the store.
+def meet(size: int, port: int, listening: int | None = None, patience: timedelta = PATIENCE) -> TCPStore:
+    """The store of a world, at this port; one rank keeps it, and must have it before others ask for it.
 
-    It is not the first: whoever waits at a store whose rank has ended is told so at once, and the first one, which may
-    be somebody's own process, must not be left waiting.
+    That is not the first rank: whoever waits at a store whose rank has ended is told so at once, and the first one,
+    which may be somebody's own process, must not be left waiting.
     """
     keeps = listening is not None
-    store = TCPStore(HOST, port, size, keeps, PATIENCE, wait_for_workers=False, master_listen_fd=listening)
+    store = TCPStore(HOST, port, size, keeps, patience, wait_for_workers=False, master_listen_fd=listening)
+    store.set_timeout(PATIENCE)
+    return store
+
+
+def join(store: TCPStore, rank: int, size: int, device: str) -> None:
+    """Become a rank of a world."""
     kind = device.partition(":")[0]
     backend = "cpu:gloo,cuda:gloo" if kind == "cuda" and shares_device() else BACKENDS[kind]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)

@@ -77,8 +77,8 @@ def for_engine(device: torch.device, *, deterministic: bool, ranks: int = 1) -> 
 
 
 def share(threads: int, ranks: int) -> int:
-    """The threads of one of several ranks that compute at once."""
-    return max(1, threads // ranks)
+    """The threads of one of several ranks that compute at once; what the user has set counts for each of them."""
+    return threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // ranks)
 
 
 def choose(now: int, most: int, free: float) -> int:

@@ -8,7 +8,7 @@ import torch
 
 import outpace
 from outpace.runner.machine import Usage, cores, usage, used_by_others
-from outpace.runner.threads import LOOK_EVERY, CpuThreads, choose, for_engine
+from outpace.runner.threads import LOOK_EVERY, CpuThreads, choose, for_engine, share
 from tests.models import tiny
 
 CPU = torch.device("cpu")
@@ -43,10 +43,15 @@ class Machine:
         self.threads = count
         self.applied.append(count)
 
-    def watcher(self) -> CpuThreads:
+    def watcher(self, ranks: int = 1) -> CpuThreads:
         """What is tested, on this machine."""
         return CpuThreads(
-            look=self.look, clock=lambda: self.at, apply=self.apply, threads=lambda: self.threads, cores=lambda: 4
+            look=self.look,
+            clock=lambda: self.at,
+            apply=self.apply,
+            threads=lambda: self.threads,
+            cores=lambda: 4,
+            ranks=ranks,
         )
 
 
@@ -153,3 +158,14 @@ def test_item_15_an_engine_looks_before_its_steps_and_rests_after_the_last(monke
     with outpace.LLM(tiny("llama"), device="cpu", max_model_len=32) as llm:
         llm.generate([[3, 4, 5]], outpace.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True), use_tqdm=False)
     assert seen == ["step"] * 3 + ["idle"]
+
+
+def test_ranks_divide_the_threads_and_are_no_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine = Machine(others=2.0)
+    watcher = machine.watcher(ranks=2)
+    assert steps(machine, watcher, 5 * LOOK_EVERY) == 2
+    watcher.idle()
+    assert (machine.threads, machine.looks) == (4, 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share(3, 2) == 3, "what the user has set counts for each rank"

@@ -6,6 +6,7 @@ what this server does not have. A refusal comes in less than a second, costs no 
 
 import ast
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from outpace.loading.build import load
 from tests.cli.test_cli import run
 from tests.models import byte_tokenizer, tiny
 from tests.server.conftest import Serve
-from tests.server.live import NAMES, VOCAB, Live, family
+from tests.server.live import NAMES, RANKS, VOCAB, Live, family
 
 pytestmark = pytest.mark.anyio
 SECONDS = 1.0  # of the server's processors: other tests may run meanwhile
@@ -323,7 +324,9 @@ def test_b2_one_port_and_no_other(live: Live) -> None:
             columns = line.split()
             if columns[9] in inodes and (columns[3] == "0A" or table.startswith("udp")):
                 listening.append((table, columns[1]))
-    assert listening == [("tcp", f"0100007F:{live.port:04X}")]
+    assert ("tcp", f"0100007F:{live.port:04X}") in listening
+    assert len(listening) == 1 or RANKS in os.environ, listening
+    assert all(address.startswith("0100007F:") for _, address in listening), "ranks find each other on this machine"
     for line in Path(f"/proc/{live.server.process.pid}/net/unix").read_text().splitlines()[1:]:
         columns = line.split()
         assert columns[6] not in inodes or len(columns) == 7, line  # the eighth would be a name to connect to
