@@ -1,9 +1,11 @@
 """Models that keep their own layers over ranks: which modules are cut, by Hugging Face's plan or by the caller's names,
 and what takes their place."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from outpace.errors import NotSupported
@@ -14,7 +16,7 @@ from outpace.inject.make import Maker
 from outpace.inject.named_linears import by_names
 from outpace.inject.plan import config_of
 from outpace.inject.rank_plan import Cut, Kind, RankPlan, no_linear
-from outpace.inject.ranks import RankFeatures, RankLinear
+from outpace.inject.ranks import RankFeatures, RankLinear, RankTable
 from outpace.inject.split import check_heads, generic, hugging_face_plan, split_stack
 from outpace.log import chosen, size_text
 from outpace.parallel.spans import Spans, Split, even, halves, scaled
@@ -86,11 +88,15 @@ def put_in(model: nn.Module, plan: RankPlan, make: Maker) -> None:
     kept = [(by_path[owner], leaf) for owner, _, leaf in (name.rpartition(".") for name in plan.values)]
     values = [(module, leaf, make.values(module.get_parameter(leaf))) for module, leaf in kept]
     for path, module in places:  # a module may stand in several places
-        if (ours := made.get(id(module))) is not None:
+        if (ours := made.get(id(module))) is None:
+            continue
+        if isinstance(module, nn.Embedding) and type(module) is not nn.Embedding:
+            _replace_parameter(module, "weight", ours, RankTable)
+        else:
             stand_in(ours.eval(), module)
             model.set_submodule(path, ours)
-    for module, leaf, ours in values:
-        _replace_values(module, leaf, ours)
+    for module, leaf, own in values:
+        _replace_parameter(module, leaf, own)
     for path, name, number in plan.numbers:
         setattr(by_path[path], name, number)
     refuse_to_save(model)
@@ -124,13 +130,30 @@ def _part(make: Maker, path: str, module: nn.Module, cut: Cut) -> nn.Module:
     return RankLinear(linear, takes=make.inputs(module) if cut.whole else None)
 
 
-def _replace_values(module: nn.Module, name: str, values: nn.Module) -> None:
-    """Let a module find the values of this rank where it looks for its parameter."""
+def _replace_parameter(module: nn.Module, name: str, ours: nn.Module, *bases: type[nn.Module]) -> None:
+    """Let a module find the part of this rank where it looks for its parameter. bases: come after its own class."""
     own, kind = f"{name}_of_rank", type(module)
-    del module._parameters[name]
-    module.add_module(own, values)
+    if module._parameters.pop(name, None) is None:
+        return  # it stands in several places
+    module.add_module(own, ours.eval())
     found = property(lambda self: getattr(self, own).weight)
-    module.__class__ = type(kind.__name__, (kind,), {name: found, "__module__": kind.__module__})
+    module.__class__ = type(kind.__name__, (kind, *bases), {name: found, "__module__": kind.__module__})
+
+
+@torch.no_grad()
+def try_out(model: Any) -> None:
+    """Call a generative model with two tokens: refuse one whose code needs what other ranks have."""
+    if getattr(model, "main_input_name", None) != "input_ids":
+        return
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    try:
+        model(input_ids=ids, **more)
+    except Exception as cause:  # somebody's code, called in a way it did not expect
+        raise NotSupported(
+            f"tensor parallelism: {type(model).__name__} cannot run with a part of its heads ({type(cause).__name__}: "
+            f"{cause}); run it on one rank, or write a policy (docs/adding-a-model.md)"
+        ) from cause
 
 
 def _splits(module: nn.Module, cut: Cut, path: str, ranks: int) -> Iterator[tuple[Tensor, Split]]:
@@ -158,8 +181,8 @@ def _by_hugging_face(model: nn.Module, ranks: int, plan: RankPlan) -> None:
         if style is None or not path or _inside(path, stacks):
             continue
         used.add(generic(path))
-        if style not in _WHOLE:
-            plan.modules[path] = _styled(path, module, style)
+        if style not in _WHOLE and (cut := _styled(path, module, style)) is not None:
+            plan.modules[path] = cut
     for name, parameter in model.named_parameters():
         style = rules.get(generic(name))
         used.add(generic(name))
@@ -172,19 +195,29 @@ def _by_hugging_face(model: nn.Module, ranks: int, plan: RankPlan) -> None:
     _add_table(model, plan)
 
 
-def _styled(path: str, module: nn.Module, style: str) -> Cut:
+def _styled(path: str, module: nn.Module, style: str) -> Cut | None:
+    """None: it stays whole."""
     if style not in _STYLES:
         raise NotSupported(
             f"tensor parallelism: Hugging Face's plan splits {path} as {style!r}, which Outpace does not know; run the "
             "model on one rank, or give injection_policy with the names of the linears whose outputs are added up"
         )
     cut = _STYLES[style]
-    if type(module) is nn.Embedding:
+    if isinstance(module, nn.Embedding):
+        if not _is_table(module):
+            return None
         tables: Mapping[Kind, Kind] = {"row": "vocabulary", "column": "features"}
         return Cut(tables.get(cut.kind, cut.kind), cut.whole)
     if cut.kind in ("vocabulary", "features") or not is_linear(module):
         raise no_linear(path, module)
     return cut
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module is a table of tokens, or does something with the rows of one."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is nn.Embedding or "super().forward(" in inspect.getsource(type(module).forward)
 
 
 def _add_table(model: Any, plan: RankPlan) -> None:
@@ -195,7 +228,7 @@ def _add_table(model: Any, plan: RankPlan) -> None:
         return
     table = ends[1]()
     path = next((path for path, module in model.named_modules() if module is table), None)
-    if path is None or path in plan.modules or type(table) is not nn.Embedding or table.max_norm is not None:
+    if path is None or path in plan.modules or not _is_table(table):
         return
     if table.weight.shape[0] == ends[0].weight.shape[0]:
         plan.modules[path] = Cut("vocabulary")

@@ -85,6 +85,17 @@ class RankLinear(nn.Module):
         return self.inner.bias
 
 
+class RankTable(nn.Embedding):
+    """Comes after a subclass of torch's table, which does something with the rows that it finds (Gemma scales them)."""
+
+    weight_of_rank: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[...] -> [..., H]."""
+        rows: Tensor = self.weight_of_rank(input)
+        return rows
+
+
 class RankFeatures(nn.Module):
     """A table of which each rank has some columns, which are put together again."""
 

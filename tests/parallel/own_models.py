@@ -38,6 +38,8 @@ _MADE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "minimax": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {**_SIZES, **_EXPERTS}),
     "mimo": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", {**_SIZES, **_EXPERTS}),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", _SIZES),
+    "doge": ("DogeForCausalLM", "DogeConfig", _SIZES),
+    "eurobert": ("EuroBertForMaskedLM", "EuroBertConfig", _SIZES),
     "electra": ("ElectraForMaskedLM", "ElectraConfig", {**_ENCODER, "embedding_size": 32}),
     "bart": (
         "BartForConditionalGeneration", "BartConfig",
@@ -68,7 +70,7 @@ _STACKS = {"my experts": lambda: Mine(bias=True), "deepspeed's experts": lambda:
 
 def make(name: str) -> Any:
     """The model, in eval mode, with the same weights at every call."""
-    if name in ("t5", "gpt2", "bert", "llama"):
+    if name in ("t5", "gpt2", "bert", "llama", "gemma3"):
         return tiny(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -33,7 +33,7 @@ def named(policy: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 CASES: tuple[Case, ...] = (
     *(("compare", f"own: {name}", tp()) for name in ("glm4", "exaone4", "ernie", "minimax", "mimo")),
-    *(("compare", f"own: {name}", plain()) for name in ("deepseek", "nemotron")),
+    *(("compare", f"own: {name}", plain()) for name in ("deepseek", "nemotron", "gemma3", "eurobert")),
     ("compare", "moe: mixtral", plain()),
     ("compare", "own: t5", named(T5)),
     ("compare", "own: bart", named(BART)),
