@@ -111,6 +111,11 @@ def prepare(
         check_buffers(module, sources)
     device, plan = _choose_device(config), asked_plan(config)
     if (quant := config.asked_quant) is not None and quant.auto is not None:
+        if mesh is not NO_MESH:
+            raise NotSupported(
+                "quant.auto: it measures a whole model, which no rank has; measure the plan in one process, and give "
+                "it as quant.plan"
+            )
         made = weights_found(weights_of(module, injection, kernels))
         if not _experts_run(module, config, kernels, qkv=quant.qkv.enabled):
             made = [weight for weight in made if weight.role != "experts"]
@@ -119,7 +124,7 @@ def prepare(
         injection = _plan(module, config, kernels, rules, mesh)
     if rules.stored is None:
         check_rules(module, injection, kernels, rules)
-    if (folder := _save_to(config)) is not None:
+    if (folder := _save_to(config)) is not None and mesh.first:
         save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
     begin = time.perf_counter()
     if sources is not None and config.set_empty_params:
@@ -138,7 +143,7 @@ def prepare(
     log_converted(sources, dtype, kept, note=None if rules.stored is not None else runs_stored(config)[1])
     needed = as_read(sources, kept)
     at_fill = time.perf_counter()
-    with progress(needed) as advance:
+    with progress(needed, shown=mesh.first) as advance:
         fill(module, before, sources, device, advance)
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
     read = stored_bytes(needed)

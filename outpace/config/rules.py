@@ -90,6 +90,14 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1",
     ),
     (
+        lambda c: bool(c.moe.hot_experts) != (c.moe.expert_load is not None),
+        "moe.hot_experts and moe.expert_load go together: how many copies, and of which experts; give both, or neither",
+    ),
+    (
+        lambda c: bool(c.moe.hot_experts) and c.moe.ep_size == 1 and c.moe.ep_group is None,
+        "moe.hot_experts: copies are for ranks that share the experts; give moe.ep_size too, or leave it out",
+    ),
+    (
         lambda c: not c.moe.enabled and c.moe.ep_size > 1,
         "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1",
     ),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from outpace.config.base import ConfigModel
-from outpace.config.values import CalibrationText, NamedPath, PathText, PlanSource, Size
+from outpace.config.values import CalibrationText, ExpertLoads, NamedPath, PathText, PlanSource, Size
 
 
 class TensorParallelConfig(ConfigModel):
@@ -41,6 +41,10 @@ class MoEConfig(ConfigModel):
     """Experts in each expert layer, or one number for all: it must be what injection finds. (1,): not said."""
     type: Literal["standard", "residual"] = "standard"
     """Residual: experts beside a dense MLP, each with its share of the sum. It must be what injection finds."""
+    hot_experts: int = Field(default=0, ge=0)
+    """Copies of busy experts that each rank holds beside its own, chosen by `expert_load`."""
+    expert_load: ExpertLoads | None = None
+    """Tokens of each expert, of each layer that has experts: what `LLM.expert_load()` gives, or a JSON file of it."""
     ep_mp_group: Any = None
     """Process group that slices one expert."""
     ep_group: Any = None

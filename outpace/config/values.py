@@ -1,8 +1,10 @@
 """Values that configs share: a dtype by any of its names, a device that exists. torch is imported when it is needed."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -141,6 +143,25 @@ def _size(value: object) -> object:
     return int(float(found[1]) * _FACTORS[(found[2] or " ").lower()])
 
 
+def _loads(value: object) -> object:
+    """Tokens of each expert of each layer: lists, a tensor, a JSON file of them or of the answer of /status/experts."""
+    if isinstance(value, str | os.PathLike):
+        path = Path(value)
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {str(path)!r} as JSON: {error}") from None
+    if isinstance(value, Mapping):
+        value = value.get("tokens")
+    if "tolist" in dir(value):  # a tensor, or an array
+        value = value.tolist()  # type: ignore[attr-defined]
+    rows = value if isinstance(value, list | tuple) else ()
+    numbers = [number for row in rows for number in (row if isinstance(row, list | tuple) else (None,))]
+    if not numbers or any(isinstance(each, bool) or not isinstance(each, int | float) or each < 0 for each in numbers):
+        raise ValueError("expected the tokens of each expert for each layer, as LLM.expert_load().tolist() gives them")
+    return tuple(tuple(float(number) for number in row) for row in rows)
+
+
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path, given as text or as a pathlib.Path."""
 NamedPath = Annotated[str, BeforeValidator(_named_path)]
@@ -151,5 +172,7 @@ CalibrationText = Annotated[str | tuple[int, ...], BeforeValidator(_calibration)
 """The path of a text file, or token ids."""
 PlanSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
 """The path of a plan, or what its file holds."""
+ExpertLoads = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_loads)]
+"""Tokens of each expert, of each layer that has experts."""
 Size = Annotated[int, BeforeValidator(_size), Field(ge=1)]
 """Bytes: a number of them, or text such as 4GB."""

@@ -1,5 +1,6 @@
 """The modules of a mixture of experts: router, experts in one stack, what every token runs through."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,8 +147,8 @@ class MixtureOfExperts(nn.Module):
         self.dense = dense
         self.shared_gate = shared_gate
         self.coefficient = coefficient
-        self.first = 0
-        """Which of the router's experts its first one is: others may be elsewhere."""
+        self.where: Callable[[Tensor], Tensor] | None = None
+        """From the router's choices to this rank's experts: others may be elsewhere. None: they are all here."""
         self.group: Group = ALONE
         """Ranks that have the same tokens, and other experts or other parts of them: their results are added up."""
         self.together = True
@@ -168,7 +169,7 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, with the logits of the router [T, E] and the chosen experts [T, K]."""
         logits, weights, chosen = self.router(x, slots)
-        own = chosen - self.first if self.first else chosen
+        own = chosen if self.where is None else self.where(chosen)
         if self.dense is None and self.group.size == 1:
             return self.experts(x, weights, own, add), logits, chosen
         result = self.experts(x, weights, own)

@@ -1,13 +1,13 @@
 """The one place where modules with weights are made: which kind each is, its scheme says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from outpace.errors import ModelError
-from outpace.inject.exchange import ExchangedExperts
+from outpace.inject.exchange import ExchangedExperts, Whereabouts
 from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
@@ -44,6 +44,7 @@ class Maker:
         self.roles: set[Role] = set()
         """That weights played."""
         self.quantized_experts = False
+        self._mixtures = 0  # that it has made
         self.weights: dict[tuple[str, ...], tuple[Role, Recipe]] = {}
         """The same weights with their parts and their recipes, by all their names."""
 
@@ -153,19 +154,22 @@ class Maker:
     def _share(self, made: MixtureOfExperts, count: int) -> None:
         """Say who else has a part in the result of a mixture."""
         shard, mesh = self.shard, self.shard.mesh
-        made.experts, made.first, made.group = self._of_ranks(made.experts, count)
+        made.experts, made.where, made.group = self._of_ranks(made.experts, count)
         if shard.exchanges or (mesh.ep.size > 1 and not mesh.experts_like_layers):
             made.together, made.dense_group = False, shard.tp
 
-    def _of_ranks(self, experts: Experts, count: int) -> tuple[Experts, int, Group]:
-        """Experts that tokens reach, the number of the first of them, and the ranks whose results are added up."""
+    def _of_ranks(self, experts: Experts, count: int) -> tuple[Experts, Callable[[Tensor], Tensor] | None, Group]:
+        """Experts that tokens reach, which of them are here, and the ranks whose results are added up."""
         shard, mesh = self.shard, self.shard.mesh
+        self._mixtures += 1
         if mesh.ep.size == 1:
-            return experts, 0, shard.tp
+            return experts, None, shard.tp
+        where = Whereabouts(shard.held_experts(count, self._mixtures - 1), mesh.ep.rank)
         if shard.exchanges:
             sliced = mesh.expert_tp if shard.expert_splits else ALONE
-            return ExchangedExperts(experts, shard.first_experts(count), count, mesh.ep, sliced), 0, ALONE
-        return experts, shard.own_experts(count)[0], mesh.ep
+            return ExchangedExperts(experts, where, mesh.ep, sliced), None, ALONE
+        experts.add_module("where", where)  # so that its tables go where the experts go
+        return experts, where.own, mesh.ep
 
     def _router(self, part: Parts, roles: MoERoles, config: Any) -> Router:
         module = part(roles.router)
@@ -199,14 +203,14 @@ class Maker:
     def _of_rank(self, weight: Recipe, bias: Recipe | None) -> tuple[Recipe, Recipe | None]:
         """This rank's part of the stack of a weight and of that of its bias."""
         count, shard = weight.shape[0], self.shard
-        own = shard.cut_experts(weight, count)
+        own = shard.cut_experts(weight, count, self._mixtures)
         if bias is None:
             return own, None
         if shard.mesh.ep.size == 1:
             return own, shard.cut_bias(bias, weight, own)
         if shard.expert_splits:
             bias = shard.of_one_expert.cut_bias(bias, weight, shard.of_one_expert.cut(weight))
-        return own, shard.of_experts(bias, count)
+        return own, shard.of_experts(bias, count, self._mixtures)
 
     def _count(self, module: nn.Module, roles: MoERoles) -> int:
         """The experts of a module."""
@@ -218,7 +222,8 @@ class Maker:
     def _with_scheme(self, recipe: Recipe) -> Recipe:
         """The stack of a recipe as the rules want it."""
         names = list(dict.fromkeys(part.name for part in recipe.parts))
-        scheme, first = self._scheme("experts", names, recipe), [part for part in recipe.parts if part.expert == 0]
+        scheme = self._scheme("experts", names, recipe)
+        first = [part for part in recipe.parts if part.expert == 0 and len(part.shape) == 2]
         if scheme is not None and scheme.per_tensor and len(first) > 1:
             scheme = replace(scheme, sources=tuple(part.shape_in_weight[0] for part in first))
         return replace(recipe, scheme=scheme)

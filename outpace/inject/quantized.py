@@ -1,6 +1,7 @@
 """Linears and experts whose weights are quantized: they bring products of their own, the rest stays as it is."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,18 +172,20 @@ class PackedExperts(Experts):
 class StandInExperts(nn.Module):
     """Our experts, quantized ones or those of a rank, behind the call of one of Hugging Face's stacks."""
 
-    def __init__(self, experts: Experts, first: int = 0, group: Group = ALONE) -> None:
+    def __init__(self, experts: Experts, where: Callable[[Tensor], Tensor] | None = None, group: Group = ALONE) -> None:
         super().__init__()
         self.experts = experts
-        self.first = first
-        """The number of its first expert: others may be on other ranks."""
+        self.where = where
+        """From choices to its experts: others may be on other ranks. None: they are all here."""
         self.group = group
         """Ranks that have the same tokens, and other experts or other parts of them: their results are added up."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[..., H] -> [..., H]: what the chosen experts make of each token, by their weights."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        result: Tensor = self.experts(rows, top_k_weights.float(), top_k_index.int() - self.first)
+        chosen = top_k_index.int()
+        chosen = chosen if self.where is None else self.where(chosen)
+        result: Tensor = self.experts(rows, top_k_weights.float(), chosen)
         return self.group.sum(result).view(hidden_states.shape)
 
 

@@ -93,7 +93,7 @@ class Part:
     slices: tuple[Slice, ...] = ()
     """What is taken of it, each along another dimension; none: the whole tensor."""
     expert: int | None = None
-    """The index in a stack of weights at which it stands; None: the weight is no stack, or it is all of one."""
+    """The index in a stack of weights at which it stands or begins; None: the weight is no stack, or all of one."""
     dim: int = 0
     """Which dimension of what it fills are the rows that `start` and `order` speak of: 1 in a stack."""
 
@@ -119,7 +119,10 @@ class Part:
 
     def place(self, weight: Tensor) -> Tensor:
         """What it fills, seen in the shape that it comes in."""
-        place = weight if self.expert is None else weight[self.expert]
+        place = weight
+        if self.expert is not None:  # some of a tensor of all experts, or a tensor of one
+            several = len(self.shape) == weight.dim()
+            place = weight.narrow(0, self.expert, self.stored[0]) if several else weight[self.expert]
         if place.dim() and self.order is None:  # a tensor whose rows have an order may be anywhere in the weight
             place = place.narrow(self.dim, self.start, self.shape_in_weight[self.dim])
         return place.transpose(-1, -2) if self.transposed else place

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from outpace.errors import ConfigError
 from outpace.inject.policy import Settings
 from outpace.inject.recipe import Part, Portion, Recipe, Slice
 from outpace.inject.split import Splits
+from outpace.parallel.copies import Held, place_experts
 from outpace.parallel.group import Group
 from outpace.parallel.mesh import Mesh
-from outpace.parallel.spans import Heads, Span, even, split_heads
+from outpace.parallel.spans import Heads, Span, split_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,10 @@ class Shard:
     """Whether all ranks that share the experts have the same tokens at the same time."""
     expert_splits: Splits = field(default_factory=dict)
     """How each expert is cut over the ranks that have the same ones."""
+    hot_experts: int = 0
+    """Copies of other ranks' experts that this one holds in each layer."""
+    load: tuple[tuple[float, ...], ...] = ()
+    """Tokens of each expert, of each layer that has experts: what is copied, follows from them."""
 
     @property
     def ranks(self) -> Group:
@@ -97,28 +103,42 @@ class Shard:
         """Whether tokens have to go to other ranks, and come back."""
         return self.mesh.ep.size > 1 and not self.same_tokens
 
-    def first_experts(self, count: int) -> list[int]:
-        """The first expert of each rank."""
-        return [first for first, _ in even(count, self.mesh.ep.size, "the experts of a layer")]
+    def held_experts(self, count: int, layer: int) -> Held:
+        """The experts of each rank; layer: its number among those that have experts."""
+        if not self.hot_experts:
+            return place_experts(count, self.mesh.ep.size)
+        if layer >= len(self.load) or len(self.load[layer]) != count:
+            has = f"{len(self.load[layer])} experts in row {layer}" if layer < len(self.load) else f"{layer} rows"
+            raise ConfigError(
+                f"moe.expert_load: layer {layer} of those that have experts has {count} of them, and the load has "
+                f"{has}; give what LLM.expert_load() or /status/experts says of this model"
+            )
+        return place_experts(count, self.mesh.ep.size, self.hot_experts, self.load[layer])
 
-    def own_experts(self, count: int) -> Span:
-        """The experts of this rank."""
-        return even(count, self.mesh.ep.size, "the experts of a layer")[self.mesh.ep.rank]
-
-    def cut_experts(self, recipe: Recipe, count: int) -> Recipe:
+    def cut_experts(self, recipe: Recipe, count: int, layer: int) -> Recipe:
         """The stack of this rank's experts."""
         if self.mesh.ep.size == 1:
             return self.cut(recipe)
         if self.mesh.expert_tp.size > 1 and self.expert_splits:
             recipe = self.of_one_expert.cut(recipe)
-        return self.of_experts(recipe, count)
+        return self.of_experts(recipe, count, layer)
 
-    def of_experts(self, recipe: Recipe, count: int) -> Recipe:
+    def of_experts(self, recipe: Recipe, count: int, layer: int) -> Recipe:
         """The stack, or the bias, of this rank's experts, each of them whole."""
-        first, last = self.own_experts(count)
-        parts = [_of_experts(part, first, last) for part in recipe.parts if part.expert is None or part.expert < last]
-        own = tuple(part for part in parts if part.expert is None or part.expert >= 0)
-        return replace(recipe, shape=(last - first, *recipe.shape[1:]), parts=own)
+        held = self.held_experts(count, layer)[self.mesh.ep.rank]
+        places = {expert: place for place, expert in enumerate(held)}
+        parts: list[Part] = []
+        for part in recipe.parts:
+            if part.expert is not None:
+                parts += [replace(part, expert=places[part.expert])] if part.expert in places else []
+                continue
+            for first, last in _runs(held):
+                taken = Slice(0, first, last - first)
+                parts.append(replace(part, expert=places[first], slices=(*part.slices, taken)))
+        if len(parts) == len(recipe.parts):  # one run: it is all of the weight
+            parts = [part if each.expert is not None else replace(part, expert=None)
+                     for part, each in zip(parts, recipe.parts, strict=True)]  # fmt: skip
+        return replace(recipe, shape=(len(held), *recipe.shape[1:]), parts=tuple(parts))
 
     def heads(self, whole: Settings) -> Heads:
         """The heads of this rank."""
@@ -173,11 +193,13 @@ def _by_expert(parts: Iterable[Part]) -> Iterator[list[Part]]:
     yield from found.values()
 
 
-def _of_experts(part: Part, first: int, last: int) -> Part:
-    """A tensor of one expert with its place among the rank's own, or those experts of a whole stack."""
-    if part.expert is not None:
-        return replace(part, expert=part.expert - first)
-    return replace(part, slices=(*part.slices, Slice(0, first, last - first)))
+def _runs(numbers: tuple[int, ...]) -> Iterator[Span]:
+    """Ascending numbers as spans of consecutive ones."""
+    first = numbers[0]
+    for number, after in zip(numbers, (*numbers[1:], None), strict=True):
+        if after != number + 1:
+            yield first, number + 1
+            first = after if after is not None else first
 
 
 def _shape(parts: tuple[Part, ...], whole: Recipe) -> tuple[int, ...]:

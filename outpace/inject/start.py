@@ -223,7 +223,8 @@ def shard_of(
 
 
 def _shard(mesh: Mesh, config: InferenceConfig, splits: Splits, experts: Splits) -> Shard:
-    return Shard(mesh, splits, isinstance(config, LLMConfig) or mesh.experts_like_layers, experts)
+    same, moe = isinstance(config, LLMConfig) or mesh.experts_like_layers, config.moe
+    return Shard(mesh, splits, same, experts, moe.hot_experts, moe.expert_load or ())
 
 
 def _over_ranks(

@@ -21,9 +21,9 @@ from outpace.loading.weights import Source, stored_bytes
 
 
 @contextmanager
-def progress(sources: Mapping[str, Source]) -> Iterator[Advance]:
+def progress(sources: Mapping[str, Source], *, shown: bool = True) -> Iterator[Advance]:
     """A bar with GB and GB/s while weights are read; only on a terminal."""
-    if not sys.stderr.isatty():
+    if not shown or not sys.stderr.isatty():
         yield lambda count: None
         return
     total = stored_bytes(sources)

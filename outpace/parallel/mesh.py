@@ -35,6 +35,11 @@ class Mesh:
     """The same layers with other requests."""
 
     @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all: what is written once, it writes."""
+        return self.tp.rank == self.ep.rank == self.dp.rank == 0
+
+    @property
     def experts_like_layers(self) -> bool:
         """Whether the ranks that share the experts are those that share each layer: they have the same tokens then."""
         return self.tp.ranks == self.ep.ranks

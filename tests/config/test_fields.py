@@ -58,6 +58,17 @@ def tensor_parallel_enabled_acts() -> None:
     assert InferenceConfig.of(tp={"enabled": True, "tp_size": 2}).tensor_parallel.tp_size == 2
 
 
+def expert_load_acts() -> None:
+    raises("moe.expert_load: .*expected the tokens of each expert", moe={"hot_experts": 1, "expert_load": [[1, -1]]})
+    raises("moe.expert_load: .*cannot read 'nowhere.json'", moe={"hot_experts": 1, "expert_load": "nowhere.json"})
+    raises("moe.hot_experts: copies are for ranks", moe={"hot_experts": 1, "expert_load": [[1, 2]]})
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "load.json").write_text('{"layers": [0], "tokens": [[3, 4]]}')
+        for given in (str(Path(folder, "load.json")), torch.tensor([[3, 4]]), ((3, 4),)):
+            asked = {"ep_size": 2, "hot_experts": 1, "expert_load": given}
+            assert InferenceConfig.of(moe=asked).moe.expert_load == ((3.0, 4.0),)
+
+
 def tp_grain_size_acts() -> None:
     model = tiny("llama")
     found = [split_model(model, 2, grain=grain)["model.layers.0.mlp.down_proj.weight"] for grain in (1, 16)]
@@ -403,6 +414,8 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "tensor_parallel.mpu": lambda: refused("tensor_parallel.mpu: expected an object with", tp={"mpu": object()}),
     "tensor_parallel.tp_group": lambda: refused("tensor_parallel.tp_group: expected a process", tp={"tp_group": 1}),
     "moe.ep_size": lambda: refused("moe.ep_size=2: this process is alone", moe={"ep_size": 2}),
+    "moe.hot_experts": lambda: raises("moe.hot_experts and moe.expert_load go together", moe={"hot_experts": 1}),
+    "moe.expert_load": expert_load_acts,
     "moe.ep_group": lambda: refused("moe.ep_group: expected a process group", moe={"ep_group": 1}),
     "moe.ep_mp_group": lambda: refused("moe.ep_mp_group: expected a process group", moe={"ep_mp_group": 1}),
     "enable_cuda_graph": lambda: raises("enable_cuda_graph: a CPU has no CUDA graphs", enable_cuda_graph=True),
@@ -606,6 +619,12 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ),
     ({"moe": {"type": "residual"}}, ("moe.moe_experts", "moe.type"), "give replace_with_kernel_inject=True"),
     ({"moe": {"enabled": False, "ep_size": 2}}, ("moe.enabled", "moe.ep_size"), "leave ep_size at 1"),
+    ({"moe": {"hot_experts": 2, "ep_size": 2}}, ("moe.hot_experts", "moe.expert_load"), "give both, or neither"),
+    (
+        {"moe": {"hot_experts": 2, "expert_load": [[1, 2]]}},
+        ("moe.hot_experts", "moe.ep_size"),
+        "give moe.ep_size too, or leave it out",
+    ),
     ({"min_out_tokens": 9, "max_out_tokens": 9}, ("min_out_tokens", "max_out_tokens"), "raise max_out_tokens"),
     (
         {"offload": {"device": "cpu"}, "zero": {"offload_param": {"device": "cpu"}}},

@@ -24,6 +24,10 @@ BY_NAMES = {
 }
 
 
+HOT: Mapping[str, Any] = {"hot_experts": 1, "expert_load": [[5, 1, 1, 9], [1, 1, 1, 1], [9, 9, 0, 0]]}
+"""A copy of the busiest expert of each layer on the rank that lacks it."""
+
+
 def tp(size: int, **more: Any) -> dict[str, Any]:
     """Options of a config."""
     return {"tensor_parallel": {"tp_size": size, "tp_grain_size": 1}, **more}
@@ -53,6 +57,8 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("compare", MOE[:4], {"moe": {"ep_size": 4}}),
         *cases("compare", MOE[:4], tp(2, moe={"ep_size": 2})),
         *cases("compare", MOE[:4], tp(2, moe={"ep_size": 4})),
+        *cases("compare", ("moe: mixtral", "moe: gpt-oss"), {"moe": {"ep_size": 2, **HOT}}),
+        *cases("compare", ("moe: mixtral", "moe: gpt-oss"), tp(2, moe={"ep_size": 2, **HOT})),
         *cases("sliced_experts", ("moe: mixtral", "moe: gpt-oss", "own: solar"), tp(2)),
         *cases("compare", ("own: solar",), tp(2, moe={"ep_size": 4})),
         *cases("refused", ("own: ernie",), tp(4, says="num_key_value_heads=2 of Ernie4_5ForCausalLM does not divide")),

@@ -1,0 +1,42 @@
+"""Which experts each rank holds: its own, and copies of those that have the most tokens."""
+
+from collections.abc import Sequence
+
+from outpace.parallel.spans import even
+
+Held = tuple[tuple[int, ...], ...]
+"""The experts of each rank, in ascending order."""
+
+
+def place_experts(count: int, ranks: int, extra: int = 0, load: Sequence[float] | None = None) -> Held:
+    """Experts over ranks, evenly, and `extra` more on each rank: copies of those that leave a rank the most to do.
+
+    load: tokens of each expert. The tokens of an expert are shared out evenly among its copies.
+    """
+    held = [list(range(*span)) for span in even(count, ranks, "the experts of a layer")]
+    if load is None or extra == 0:
+        return tuple(tuple(each) for each in held)
+    room = [min(extra, count - len(each)) for each in held]
+    while any(room):
+        expert, rank = _next(held, room, load)
+        held[rank].append(expert)
+        room[rank] -= 1
+    return tuple(tuple(sorted(each)) for each in held)
+
+
+def _next(held: list[list[int]], room: list[int], load: Sequence[float]) -> tuple[int, int]:
+    """The copy to make next: of the expert with the most tokens for each of its copies, on the idlest rank."""
+    copies = [sum(expert in each for each in held) for expert in range(len(load))]
+    work = [sum(load[expert] / copies[expert] for expert in each) for each in held]
+    free = [rank for rank in range(len(held)) if room[rank]]
+    wanted = sorted(range(len(load)), key=lambda expert: (-load[expert] / copies[expert], expert))
+    for expert in wanted:
+        able = [rank for rank in free if expert not in held[rank]]
+        if able:
+            return expert, min(able, key=lambda rank: (work[rank], rank))
+    raise AssertionError("a rank with room lacks some expert")
+
+
+def copies_of(held: Held, count: int) -> list[list[int]]:
+    """The ranks that hold each expert."""
+    return [[rank for rank, each in enumerate(held) if expert in each] for expert in range(count)]
