@@ -23,7 +23,7 @@ from outpace.inject.mixtures import (
 from outpace.inject.paged import BatchModel, PagedModel, check_paged
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, make_plan
-from outpace.inject.planned import add_stacks, plan_ranks, put_in, report_whole
+from outpace.inject.planned import add_stacks, plan_ranks, put_in, report_whole, try_out
 from outpace.inject.policies import by_class
 from outpace.inject.policy import Policy
 from outpace.inject.rank_plan import RankPlan
@@ -165,6 +165,12 @@ class Planned(Within):
         """Put this rank's parts in, then the rest."""
         put_in(self._model, self._plan, Maker(self._model, self._kernels, self._rules, self._shard))
         super().apply()
+
+    def paged(self) -> Paged | None:
+        """As on one rank; a model that has no such form is tried out."""
+        if self._inner is None:
+            try_out(self._model)
+        return super().paged()
 
 
 def plan_injection(

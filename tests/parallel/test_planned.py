@@ -45,6 +45,7 @@ CASES: tuple[Case, ...] = (
     *(("own_mixture", "own: deepspeed's experts", options) for options in (tp(), EP, tp(**EP))),
     *(("checkpoint", f"own: {name}", tp()) for name in ("exaone4", "mimo")),
     ("refused", "own: t5", plain(says=r"tp_size: nothing says how T5\w+ is split .*injection_policy=")),
+    ("refused", "own: doge", plain(says="DogeForCausalLM cannot run with a part of its heads")),
     ("refused", "own: bert", plain(says="nothing says how .*set replace_with_kernel_inject=True")),
     (
         "refused",
