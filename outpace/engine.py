@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,9 @@ from outpace.config import InferenceConfig
 from outpace.errors import ModelError, NotSupported, StateError
 from outpace.inject.start import Fused, Injection
 from outpace.log import chosen
+from outpace.parallel.calls import check_alike, common_generate
 from outpace.parallel.group import same_draws
+from outpace.parallel.mesh import NO_MESH
 from outpace.prepare import prepare
 from outpace.profile import Profiler
 from outpace.runner.fast_generate import FastGenerate
@@ -44,6 +47,8 @@ class InferenceEngine(nn.Module):
         self.info, self._dtype, self._device = prepared.info, prepared.dtype, prepared.device
         self.mesh = prepared.mesh
         """The ranks that run it together: each of them must make the same calls."""
+        if self.mesh is not NO_MESH:
+            self.module.requires_grad_(False)  # gradients do not cross ranks
         self._fused = isinstance(prepared.injection, Fused)
         self._graphs = self._make_graphs(config)
         self._profiler = Profiler(self._device)
@@ -76,6 +81,7 @@ class InferenceEngine(nn.Module):
         self._refuse_attentions(kwargs.get("output_attentions"))
         if self._graphs is None:
             args, kwargs = self._here((args, kwargs))
+            check_alike(self.mesh.tp, "forward", (args, kwargs), self._device)
             return module(*args, **kwargs)
         if self._graphs.uncapturable is not None:
             return self._graphs(*self._here(args), **self._here(kwargs))
@@ -96,6 +102,9 @@ class InferenceEngine(nn.Module):
         args, kwargs = self._here((args, kwargs))
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
         self._refuse_attentions(call.setting("output_attentions"))
+        also = seed, self.generation_config
+        common = common_generate(self.mesh.tp, call.kwargs, also, self._device, call.setting("max_time"))
+        call = replace(call, kwargs=common)
         if seed is None:
             same_draws(self.mesh.tp, self._device)
         with self._profiler.measure("generate"), self._seeded(seed):

@@ -124,8 +124,8 @@ def prepare(
         injection = _plan(module, config, kernels, rules, mesh)
     if rules.stored is None:
         check_rules(module, injection, kernels, rules)
-    if (folder := _save_to(config)) is not None and mesh.first:
-        save_shards(module, folder, config.tensor_parallel.tp_size, dtype, sources)
+    if (folder := _save_to(config)) is not None:
+        _save(module, folder, mesh, dtype, sources, config.torch_device)
     begin = time.perf_counter()
     if sources is not None and config.set_empty_params:
         drop(module)
@@ -325,13 +325,36 @@ def _plan(
 ) -> Injection | None:
     if not config.replace_with_kernel_inject and not config.injection_policy and mesh is NO_MESH:
         return None
-    return plan_injection(module, config, kernels, rules, mesh)
+    with as_field("tensor_parallel.tp_size", known_as="tensor parallelism"):
+        return plan_injection(module, config, kernels, rules, mesh)
 
 
 def _save_to(config: InferenceConfig) -> str | None:
     """The folder that shards of the module are written to, if any."""
     own, more = config.save_mp_checkpoint_path, config.checkpoint_config.save_mp_checkpoint_path
     return more if own is None else own
+
+
+def _save(
+    module: nn.Module,
+    folder: str,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    sources: Mapping[str, Source] | None,
+    device: torch.device,
+) -> None:
+    """Write the shards of all ranks, in one of them; the others wait for it."""
+    error: Exception | None = None
+    if mesh.first:
+        try:
+            save_shards(module, folder, mesh.tp.size, dtype, sources)
+        except Exception as problem:
+            error = problem
+    written = mesh.everywhere(error is None, device)
+    if error is not None:
+        raise error
+    if not written:
+        raise ModelError("save_mp_checkpoint_path: the first rank could not write it, and says why")
 
 
 def _choose_dtype(config: InferenceConfig) -> torch.dtype:

@@ -92,11 +92,6 @@ CONFIGS: dict[str, Wrong] = {
     "a choice that is none": (lambda _: of(graph_output="view"), ConfigError, "graph_output: .*'copy' or 'static'"),
     "a section that is a number": (lambda _: of(tensor_parallel=2), ConfigError, "tensor_parallel: .*got 2"),
     "no ranks": (lambda _: of(tp={"tp_size": 0}), ConfigError, r"tp\.tp_size: .*greater than or equal"),
-    "several ranks": (
-        lambda _: of(tensor_parallel={"tp_size": 2}),
-        NotSupportedYet,
-        r"tensor_parallel\.tp_size: tensor parallelism",
-    ),
     "graphs on a CPU": (lambda _: of(enable_cuda_graph=True, device="cpu"), ConfigError, "enable_cuda_graph: a CPU"),
     "a config that is a list": (
         lambda _: InferenceConfig.of([1]),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from outpace.errors import as_field
 from outpace.parallel.spans import even
 
 Held = tuple[tuple[int, ...], ...]
@@ -13,7 +14,8 @@ def place_experts(count: int, ranks: int, extra: int = 0, load: Sequence[float] 
 
     load: tokens of each expert. The tokens of an expert are shared out evenly among its copies.
     """
-    held = [list(range(*span)) for span in even(count, ranks, "the experts of a layer")]
+    with as_field("moe.ep_size", known_as="tensor parallelism"):
+        held = [list(range(*span)) for span in even(count, ranks, "the experts of a layer")]
     if load is None or extra == 0:
         return tuple(tuple(each) for each in held)
     room = [min(extra, count - len(each)) for each in held]

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from outpace.errors import NotSupported
 
 GATHER: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor  # which newer versions warn of
 
@@ -82,11 +84,23 @@ class Group:
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest of the numbers of all ranks. Waits for the device: for a start, not for a step."""
+        return self.lowest([number], device)[0]
+
+    def lowest(self, numbers: list[int], device: torch.device) -> list[int]:
+        """The smallest of all ranks, of each number."""
         if self.size == 1:
-            return number
-        found = self._there(torch.tensor([number], dtype=torch.int64, device=device))
+            return numbers
+        found = self._there(torch.tensor(numbers, dtype=torch.int64, device=device))
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.handle)
-        return int(found.item())
+        return [int(number) for number in found.tolist()]
+
+    def __deepcopy__(self, memo: object) -> "Group":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise NotSupported(
+            "pickle: the group of a rank means nothing in another process; write shards with save_mp_checkpoint_path"
+        )
 
     def _there(self, x: Tensor) -> Tensor:
         """The tensor where it can be told to others."""

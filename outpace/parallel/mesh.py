@@ -44,6 +44,13 @@ class Mesh:
         """Whether the ranks that share the experts are those that share each layer: they have the same tokens then."""
         return self.tp.ranks == self.ep.ranks
 
+    def everywhere(self, good: bool, device: torch.device) -> bool:
+        """Whether something is so on all ranks; each waits for the others."""
+        found = int(good)
+        for group in (self.tp, self.dp, self.ep, self.expert_tp):
+            found = group.least(found, device)
+        return bool(found)
+
 
 NO_MESH = Mesh()
 
@@ -100,8 +107,8 @@ def _check_given(asked: TensorParallelConfig, moe: MoEConfig) -> None:
 def _tensor_groups(config: InferenceConfig, world: int, device: str) -> tuple[Group, Group]:
     """Ranks that share each layer, and those that hold the same part of it."""
     asked = config.tensor_parallel
-    ready = asked.tp_group if asked.tp_group is not None else _of_mpu(asked.mpu)
-    if ready is not None:
+    if asked.tp_group is not None or asked.mpu is not None:
+        ready = asked.tp_group if asked.mpu is None else _of_mpu(asked.mpu)
         group = _checked("tensor_parallel.tp_group" if asked.mpu is None else "tensor_parallel.mpu", ready)
         if asked.tp_size not in (1, group.size):
             raise ConfigError(
@@ -132,9 +139,13 @@ def _cut(field: str, world: int, size: int, device: str) -> tuple[Group, Group]:
 
 def _of_mpu(mpu: Any) -> Any:
     """The group of a Megatron-style unit."""
-    if mpu is None:
-        return None
-    return next(getattr(mpu, name)() for name in _MPU if name in dir(mpu))
+    name = next(name for name in _MPU if name in dir(mpu))
+    try:
+        return getattr(mpu, name)()
+    except Exception as error:
+        raise ConfigError(
+            f"tensor_parallel.mpu: {name}() raised {type(error).__name__}: {error}; make its groups before the engine"
+        ) from error
 
 
 def _checked(field: str, handle: Any) -> Group:

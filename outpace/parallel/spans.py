@@ -40,7 +40,9 @@ def even(size: int, ranks: int, what: str, grain: int = 1) -> tuple[Span, ...]:
     if grain > 1 and size % grain == 0 and size >= grain * ranks:
         return tuple((first * grain, last * grain) for first, last in even(size // grain, ranks, what))
     if size < ranks:
-        raise NotSupported(f"tensor parallelism: {what} cannot be split over {ranks} ranks: there are only {size}")
+        raise NotSupported(
+            f"tensor parallelism: {what} cannot be split over {ranks} ranks: there are only {size}; use fewer ranks"
+        )
     each, more = divmod(size, ranks)
     stops = [each * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
     return tuple(zip([0, *stops], stops, strict=False))

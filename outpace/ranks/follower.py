@@ -37,9 +37,11 @@ def main(fd: int, parent: int) -> NoReturn:
     try:
         follow(inbox, lambda message: sender.send(frame(message)))
     except BaseException as error:
-        traceback.print_exc()
+        last_words = _failed(error)
+        if not last_words.kind:  # an error of Outpace says enough by itself, and the first rank raises it
+            traceback.print_exc()
         with suppress(OSError):
-            sender.send(frame(_failed(error)))
+            sender.send(frame(last_words))
     sys.stderr.flush()
     os._exit(1)  # at once: another thread may be inside a collective
 

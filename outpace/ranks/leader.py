@@ -56,6 +56,7 @@ class Ranks:
         self._followers: list[Follower] = []
         self._given_up: str | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     def start(self, model: str | None) -> None:
         """Start the others, and join them."""
@@ -133,7 +134,11 @@ class Ranks:
             raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raise if the others are gone."""
+        """Raise if the others are gone, or are another process's."""
+        if self.size > 1 and os.getpid() != self._pid:
+            raise StateError(
+                f"the ranks of this LLM belong to process {self._pid}, of which this one is a fork; make a new LLM here"
+            )
         if self.size > 1 and (cause := self._given_up or (self._watch and self._watch.cause)):
             raise EngineDead(f"{cause}; make a new LLM")
         if self.size > 1 and self._closed:
@@ -151,7 +156,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the others and wait for their end. May be called again, and from any thread."""
-        if self.size == 1 or self._closed:
+        if self.size == 1 or self._closed or os.getpid() != self._pid:  # a fork has no say in it
             return
         self._closed = True
         if self._watch is not None:

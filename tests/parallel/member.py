@@ -5,6 +5,7 @@ import datetime
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -154,10 +155,14 @@ def checkpoint(name: str, options: Mapping[str, Any]) -> None:
     if dist.get_rank() == 0:
         model.save_pretrained(folder[0])
     dist.barrier()
-    with outpace.OnDevice("meta"):
-        empty = type(model)(model.config)
-    engine = engine_of(empty, {**options, "checkpoint": folder[0]})
-    same_logits(engine, model, padded_prompts(97))
+    shards = f"{folder[0]}/shards"
+    for given in ({"checkpoint": folder[0], "save_mp_checkpoint_path": shards}, {"checkpoint": shards}):
+        with outpace.OnDevice("meta"):
+            empty = type(model)(model.config)
+        engine = engine_of(empty, {**options, **given})
+        same_logits(engine, model, padded_prompts(97))
+    with pytest.raises(outpace.OutpaceError, match="save_mp_checkpoint_path"):
+        engine_of(model_of(name), {**options, "save_mp_checkpoint_path": f"{folder[0]}/config.json"})
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
@@ -196,6 +201,70 @@ def own_mixture(name: str, options: Mapping[str, Any]) -> None:
     assert stored(engine.module) < 0.9 * size, "every rank has all weights"
 
 
+class Shown:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        """Keep them."""
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+class Button:
+    """A stopping criterion that somebody presses on one rank."""
+
+    def __init__(self, at: int, *, pressed: bool) -> None:
+        self.at, self.pressed = at, pressed
+
+    def __call__(self, ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """For all rows."""
+        return torch.full((len(ids),), self.pressed and ids.shape[1] >= self.at)
+
+
+class NoUnit:
+    """Megatron's before it is initialized."""
+
+    def __init__(self, *, asserts: bool) -> None:
+        self.asserts = asserts
+
+    def get_model_parallel_group(self) -> None:
+        """There is none."""
+        assert not self.asserts, "model parallel group is not initialized"
+
+
+def calls(name: str, options: Mapping[str, Any]) -> None:
+    """What is another call on another rank is refused on all of them; what only one of them may have works."""
+    engine, ids, rank = engine_of(model_of(name), options), padded_prompts(97)["input_ids"][:1], dist.get_rank()
+    more = {"max_new_tokens": 6, "do_sample": False}
+    want = engine.generate(ids, **more)
+    shown = Shown()
+    assert torch.equal(engine.generate(ids, **more, **({"streamer": shown} if rank == 0 else {})), want)
+    assert shown.tokens == (want[0].tolist() if rank == 0 else [])
+    end = ids.shape[1] + 2
+    button = engine.generate(ids, **more, stopping_criteria=[Button(end, pressed=rank == 0)])
+    assert torch.equal(button, want[:, :end]), "the first rank's button counts, and no other's"
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: engine.generate(ids + rank, **more), "generate: the ranks .* make different calls"),
+        (lambda: engine.generate(ids, **{**more, "max_new_tokens": 6 + rank}), "make different calls"),
+        (lambda: engine.generate(ids, max_new_tokens=3, do_sample=True, seed=rank), "make different calls"),
+        (lambda: engine(ids[:, rank:]), "forward: the ranks .* make different calls"),
+        (lambda: engine.generate(ids) if rank else engine(ids), "make different calls"),
+        (lambda: engine.generate(ids, **more, max_time=9.0), "max_time: ranks do not look"),
+        (lambda: pickle.dumps(engine), "pickle: .* save_mp_checkpoint_path"),
+        (lambda: engine_of(model_of(name), {"tensor_parallel": {"mpu": NoUnit(asserts=False)}}), "mpu: this rank is"),
+        (lambda: engine_of(model_of(name), {"tensor_parallel": {"mpu": NoUnit(asserts=True)}}), "mpu: .*not initial"),
+    ]
+    for call, says in wrong:
+        with pytest.raises(outpace.OutpaceError, match=says):
+            call()
+    torch.testing.assert_close(copy.deepcopy(engine.module)(ids).logits, engine(ids).logits)
+
+
 def refused(name: str, options: Mapping[str, Any]) -> None:
     """An error of Outpace that says this."""
     with pytest.raises(outpace.OutpaceError, match=options["says"]):
@@ -230,10 +299,10 @@ def logged(name: str, options: Mapping[str, Any]) -> None:
         assert len(found) == 1, (text, lines.lines)
 
 
-KINDS: Mapping[str, Callable[..., None]] = {
-    kind.__name__: kind
-    for kind in (compare, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused, logged)
-}
+_ALL = (
+    compare, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused, logged, calls
+)  # fmt: skip
+KINDS: Mapping[str, Callable[..., None]] = {kind.__name__: kind for kind in _ALL}
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """Copies of hot experts: every expert is somewhere, no rank holds one twice, and the busiest rank has less to do."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace.errors import NotSupported
 from outpace.parallel.copies import copies_of, place_experts
 
 loads = st.lists(st.integers(0, 1000), min_size=4, max_size=24)
@@ -29,3 +31,8 @@ def test_the_busiest_experts_are_copied_first() -> None:
 
 def test_without_a_load_they_are_consecutive() -> None:
     assert place_experts(5, 2) == ((0, 1, 2), (3, 4))
+
+
+def test_more_ranks_than_experts() -> None:
+    with pytest.raises(NotSupported, match=r"^moe\.ep_size: .* there are only 4; use fewer ranks"):
+        place_experts(4, 5)

@@ -169,6 +169,21 @@ class TestTheSameAsOne:
             two.generate([[9999]], SamplingParams(max_tokens=1))
         assert two.generate("a", SamplingParams(max_tokens=1, temperature=0))[0].finished
 
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+    def test_a_fork_has_no_say_in_the_ranks(self, one: outpace.LLM, two: outpace.LLM) -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.raises(StateError, match="this one is a fork; make a new LLM here"):
+                    two.generate("a", use_tqdm=False)
+                two.shutdown()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        params = SamplingParams(seed=2, max_tokens=4)
+        assert said(two.generate(TEXTS, params)) == said(one.generate(TEXTS, params))
+
     def test_one_such_llm_at_a_time(self, two: outpace.LLM, folder: Path) -> None:
         with pytest.raises(StateError, match="shut that one down first"):
             outpace.LLM(folder, tensor_parallel_size=2, **OPTIONS)
