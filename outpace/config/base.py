@@ -37,6 +37,8 @@ class ConfigModel(BaseModel):
     """Name that another config has -> why it is refused here, and what to do."""
     switches: ClassVar[frozenset[str]] = frozenset()
     """Sections that a bool turns on or off."""
+    sizes: ClassVar[Mapping[str, str]] = {}
+    """Sections that a number stands for, which is this field of theirs."""
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {}
     """How two ways of writing a field's value are compared, where == is not enough."""
     keeps_auto: ClassVar[frozenset[str]] = frozenset()
@@ -65,11 +67,7 @@ class ConfigModel(BaseModel):
                 raise ValueError(f"{key}: {cls.elsewhere[key]}")
             if key not in cls.model_fields and key not in others:
                 raise ValueError(f"unknown name {key!r}{_nearest(key, [*cls.model_fields, *others])}")
-        given = {
-            key: {"enabled": value} if isinstance(value, bool) and key in cls.switches else value
-            for key, value in data.items()
-            if cls._counts(key, value)
-        }
+        given = {key: cls._section(key, value) for key, value in data.items() if cls._counts(key, value)}
         result = {key: value for key, value in given.items() if key in cls.model_fields}
         named: dict[str, str] = {}
         # Whole sections come before fields of sections.
@@ -79,6 +77,14 @@ class ConfigModel(BaseModel):
             _put(result, key, given[key], named, cls)
             named[others[key]] = key
         return result
+
+    @classmethod
+    def _section(cls, key: str, value: object) -> object:
+        """What a bool or a number stands for."""
+        if isinstance(value, bool) and key in cls.switches:
+            return {"enabled": value}
+        name = cls.aliases.get(key, key)
+        return {cls.sizes[name]: value} if isinstance(value, int) and name in cls.sizes else value
 
     @classmethod
     def _counts(cls, key: str, value: object) -> bool:

@@ -65,6 +65,7 @@ class InferenceConfig(ConfigModel):
     }
     keeps_auto = frozenset({"replace_method"})
     switches = frozenset({"moe"})
+    sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size"}  # as MII has it
     later: ClassVar[Mapping[str, str]] = LATER
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype, "device": same_device}
     deprecated: ClassVar[Mapping[str, str]] = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from outpace.errors import ModelError
 from outpace.inject.modules import Made
 from outpace.inject.recipe import Part, Recipe
 from outpace.kernels.packed import Packed
@@ -181,6 +182,10 @@ class StoredPart:
                 tensors[ending] = read(self._weight.sources[ending])
         part, block = self._part, self._scheme.block_rows
         for ending, tensor in fitted(self._weight.packed(tensors, self._scheme.kept), self._scheme).items():
+            if ending and not tensor.isfinite().all():
+                raise ModelError(
+                    f"model: the {ending.lstrip('_')}s of {part.name} hold NaN or infinity; download the model again"
+                )
             place, found = _as_bytes(self._made[ending]), _as_bytes(tensor)
             first = part.start if ending == "" else part.start // block
             place = place.narrow(0, first, len(found))

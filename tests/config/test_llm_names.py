@@ -87,6 +87,9 @@ def test_a_flat_name_that_only_a_gpu_has() -> None:
 def test_tensor_parallel_size() -> None:
     assert of(tensor_parallel_size=1) == of()
     assert of(tensor_parallel_size=2).tensor_parallel.tp_size == 2
+    assert of(tensor_parallel=2) == of(tp=2) == of(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel"):
+        of(tensor_parallel=True)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

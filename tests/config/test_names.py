@@ -249,7 +249,7 @@ def test_an_unknown_name_without_a_near_one_and_in_a_section() -> None:
         ({"tp": {"tp_sice": 2}}, "tp: unknown name 'tp_sice'"),
         ({"mp_size": 0}, "mp_size: .* got 0"),
         ({"mp_size": 0, "tp": {"enabled": True}}, "mp_size: .* got 0"),
-        ({"mp_size": 2, "tensor_parallel": 2}, "tensor_parallel: input should be a valid dictionary .* got 2"),
+        ({"mp_size": 2, "tensor_parallel": "2"}, "tensor_parallel: input should be a valid dictionary .* got '2'"),
         ({"moe_experts": [1, "x"]}, r"moe_experts\.1: .* got 'x'"),
         ({"max_tokens": "auto", "max_out_tokens": 0}, "max_out_tokens: .* got 0"),
     ],

@@ -116,6 +116,18 @@ def test_experts_of_fp8_in_one_tensor(tmp_path: Path) -> None:
     check(tmp_path, model)
 
 
+@pytest.mark.parametrize("quantization", ["none", "stored"])
+def test_scales_that_are_no_numbers(tmp_path: Path, quantization: str) -> None:
+    """Whether weights are converted, or run from their own bits."""
+    folder = write_folder(tmp_path, tiny_model("llama", num_hidden_layers=1), "ct int4")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("mlp.up_proj.weight_scale"))
+    tensors[name][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj.*NaN or infinity; download the model again"):
+        outpace.LLM(str(folder), dtype="fp32", device="cpu", quantization=quantization)
+
+
 def test_the_dtype_is_the_models_and_numbers_are_rounded_once(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     write_folder(tmp_path, model, "gptq")

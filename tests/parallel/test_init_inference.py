@@ -44,7 +44,7 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("compare", MOE, tp(2)),
         *cases("compare", MOE, {"moe": {"ep_size": 2}}),
         *cases("compare", MOE, tp(2, moe={"ep_size": 2})),
-        *cases("compare", ("llama", "moe: mixtral"), tp(2, quant={"scheme": "int8"})),
+        *cases("quantized", ("llama", "moe: mixtral"), tp(2, quant={"scheme": "int8"})),
         *cases("grain", ("llama",), {"tensor_parallel": {"tp_size": 2, "tp_grain_size": 16}}),
         *cases("own_groups", ("llama",), {}),
         *cases("calls", ("llama",), tp(2)),

@@ -77,7 +77,11 @@ class _Quantized(StoredWeight):
 
     def __call__(self) -> Tensor:
         """See `StoredWeight`."""
-        return self.layout.dequantized(self.parts(self.expert, values=True), self.dtype)
+        parts = self.parts(self.expert, values=True)
+        for ending, tensor in parts.tensors.items():
+            if tensor.dtype.itemsize > 1 and tensor.is_floating_point() and not tensor.isfinite().all():
+                raise parts.error(f"{ending.lstrip('._')} holds NaN or infinity")
+        return self.layout.dequantized(parts, self.dtype)
 
     def scheme(self, dtype: torch.dtype) -> Scheme | str:
         """See `StoredWeight`."""
