@@ -1,5 +1,6 @@
 """The groups of one engine: ranks that share each layer, ranks that share the experts, and copies of both."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from outpace.config import InferenceConfig
+from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.sections import MoEConfig, TensorParallelConfig
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, StateError
 from outpace.log import chosen
 from outpace.parallel.group import ALONE, Group
 
@@ -19,6 +20,7 @@ _MPU = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 BACKENDS: Mapping[str, str] = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells every rank in its environment."""
+_OF_LLM = "outpace/ranks of LLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,11 @@ def make_mesh(config: InferenceConfig) -> Mesh:
     if asked.tp_size == 1 and moe.ep_size == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
         return NO_MESH
     device = config.torch_device.type
+    if not isinstance(config, LLMConfig) and _is_of_llm():
+        raise StateError(
+            f"tensor_parallel.tp_size={asked.tp_size}, moe.ep_size={moe.ep_size}: the other ranks of this process work "
+            "for an LLM alone; shut it down first, or make the engine in processes that torchrun starts"
+        )
     world = join_world(device, f"tensor_parallel.tp_size={asked.tp_size}, moe.ep_size={moe.ep_size}")
     tp, dp = _tensor_groups(config, world, device)
     ep, expert_tp = _expert_groups(config, world, device)
@@ -82,6 +89,17 @@ def join_world(device: str, asked_by: str) -> int:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group(BACKENDS[device])
     return dist.get_world_size()
+
+
+def mark_as_of_llm() -> None:
+    """Say that the other ranks of this world do what an LLM sends them, and nothing else."""
+    dist.distributed_c10d._get_default_store().set(_OF_LLM, "")
+
+
+def _is_of_llm() -> bool:
+    with contextlib.suppress(RuntimeError, ValueError):  # a world without a store is somebody's own
+        return dist.is_initialized() and bool(dist.distributed_c10d._get_default_store().check([_OF_LLM]))
+    return False
 
 
 def _check_given(asked: TensorParallelConfig, moe: MoEConfig) -> None:

@@ -56,12 +56,15 @@ class Ranks:
         self._followers: list[Follower] = []
         self._given_up: str | None = None
         self._closed = False
+        self._in_world = False
+        """Whether this process is in a world for these ranks: it may be in one of another LLM."""
         self._pid = os.getpid()
 
     def start(self, model: str | None) -> None:
         """Start the others, and join them."""
         kind = self.config.device_type
         world.check_world(self.size, self.config.device, kind)
+        self._in_world = True
         sent = as_data(self.config)
         self.config = LLMConfig(**{**self.config.given(), "device": world.device_of(0, kind)})
         with world.listening_socket() as store, world.local():
@@ -135,7 +138,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise if the others are gone, or are another process's."""
-        if self.size > 1 and os.getpid() != self._pid:
+        if self.size > 1 and self._is_fork():
             raise StateError(
                 f"the ranks of this LLM belong to process {self._pid}, of which this one is a fork; make a new LLM here"
             )
@@ -156,7 +159,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the others and wait for their end. May be called again, and from any thread."""
-        if self.size == 1 or self._closed or os.getpid() != self._pid:  # a fork has no say in it
+        if self.size == 1 or self._closed or self._is_fork():
             return
         self._closed = True
         if self._watch is not None:
@@ -169,13 +172,20 @@ class Ranks:
                 self._kill()
                 self._watch.thread.join(GOODBYE)
         self._kill()
-        world.leave()
+        if self._in_world:
+            world.leave()
 
     def _tell(self, message: ToFollower) -> None:
+        if self._is_fork():
+            return
         data = frame(message)
         for each in self._followers:
             with contextlib.suppress(OSError):  # it is gone: the thread that watches knows, or will
                 each.sender.send(data)
+
+    def _is_fork(self) -> bool:
+        """Whether this process is a copy of the one that started the ranks, and has no say in them."""
+        return os.getpid() != self._pid
 
     def _await(self, ready: Callable[[Follower], bool]) -> None:
         assert self._watch is not None, "started"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from outpace.errors import ConfigError, StateError
-from outpace.parallel.mesh import BACKENDS, STARTED_BY
+from outpace.parallel.mesh import BACKENDS, STARTED_BY, mark_as_of_llm
 
 HOST = "127.0.0.1"
 SHARE = "OUTPACE_RANKS_SHARE_DEVICE"
@@ -79,6 +79,7 @@ def join(store: TCPStore, rank: int, size: int, device: str) -> None:
     kind = device.partition(":")[0]
     backend = "cpu:gloo,cuda:gloo" if kind == "cuda" and shares_device() else BACKENDS[kind]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    mark_as_of_llm()
 
 
 @contextlib.contextmanager

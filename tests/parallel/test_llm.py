@@ -184,9 +184,13 @@ class TestTheSameAsOne:
         params = SamplingParams(seed=2, max_tokens=4)
         assert said(two.generate(TEXTS, params)) == said(one.generate(TEXTS, params))
 
-    def test_one_such_llm_at_a_time(self, two: outpace.LLM, folder: Path) -> None:
+    def test_one_such_llm_at_a_time(self, one: outpace.LLM, two: outpace.LLM, folder: Path) -> None:
         with pytest.raises(StateError, match="shut that one down first"):
             outpace.LLM(folder, tensor_parallel_size=2, **OPTIONS)
+        with pytest.raises(StateError, match=r"tp_size=2, .* work for an LLM alone; shut it down first"):
+            outpace.init_inference(tiny("llama"), tensor_parallel={"tp_size": 2}, device="cpu")
+        params = SamplingParams(seed=7, max_tokens=4)
+        assert said(two.generate(TEXTS, params)) == said(one.generate(TEXTS, params)), "it still works"
 
     def test_a_killed_rank_is_named_and_nobody_is_left(self, two: outpace.LLM, folder: Path) -> None:
         """Last of those that use this LLM."""
