@@ -13,6 +13,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.inject import test_moe
 from tests.inject.checks import padded_prompts
 from tests.inject.test_mixtures import WIDTH
 from tests.parallel import own_models
+from tests.parallel.steps import tokens_alone, tokens_over_ranks
 
 TOLERANCE = 1e-5
 NEW = 12
@@ -309,9 +311,24 @@ def logged(name: str, options: Mapping[str, Any]) -> None:
         assert len(found) == 1, (text, lines.lines)
 
 
+def llm(name: str, options: Mapping[str, Any]) -> None:
+    """Tokens of `LLM`'s engine over all ranks, greedy and drawn, are those of one rank."""
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model_of(name).save_pretrained(folder[0])
+    dist.barrier()
+    found = tokens_over_ranks(Path(folder[0]), dict(options))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        want = tokens_alone(Path(folder[0]))
+        shutil.rmtree(folder[0])
+        assert found == want, f"tokens differ: {found} instead of {want}"
+
+
 _ALL = (
-    compare, quantized, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused, logged,
-    calls,
+    compare, llm, quantized, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused,
+    logged, calls,
 )  # fmt: skip
 KINDS: Mapping[str, Callable[..., None]] = {kind.__name__: kind for kind in _ALL}
 

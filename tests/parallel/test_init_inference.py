@@ -1,4 +1,4 @@
-"""init_inference over ranks: logits and tokens of every family are those of one process, however it is cut."""
+"""init_inference and LLM's engine over ranks: every family has the logits and tokens of one process, however it is cut."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -44,15 +44,23 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("compare", MOE, tp(2)),
         *cases("compare", MOE, {"moe": {"ep_size": 2}}),
         *cases("compare", MOE, tp(2, moe={"ep_size": 2})),
+        *cases("llm", [name for name in sharded_models.NAMES if name != "bert"], {"tensor_parallel_size": 2}),
+        *cases("llm", MOE, {"tensor_parallel_size": 2}),
+        *cases("llm", MOE[:3], {"moe": {"ep_size": 2}}),
+        *cases("llm", MOE[:3], {"tensor_parallel_size": 2, "moe": {"ep_size": 2}}),
         *cases("quantized", ("llama", "moe: mixtral"), tp(2, quant={"scheme": "int8"})),
         *cases("grain", ("llama",), {"tensor_parallel": {"tp_size": 2, "tp_grain_size": 16}}),
         *cases("own_groups", ("llama",), {}),
         *cases("calls", ("llama",), tp(2)),
         *cases("checkpoint", ("llama", "moe: mixtral"), tp(2)),
     ),
-    3: tuple(cases("compare", (*UNEVEN, "hugging face's plan"), tp(3))),
+    3: (
+        *cases("compare", (*UNEVEN, "hugging face's plan"), tp(3)),
+        *cases("llm", ("five key heads", "bloom", "moe: gpt-oss"), {"tensor_parallel_size": 3}),
+    ),
     4: (
         *cases("compare", SHARED_HEADS, tp(4)),
+        *cases("llm", ("llama", "falcon 40b", "moe: mixtral"), {"tensor_parallel_size": 4}),
         *cases("copies", ("llama",), tp(2)),
         *cases("copies", ("moe: mixtral",), {"moe": {"ep_size": 4}}),
         *cases("refused", ("five key heads",), tp(4, moe={"ep_size": 2}, says=r"^moe\.ep_size: .*no experts")),
