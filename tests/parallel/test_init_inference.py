@@ -1,4 +1,4 @@
-"""init_inference and LLM's engine over ranks: every family has the logits and tokens of one process, however it is cut."""
+"""init_inference, and the engine of LLM, over ranks: every family has the logits and tokens of one process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
