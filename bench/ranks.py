@@ -34,6 +34,7 @@ from outpace.bench.drive import Driver, Trace
 from outpace.bench.shapes import SHAPES, build, rank_shape
 from outpace.bench.subject import Subject, started
 from outpace.bench.workload import Item, latency_prompt
+from outpace.inject.ranks import SummedLinear
 from outpace.inject.recipe import Recipe
 from outpace.inject.shard import Shard
 from outpace.kernels.gemv import GATED_OF_RANKS, OF_RANKS, gemv_config
@@ -227,9 +228,16 @@ class _OneRank(Group):
 
 def measure_nccl(model: str, speed: limits.Speed, device: torch.device) -> tuple[list[Row], Any]:
     """A decode step at batch 1, with and without the collectives of tensor parallelism."""
-    if not dist.is_initialized():
-        where = f"file://{tempfile.mkdtemp()}/world"
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{folder}/world"
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", where, rank=0, world_size=1)
+        try:
+            return _measure_nccl(model, speed, device)
+        finally:
+            dist.destroy_process_group()
+
+
+def _measure_nccl(model: str, speed: limits.Speed, device: torch.device) -> tuple[list[Row], Any]:
     shard = Shard(Mesh(tp=_OneRank(handle=dist.group.WORLD)), {})
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_TOKENS}
@@ -243,6 +251,9 @@ def measure_nccl(model: str, speed: limits.Speed, device: torch.device) -> tuple
                 started(build(model, dtype, device), speed=speed, device=device.type, **options)
             )
             found[name] = step_time(subject, 1)
+            sums = [each for each in subject.llm.engine._parts.module.modules() if isinstance(each, SummedLinear)]
+            if bool(sums) != patched:
+                raise RuntimeError(f"{len(sums)} linears are added up over ranks, {name} collectives")
     more = found["with"]["step_ms"] / found["without"]["step_ms"] - 1
     rows = [
         row(f"{model}: step of 1, {name} collectives", each["step_ms"], "ms", each["floor_ms"])
