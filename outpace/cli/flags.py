@@ -16,7 +16,7 @@ from outpace.config.llm import LLMConfig
 
 SHARED = ("dtype", "device", "seed")
 """Options of `init_inference` that are flags too; the others are for config files."""
-SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel.tp_size": ("--tp", "-tp")}
+SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel.tp_size": ("--tp", "-tp"), "moe.ep_size": ("--ep",)}
 """More names of flags, by the path of the field."""
 
 

@@ -57,6 +57,7 @@ class InferenceConfig(ConfigModel):
         "enforce_eager": "a name of outpace.LLM alone; use enable_cuda_graph",
         "max_model_len": "a name of outpace.LLM alone; use max_out_tokens",
         "tensor_parallel_size": "a name of outpace.LLM alone; use tensor_parallel.tp_size",
+        "expert_parallel_size": "a name of outpace.LLM alone; use moe.ep_size",
         "quantization": "a name of outpace.LLM alone; use quant.scheme",
         "generation_config": "outpace.LLM's alone: generate takes the module's own generation_config; leave it out",
         "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; leave it out",

@@ -15,6 +15,7 @@ class LLMConfig(InferenceConfig):
 
     flat: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "tensor_parallel.tp_size",
+        "expert_parallel_size": "moe.ep_size",
         "max_model_len": "max_out_tokens",
         "quantization": "quant.scheme",
         "num_gpu_blocks_override": "cache.num_blocks",

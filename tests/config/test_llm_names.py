@@ -29,6 +29,7 @@ VLLM_NAMES: dict[str, tuple[str, Any]] = {
     "quantization": ("quant.scheme", "int4"),
 }
 OUR_NAMES: dict[str, tuple[str, Any]] = {
+    "expert_parallel_size": ("moe.ep_size", 2),
     "num_blocks": ("cache.num_blocks", 9),
     "cpu_cache_space": ("cache.cpu_cache_space", 2.5),
     "max_waiting": ("scheduler.max_waiting", 3),
@@ -58,6 +59,7 @@ def test_every_option_of_the_runtime_goes_without_its_section() -> None:
     assert LLMConfig.flat.keys() == FLAT.keys()
     assert {path for name, (path, _) in FLAT.items() if name != "max_model_len"} == {
         "tensor_parallel.tp_size",
+        "moe.ep_size",
         "quant.scheme",
         "quant.kv_cache_dtype",
         *(f"cache.{name}" for name in CacheConfig.model_fields),
