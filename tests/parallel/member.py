@@ -69,7 +69,7 @@ def compare(name: str, options: Mapping[str, Any]) -> None:
     if plain.config.is_encoder_decoder:
         inputs = {**inputs, "decoder_input_ids": inputs["input_ids"][:, :5]}
     same_logits(engine, plain, inputs)
-    assert stored(engine.module) < 0.9 * size, "every rank has all weights"
+    assert largest(engine) < size, "a rank has all weights"
     if not hasattr(plain, "generate") or not plain.can_generate():
         return
     inputs.pop("decoder_input_ids", None)
@@ -96,7 +96,14 @@ def quantized(name: str, options: Mapping[str, Any]) -> None:
         want, theirs, ours = (each(**inputs).logits[keep] for each in (plain, alone, engine))
     errors = [(found - want).norm(dim=1).median().item() for found in (theirs, ours)]
     assert errors[1] <= 1.5 * errors[0], f"errors are {errors[1]:.1e}, those of one process {errors[0]:.1e}"
-    assert stored(engine.module) < 0.3 * size, "every rank has all weights, or they are not quantized"
+    assert largest(engine) < 0.3 * size, "a rank has all weights, or they are not quantized"
+
+
+def largest(engine: Any) -> int:
+    """Bytes of the weights of the rank that has the most: all ranks fail with it, and none waits for another."""
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, stored(engine.module))
+    return max(sizes)
 
 
 def stored(model: Any) -> int:
@@ -210,7 +217,7 @@ def own_mixture(name: str, options: Mapping[str, Any]) -> None:
     with torch.no_grad():
         want, found = plain(x), engine(x)
     assert (found - want).abs().max() <= TOLERANCE * want.abs().max(), "results differ"
-    assert stored(engine.module) < 0.9 * size, "every rank has all weights"
+    assert largest(engine) < size, "a rank has all weights"
 
 
 class Shown:
