@@ -90,7 +90,7 @@ CONFIGS: dict[str, Wrong] = {
     "a seed in words": (lambda _: of(seed="lucky"), ConfigError, "seed: .*got 'lucky'"),
     "a seed too large for torch": (lambda _: of(seed=2**64), ConfigError, "seed: .*less than"),
     "a choice that is none": (lambda _: of(graph_output="view"), ConfigError, "graph_output: .*'copy' or 'static'"),
-    "a section that is a number": (lambda _: of(tensor_parallel=2), ConfigError, "tensor_parallel: .*got 2"),
+    "a section that is a number": (lambda _: of(quant=2), ConfigError, "quant: .*got 2"),
     "no ranks": (lambda _: of(tp={"tp_size": 0}), ConfigError, r"tp\.tp_size: .*greater than or equal"),
     "graphs on a CPU": (lambda _: of(enable_cuda_graph=True, device="cpu"), ConfigError, "enable_cuda_graph: a CPU"),
     "a config that is a list": (

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -96,7 +97,15 @@ def test_a_process_that_has_ended_is_seen_though_a_child_of_it_has_its_socket() 
         os.waitpid(followers[0].process.pid, os.WNOHANG)
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step_unless_it_comes_twice() -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As in a terminal: whoever starts tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step_unless_it_comes_twice(ctrl_c: None) -> None:
     held = Interrupt()
     with held:
         signal.raise_signal(signal.SIGINT)

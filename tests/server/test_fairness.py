@@ -93,9 +93,9 @@ def test_item_2_n_answers_end_before_a_request_that_came_later(folder: Path) -> 
             await asyncio.gather(*(finished(client, name, each, ended) for name, each in asked))
         return ended
 
-    assert run(ask()) == ["later0", "group", "later1", "later2"], (
-        "one ran beside the first answer, the others after all"
-    )
+    first, second, *others = run(ask())
+    assert {first, second} == {"later0", "group"}, "one may run beside the first answer, if it comes before that ends"
+    assert others == ["later1", "later2"], "the others run after all"
 
 
 # item 4: shares
