@@ -43,6 +43,10 @@ class DownloadError(OutpaceError, RuntimeError):
     """Something had to be fetched and could not be, or was not what it should be."""
 
 
+class OffloadError(OutpaceError, RuntimeError):
+    """Weights or pages that live outside the device could not be written, read, or were not what they should be."""
+
+
 class NotSupported(OutpaceError, NotImplementedError):
     """Outpace does not do this, and says so instead of doing something else."""
 
