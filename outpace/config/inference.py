@@ -64,7 +64,7 @@ class InferenceConfig(ConfigModel):
         "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
         "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
     }
-    keeps_auto = frozenset({"replace_method"})
+    keeps_auto = frozenset({"replace_method", "offload"})
     switches = frozenset({"moe"})
     sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size"}  # as MII has it
     later: ClassVar[Mapping[str, str]] = LATER
@@ -102,7 +102,7 @@ class InferenceConfig(ConfigModel):
     triton_autotune: bool = False
     """Tune Triton kernels at the first use."""
     zero: ZeroConfig = ZeroConfig()
-    """ZeRO-Inference."""
+    """ZeRO-Inference as DeepSpeed is told of it: layers streamed from host memory or NVMe."""
     triangular_masking: bool = True
     """False says that the fused layers are not causal; a causal model is then refused."""
     moe: MoEConfig = MoEConfig()
@@ -142,7 +142,12 @@ class InferenceConfig(ConfigModel):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Seed of each `generate` call, of each request of `LLM` that has none; None: torch's global generator."""
     offload: OffloadConfig = OffloadConfig()
-    """Weights in host memory or on NVMe."""
+    """Layers in host memory or on NVMe, streamed to the device; "auto": those that do not fit (docs/offload.md)."""
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _offload_auto(cls, value: object) -> object:
+        return {"auto": True} if value == "auto" else value
 
     @field_validator("quant", mode="after")
     @classmethod

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from outpace.config.inference import InferenceConfig
 from outpace.config.rules import COMPOSITIONS, LATER, LATER_IN_LLM, LLM_COMPOSITIONS
-from outpace.config.sections import CacheConfig, SchedulerConfig
+from outpace.config.sections import CacheConfig, OffloadConfig, SchedulerConfig
 
 
 class LLMConfig(InferenceConfig):
@@ -20,6 +20,8 @@ class LLMConfig(InferenceConfig):
         "quantization": "quant.scheme",
         "num_gpu_blocks_override": "cache.num_blocks",
         "kv_cache_dtype": "quant.kv_cache_dtype",
+        "cpu_offload_gb": "offload.cpu_offload_gb",
+        **{f"offload_{name}": f"offload.{name}" for name in OffloadConfig.model_fields if name != "cpu_offload_gb"},
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},
     }

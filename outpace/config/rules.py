@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
-    "zero": "offload",
-    "offload": "offload",
 }
 """Fields (or whole sections) whose capability is not in this release, with its name."""
 
@@ -112,8 +110,47 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
     ),
     (
-        lambda c: c.offload.device != "none" and c.zero.offload_param.device != "none",
-        "offload with zero.offload_param: two places say where weights live; give one",
+        lambda c: bool(c.offload.model_fields_set) and bool(c.zero.model_fields_set),
+        "offload with zero: both say where weights live; give one",
+    ),
+    (
+        lambda c: c.zero.stage in (1, 2),
+        "zero.stage: 1 and 2 divide gradients and optimizers, which inference has not; give 3, or leave it out",
+    ),
+    (
+        lambda c: c.zero.stage == 3 and c.zero.offload_param.device == "none",
+        "zero.stage 3 without zero.offload_param.device: there is nowhere to stream layers from; give cpu or nvme, or "
+        "tensor_parallel to divide them over GPUs",
+    ),
+    (
+        lambda c: c.zero.stage != 3 and bool(c.zero.model_fields_set - {"stage"}),
+        "zero: its fields concern stage 3; give stage 3, or leave them out",
+    ),
+    (
+        lambda c: (c.zero.offload_param.device == "nvme") != (c.zero.offload_param.nvme_path is not None),
+        "zero.offload_param: device nvme and nvme_path go together; give both, or neither",
+    ),
+    (
+        lambda c: c.zero.offload_param.device != "nvme"
+        and changed(c.zero.offload_param, "buffer_count", "buffer_size", "max_in_cpu"),
+        "zero.offload_param: buffer_count, buffer_size and max_in_cpu concern device nvme; leave them out",
+    ),
+    (
+        lambda c: c.zero.offload_param.device != "nvme" and bool(c.zero.aio.model_fields_set),
+        "zero.aio: it concerns zero.offload_param.device nvme; leave it out",
+    ),
+    (
+        lambda c: c.zero.aio.single_submit or not c.zero.aio.overlap_events or c.zero.aio.use_gds,
+        "zero.aio: single_submit, overlap_events=False and use_gds (GPUDirect Storage) are not supported; leave them "
+        "out",
+    ),
+    (
+        lambda c: c.offload.cpu_offload_gb > 0 and c.offload.host_memory is not None,
+        "offload.cpu_offload_gb with offload.host_memory: both say how much lives in host memory; give one",
+    ),
+    (
+        lambda c: (bool(c.offload.model_fields_set) or c.zero.stage == 3) and c.keep_module_on_host,
+        "keep_module_on_host with offload or zero: both say where weights live; give one",
     ),
     (
         lambda c: c.checkpoint is not None and c.checkpoint_config.checkpoint_dir is not None,

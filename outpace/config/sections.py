@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from outpace.config.base import ConfigModel
-from outpace.config.values import CalibrationText, ExpertLoads, NamedPath, PathText, PlanSource, Size
+from outpace.config.values import Budget, CalibrationText, ExpertLoads, NamedPath, PathText, PlanSource, Size
 
 
 class TensorParallelConfig(ConfigModel):
@@ -189,17 +189,34 @@ class OffloadParamConfig(ConfigModel):
     """ZeRO's offload of parameters."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters live while they are not used."""
-    nvme_path: str | None = None
+    """Where the parameters of layers live while they are not used."""
+    nvme_path: NamedPath | None = None
     """Folder on the NVMe drive."""
     pin_memory: bool = True
-    """Page-locked host buffers."""
+    """Page-locked host memory, from which copies run beside the computation."""
     buffer_count: int = Field(default=5, ge=1)
-    """Buffers for reads from NVMe."""
+    """Buffers in host memory that reads from NVMe go to."""
     buffer_size: int = Field(default=100_000_000, ge=1)
-    """Elements of one buffer."""
+    """Parameters of one buffer. Together they hold two layers at least, whatever is said here."""
     max_in_cpu: int = Field(default=1_000_000_000, ge=0)
-    """Elements kept in host memory when NVMe is used."""
+    """Parameters kept in host memory when NVMe is used."""
+
+
+class AioConfig(ConfigModel):
+    """How layers are read from NVMe."""
+
+    block_size: int | None = Field(default=None, ge=4096, multiple_of=4096)
+    """Bytes of one read; None: Outpace's own choice."""
+    queue_depth: int | None = Field(default=None, ge=1)
+    """Most reads under way."""
+    thread_count: int | None = Field(default=None, ge=1, le=256)
+    """Threads that read."""
+    single_submit: bool = False
+    """Only False is accepted: a thread asks for one block at a time."""
+    overlap_events: bool = True
+    """Only True is accepted: reads run beside everything else."""
+    use_gds: bool = False
+    """Only False is accepted: reads go through page-locked host memory."""
 
 
 class ZeroConfig(ConfigModel):
@@ -214,19 +231,21 @@ class ZeroConfig(ConfigModel):
     }
 
     stage: Literal[0, 1, 2, 3] = 0
-    """3 streams parameters; 1 and 2 concern training."""
+    """3 streams the parameters of layers; 1 and 2 concern training."""
     offload_param: OffloadParamConfig = OffloadParamConfig()
     """Where the parameters live."""
+    aio: AioConfig = AioConfig()
+    """How they are read from NVMe."""
     prefetch_bucket_size: int = Field(default=50_000_000, ge=0)
-    """Elements fetched ahead."""
+    """Parameters fetched ahead: one layer at least; 0: none, each layer is waited for."""
     param_persistence_threshold: int = Field(default=100_000, ge=0)
-    """Parameters smaller than this stay on the device."""
+    """Parameters with fewer values than this stay on the device."""
     model_persistence_threshold: int = Field(default=2**63 - 1, ge=0)
-    """Most elements that stay on the device."""
+    """Most values that stay on the device for that reason."""
     max_live_parameters: int = Field(default=1_000_000_000, ge=0)
-    """Most elements on the device at a time."""
+    """Most values of layers on the device at a time: two layers at least, the rest of them for layers that stay."""
     max_reuse_distance: int = Field(default=1_000_000_000, ge=0)
-    """A parameter used again within this many elements is not released."""
+    """A layer stays if it is used again within so many values: all layers in between are counted, once around."""
 
 
 class CacheConfig(ConfigModel):
@@ -262,9 +281,20 @@ class SchedulerConfig(ConfigModel):
 
 
 class OffloadConfig(ConfigModel):
-    """Weights in host memory or on NVMe."""
+    """Models larger than the device: layers in host memory or on NVMe, streamed to where they run."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """Where the weights that do not fit on the device live."""
-    nvme_path: str | None = None
-    """Folder on the NVMe drive."""
+    aliases: ClassVar[Mapping[str, str]] = {"nvme_path": "nvme"}
+
+    auto: bool = False
+    """Keep on the device what fits, and the rest in host memory; offload="auto" says the same."""
+    device_memory: Budget | None = None
+    """Most memory of the device, for weights, pages and steps: "20GB", or a fraction. On a CPU: memory for weights.
+    None: `gpu_memory_utilization`."""
+    host_memory: Budget | None = None
+    """Most host memory for layers: "64GB", or a fraction of what is free; 0: none. None: 0.8 of what is free."""
+    nvme: NamedPath | None = None
+    """Folder on an NVMe drive, for layers that host memory has no room for."""
+    cpu_offload_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """GiB of layers that live in host memory, at least, as vLLM has it."""
+    slots: int | None = Field(default=None, ge=1, le=16)
+    """Layers on the device at a time of those that are streamed; None: 2, or 3 where they come from NVMe."""

@@ -143,6 +143,22 @@ def _size(value: object) -> object:
     return int(float(found[1]) * _FACTORS[(found[2] or " ").lower()])
 
 
+def _budget(value: object) -> object:
+    """Bytes, or a fraction: 0.5, "50%", "20GB", 20_000_000_000."""
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            return _size(value)
+        value = int(value) if value > 1 and not text.endswith("%") else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"expected bytes, a size such as 20GB, or a fraction such as 0.8, got {value!r}")
+    if isinstance(value, float) and value > 1 and not value.is_integer():
+        raise ValueError(f"{value!r} is neither a fraction nor whole bytes; write it as 20GB, or as 0.8")
+    return value if isinstance(value, int) or value <= 1 else int(value)
+
+
 def _loads(value: object) -> object:
     """Tokens of each expert of each layer: lists, a tensor, a JSON file of them or of the answer of /status/experts."""
     if isinstance(value, str | os.PathLike):
@@ -176,3 +192,5 @@ ExpertLoads = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_loads)]
 """Tokens of each expert, of each layer that has experts."""
 Size = Annotated[int, BeforeValidator(_size), Field(ge=1)]
 """Bytes: a number of them, or text such as 4GB."""
+Budget = Annotated[Any, BeforeValidator(_budget)]
+"""Memory: a float up to 1 is a fraction, everything else bytes, or text such as 20GB or 80%."""
