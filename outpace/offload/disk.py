@@ -1,0 +1,64 @@
+"""How fast a disk reads: one block after the other with O_DIRECT, the yardstick of everything that comes from files."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from outpace.errors import OffloadError
+from outpace.offload.store_direct import fill, go_direct, write, writing
+from outpace.offload.store_layout import ALIGN
+from outpace.offload.store_memory import aligned
+
+_BLOCK = 8 << 20
+
+
+def measure_disk(folder: str | os.PathLike[str], nbytes: int = 2 << 30) -> float:
+    """Bytes per second at which the disk of `folder` reads; writes and removes a file of `nbytes`."""
+    total = max(1, nbytes // _BLOCK) * _BLOCK
+    place = Path(folder)
+    with writing(place / "a file to measure with", total):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place, prefix="measure-", suffix=".writing") as file:
+            _write(file.fileno(), total)
+            return _read(file.fileno(), total, place)
+
+
+def read_rate(path: str | os.PathLike[str], nbytes: int | None = None) -> float:
+    """Bytes per second at which the first `nbytes` (all, if None) of a file are read."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(number).st_size
+        return _read(number, (size if nbytes is None else min(size, nbytes)) // ALIGN * ALIGN, Path(path))
+    finally:
+        os.close(number)
+
+
+def _write(number: int, total: int) -> None:
+    """Blocks that differ, of bytes that no disk can squeeze."""
+    os.posix_fallocate(number, 0, total)
+    direct = go_direct(number, to_write=True)
+    block = aligned(_BLOCK)
+    block.random_(generator=torch.Generator().manual_seed(0))
+    data = block.numpy()
+    for offset in range(0, total, _BLOCK):
+        data[::ALIGN] = offset // _BLOCK % 251
+        write(number, data, offset)
+    if not direct:
+        os.fsync(number)
+        os.posix_fadvise(number, 0, total, os.POSIX_FADV_DONTNEED)
+
+
+def _read(number: int, total: int, path: Path) -> float:
+    """A rate; the first block is read once before the clock starts."""
+    direct = go_direct(number)
+    data = aligned(_BLOCK).numpy()
+    fill(number, data[: min(total, _BLOCK)], 0, _BLOCK, direct)
+    begun = time.perf_counter()
+    for offset in range(0, total, _BLOCK):
+        wanted = min(_BLOCK, total - offset)
+        if fill(number, data[:wanted], offset, _BLOCK, direct) < wanted:
+            raise OffloadError(f"{path} was cut while it was read")
+    return total / (time.perf_counter() - begun)

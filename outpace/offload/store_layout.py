@@ -1,0 +1,93 @@
+"""What a unit file looks like: where each unit lies, the header, and the checksums."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGN = 4096
+"""Units begin at multiples of this many bytes, in files and in memory: what O_DIRECT asks for."""
+PIECE = 4 << 20
+"""Bytes that have a checksum of their own."""
+
+Bytes = npt.NDArray[np.uint8]
+Sums = npt.NDArray[np.uint64]
+
+_MAGIC = b"outpace\n"
+_VERSION = 1
+_WORD = np.dtype("<u8")
+_DIGEST = hashlib.sha256().digest_size
+
+
+def padded(nbytes: int) -> int:
+    """Rounded up to ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def checksums(data: Bytes) -> Sums:
+    """A checksum of 64 bits for each piece of `data`, whose length is a multiple of ALIGN.
+
+    It is a hash of the sum of each page, in order, and of the sum of each of the 512 columns of words. A flipped bit
+    changes one sum of each kind; pages that were swapped, zeroed or stale change sums of pages; words that were swapped
+    within a page change sums of columns.
+    """
+    pages = data.view(_WORD).reshape(-1, ALIGN // _WORD.itemsize)
+    step = PIECE // ALIGN
+    return np.array([_checksum(pages[first : first + step]) for first in range(0, len(pages), step)], dtype=_WORD)
+
+
+def _checksum(pages: Sums) -> int:
+    sums = np.concatenate((np.add.reduce(pages, axis=1), np.add.reduce(pages, axis=0)))
+    return int.from_bytes(hashlib.sha256(sums.astype(_WORD).tobytes()).digest()[:8], "little")
+
+
+class Layout:
+    """Where each unit lies in the file of this key and these sizes, and its header, but for the checksums."""
+
+    def __init__(self, key: str, sizes: Sequence[int]) -> None:
+        self.key = key
+        self.sizes = tuple(sizes)
+        self.pieces = tuple(accumulate((-(-size // PIECE) for size in self.sizes), initial=0))
+        """The number of the first piece of each unit, and how many there are."""
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the file."""
+        return f"{hashlib.sha256(self.key.encode()).hexdigest()[:40]}.units"
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Length of the header in the file."""
+        text = len(self.key.encode())
+        return padded(struct.calcsize("<8sIIQQ") + text + 16 * len(self.sizes) + 8 * self.pieces[-1] + _DIGEST)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each unit begins; the last number is the length of the file."""
+        return tuple(accumulate((padded(size) for size in self.sizes), initial=self.header_bytes))
+
+    @property
+    def total(self) -> int:
+        """Length of the file."""
+        return self.offsets[-1]
+
+    @cached_property
+    def _start(self) -> bytes:
+        text = self.key.encode()
+        table = np.array(self.sizes + self.offsets[:-1], dtype=_WORD)
+        return struct.pack("<8sIIQQ", _MAGIC, _VERSION, PIECE, len(self.sizes), len(text)) + text + table.tobytes()
+
+    def header(self, sums: Sums) -> bytes:
+        """The header of a file with these checksums."""
+        content = self._start + sums.astype(_WORD).tobytes()
+        return (content + hashlib.sha256(content).digest()).ljust(self.header_bytes, b"\0")
+
+    def sums(self, header: bytes) -> Sums | None:
+        """The checksums in a header; None: it is not the header of a file of this key and these sizes."""
+        end = len(self._start) + 8 * self.pieces[-1]
+        sums = np.frombuffer(header[len(self._start) : end].ljust(8 * self.pieces[-1], b"\0"), dtype=_WORD)
+        return sums if header == self.header(sums) else None

@@ -1,0 +1,273 @@
+"""Unit files open for reading: threads read blocks with O_DIRECT straight into the caller's memory, and check them."""
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from outpace.errors import ConfigError, InputError, OffloadError, StateError
+from outpace.log import chosen, logger
+from outpace.offload.store_direct import fill, go_direct
+from outpace.offload.store_layout import ALIGN, PIECE, Bytes, Layout, Sums, checksums, padded
+from outpace.offload.store_memory import aligned
+
+_MOST_THREADS = 64
+_REMEDY = "check the disk; delete the file, and it is made anew"
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a file is read: `threads` reads are under way at a time, of `block` bytes each."""
+
+    threads: int = 8
+    block: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threads <= _MOST_THREADS:
+            raise ConfigError(f"threads: {self.threads} is not a number from 1 to {_MOST_THREADS}")
+        if self.block < ALIGN or self.block % ALIGN:
+            raise ConfigError(f"block: {self.block} is not a multiple of {ALIGN} bytes")
+
+    @classmethod
+    def of_aio(cls, thread_count: int = 1, block_size: int = 1 << 20, queue_depth: int = 128) -> Self:
+        """DeepSpeed's numbers: each of its threads has `queue_depth` reads under way, each of ours one."""
+        for field, value in (("thread_count", thread_count), ("queue_depth", queue_depth)):
+            if value < 1:
+                raise ConfigError(f"{field}: {value} is not a number from 1 on")
+        if block_size < ALIGN or block_size % ALIGN:
+            raise ConfigError(f"block_size: {block_size} is not a multiple of {ALIGN} bytes")
+        return cls(threads=min(thread_count * queue_depth, _MOST_THREADS), block=block_size)
+
+
+_DEFAULT = ReadOptions()
+
+
+class Reading:
+    """A unit on its way into memory; nobody writes there any more once it is done, whether it failed or not."""
+
+    def __init__(self, what: str, blocks: int) -> None:
+        self.what = what
+        self._left = blocks
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        if not blocks:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Until the unit is in memory and was found to be what was written; OffloadError otherwise."""
+        self._ended.wait()
+        if self._error is not None:
+            raise OffloadError(f"{self.what}: {self._error}") from self._error
+
+    @property
+    def _failed(self) -> bool:
+        return self._error is not None
+
+    def _end_block(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if not self._left:
+                self._ended.set()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Bytes to read from `offset` on, and what their checksums are."""
+
+    reading: Reading
+    into: Bytes
+    offset: int
+    sums: Sums
+
+    def read(self, number: int, most: int, direct: bool) -> None:
+        error: BaseException | None = None
+        try:
+            if not self.reading._failed:
+                self._read(number, most, direct)
+        except OSError as raised:
+            error = OSError(raised.errno, f"{raised.strerror}; {_REMEDY}")
+        except Exception as raised:
+            error = raised
+        self.reading._end_block(error)
+
+    def _read(self, number: int, most: int, direct: bool) -> None:
+        there = fill(number, self.into, self.offset, most, direct)
+        if there < len(self.into):
+            raise OffloadError(f"the file ends {len(self.into) - there} bytes too early: it was cut; {_REMEDY}")
+        wrong = (checksums(self.into) != self.sums).nonzero()[0]
+        if len(wrong):
+            first = self.offset + int(wrong[0]) * PIECE
+            raise OffloadError(f"wrong checksum of the bytes from {first} on: they were altered; {_REMEDY}")
+
+
+class _Readers:
+    """Threads that read blocks in the order in which they were asked for, from a file that is theirs to close.
+
+    They know nothing of the UnitFile, so that one which nobody holds any more ends them.
+    """
+
+    def __init__(self, number: int, options: ReadOptions, direct: bool, name: str) -> None:
+        self._number, self._options, self._direct, self._name = number, options, direct, name
+        self._blocks: SimpleQueue[_Block | None] = SimpleQueue()
+        self._lock = threading.RLock()  # reentrant: garbage may be collected, and this closed, inside of it
+        self._threads: list[threading.Thread] = []
+        self._live = 0
+        self._closed = False
+        self._process = os.getpid()
+
+    def put(self, blocks: Sequence[_Block]) -> None:
+        if os.getpid() != self._process:
+            raise StateError(f"{self._name} was opened by another process, whose threads a fork lacks; open it again")
+        with self._lock:
+            if self._closed:
+                raise StateError(f"{self._name} is closed; open it again")
+            self._start_threads()
+            for block in blocks:
+                self._blocks.put(block)
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._options.threads:
+            name = f"outpace-read-{len(self._threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads: fewer will do
+                if not self._threads:
+                    raise OffloadError(f"{self._name} cannot be read: {error}") from error
+                return
+            self._threads.append(thread)
+            self._live += 1
+
+    def close(self) -> None:
+        """Give up what is not begun, wait for what is."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._give_up()
+                for _ in self._threads:
+                    self._blocks.put(None)
+                self._close_if_last()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # garbage that one of them collected
+                thread.join()
+
+    def _give_up(self) -> None:
+        while True:
+            try:
+                block = self._blocks.get_nowait()
+            except Empty:
+                return
+            if block is not None:
+                block.reading._end_block(OffloadError("the file was closed before it was read"))
+
+    def _run(self) -> None:
+        while (block := self._blocks.get()) is not None:
+            block.read(self._number, self._options.block, self._direct)
+            del block  # its memory is not kept while the thread waits
+        with self._lock:
+            self._live -= 1
+            self._close_if_last()
+
+    def _close_if_last(self) -> None:
+        if self._closed and not self._live:
+            os.close(self._number)
+
+
+class UnitFile:
+    """A complete file, open for reading by any thread; closed by `close`, or when nobody holds it any more."""
+
+    def __init__(self, number: int, path: Path, layout: Layout, sums: Sums, direct: bool, options: ReadOptions) -> None:
+        """Use `find`, or `UnitWriter.finish`."""
+        self.path, self.direct = path, direct
+        self._layout, self._sums = layout, sums
+        self._block = max(PIECE, options.block // PIECE * PIECE)
+        readers = _Readers(number, options, direct, str(path))
+        self._put = readers.put
+        self._close = weakref.finalize(self, readers.close)
+
+    @classmethod
+    def find(
+        cls, folder: str | os.PathLike[str], key: str, sizes: Sequence[int], *, options: ReadOptions = _DEFAULT
+    ) -> Self | None:
+        """The complete file of this key with these sizes; None: there is none."""
+        layout = Layout(key, sizes)
+        path = Path(folder) / layout.name
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise OffloadError(f"{path} cannot be read: {error.strerror}") from error
+        return cls.of(number, path, layout, options)
+
+    @classmethod
+    def of(cls, number: int, path: Path, layout: Layout, options: ReadOptions) -> Self | None:
+        """The file that is open as `number`, which is closed if it is not complete: None then."""
+        try:
+            direct = go_direct(number)
+            header = aligned(layout.header_bytes).numpy()
+            there = fill(number, header, 0, options.block, direct)
+            sums = layout.sums(header[:there].tobytes())
+            if sums is not None and os.fstat(number).st_size == layout.total:
+                if not direct:
+                    chosen("offload reads", "through the page cache", f"{path.parent} does not take O_DIRECT")
+                return cls(number, path, layout, sums, direct, options)
+        except OSError as error:
+            os.close(number)
+            raise OffloadError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from error
+        except BaseException:
+            os.close(number)
+            raise
+        os.close(number)
+        logger.warning("%s is incomplete, damaged, or of another form of the model: not used", path)
+        return None
+
+    def close(self) -> None:
+        """End the threads: wait for blocks that are being read, and fail the readings whose blocks are not begun."""
+        self._close()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each unit."""
+        return self._layout.sizes
+
+    def read(self, index: int, into: Tensor) -> Reading:
+        """Begin to read a unit into memory of `aligned`; nobody else may use that until the reading is done."""
+        if not 0 <= index < len(self.sizes):
+            raise InputError(f"index: {self.path} has no unit {index}, only {len(self.sizes)}")
+        length = padded(self.sizes[index])
+        data = _bytes_of(into, length)
+        step = self._block
+        reading = Reading(f"{self.path}, unit {index}", -(-length // step))
+        offset, first = self._layout.offsets[index], self._layout.pieces[index]
+        self._put(
+            [
+                _Block(reading, part, offset + start, self._sums[piece : piece + -(-len(part) // PIECE)])
+                for start in range(0, length, step)
+                for part, piece in ((data[start : start + step], first + start // PIECE),)
+            ]
+        )
+        return reading
+
+
+def _bytes_of(into: Tensor, length: int) -> Bytes:
+    if into.dtype != torch.uint8 or into.device.type != "cpu" or not into.is_contiguous() or into.data_ptr() % ALIGN:
+        raise InputError(f"into: bytes of host memory at a multiple of {ALIGN} are needed, as store.aligned gives them")
+    if into.numel() < length:
+        raise InputError(f"into: {into.numel()} bytes are too few for the unit's {length}")
+    return into.view(-1)[:length].numpy()
