@@ -18,7 +18,7 @@ from outpace.offload.store_direct import fill, go_direct
 from outpace.offload.store_layout import ALIGN, PIECE, Bytes, Layout, Sums, checksums, padded
 from outpace.offload.store_memory import aligned
 
-_MOST_THREADS = 64
+_MOST_THREADS = 256
 _REMEDY = "check the disk; delete the file, and it is made anew"
 
 
@@ -36,14 +36,11 @@ class ReadOptions:
             raise ConfigError(f"block: {self.block} is not a multiple of {ALIGN} bytes")
 
     @classmethod
-    def of_aio(cls, thread_count: int = 1, block_size: int = 1 << 20, queue_depth: int = 128) -> Self:
-        """DeepSpeed's numbers: each of its threads has `queue_depth` reads under way, each of ours one."""
-        for field, value in (("thread_count", thread_count), ("queue_depth", queue_depth)):
-            if value < 1:
-                raise ConfigError(f"{field}: {value} is not a number from 1 on")
-        if block_size < ALIGN or block_size % ALIGN:
-            raise ConfigError(f"block_size: {block_size} is not a multiple of {ALIGN} bytes")
-        return cls(threads=min(thread_count * queue_depth, _MOST_THREADS), block=block_size)
+    def of_aio(cls, thread_count: int | None, block_size: int | None, queue_depth: int | None) -> Self:
+        """DeepSpeed's names; None: our default. A thread has one read under way, so `queue_depth` limits the threads."""
+        threads = cls.threads if thread_count is None else thread_count
+        threads = threads if queue_depth is None else min(threads, queue_depth)
+        return cls(threads=threads, block=cls.block if block_size is None else block_size)
 
 
 _DEFAULT = ReadOptions()
