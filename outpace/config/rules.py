@@ -131,8 +131,10 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "zero.offload_param: device nvme and nvme_path go together; give both, or neither",
     ),
     (
-        lambda c: c.zero.offload_param.device != "nvme"
-        and changed(c.zero.offload_param, "buffer_count", "buffer_size", "max_in_cpu"),
+        lambda c: (
+            c.zero.offload_param.device != "nvme"
+            and changed(c.zero.offload_param, "buffer_count", "buffer_size", "max_in_cpu")
+        ),
         "zero.offload_param: buffer_count, buffer_size and max_in_cpu concern device nvme; leave them out",
     ),
     (
