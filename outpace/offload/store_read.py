@@ -37,7 +37,7 @@ class ReadOptions:
 
     @classmethod
     def of_aio(cls, thread_count: int | None, block_size: int | None, queue_depth: int | None) -> Self:
-        """DeepSpeed's names; None: our default. A thread has one read under way, so `queue_depth` limits the threads."""
+        """DeepSpeed's names; None: our default. A thread has one read under way: `queue_depth` limits them."""
         threads = cls.threads if thread_count is None else thread_count
         threads = threads if queue_depth is None else min(threads, queue_depth)
         return cls(threads=threads, block=cls.block if block_size is None else block_size)
