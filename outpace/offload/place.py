@@ -47,7 +47,7 @@ def placements(
     if not sizes or min(sizes) < 1 or slots < 1:
         raise ConfigError("offload: expected layers of at least a byte, and at least one slot")
     if sum(sizes) <= device_bytes:
-        yield Placement(_tiers(len(sizes), (), ()), 0)
+        yield Placement(everywhere("device", len(sizes)), 0)
         return
     fitting = [places for places in _patterns(len(sizes)) if _need(sizes, places, slots) <= device_bytes]
     if not fitting:
@@ -65,6 +65,11 @@ def placements(
                 break
     if least is None:
         raise _no_room(sizes, fitting, host_bytes, disk_bytes, staging)
+
+
+def everywhere(tier: Tier, layers: int) -> tuple[Tier, ...]:
+    """All layers in one place."""
+    return (tier,) * layers
 
 
 def _tiers(layers: int, streamed: Sequence[int], on_disk: Sequence[int]) -> tuple[Tier, ...]:
