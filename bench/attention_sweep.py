@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bench import report
 from bench.gemv_sweep import attempt, launch_time
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.kernels.attention import paged_attention
 from outpace.kernels.attention_decode import (
     DecodeTiles,

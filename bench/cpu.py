@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outpace
 from bench import report
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.loading.default_model import default_model_path
 
 REQUESTS, NEW, TURNS = 32, 48, 3

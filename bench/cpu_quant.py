@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import outpace
 from bench import report
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.loading.default_model import default_model_path
 
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench import experts, packed_sweep, report
 from bench.kernels import graph_ms
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.kernels.experts import Stack, experts_grouped, experts_ref, experts_triton
 from outpace.kernels.experts_few import down_config, experts_few, up_config
 from outpace.kernels.experts_few_packed import experts_few_packed

@@ -10,7 +10,8 @@ import torch
 
 import outpace
 from bench import report
-from outpace.bench import limits, shapes
+from outpace.bench import shapes
+from outpace.kernels import limits
 
 
 def measure(name: str, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:

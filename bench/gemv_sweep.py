@@ -28,7 +28,7 @@ from rich.console import Console
 from torch import Tensor
 
 from bench import report
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.kernels.gemv import gemv_config, gemv_ref, gemv_triton
 from outpace.kernels.triton_stub import triton
 

@@ -15,7 +15,8 @@ from transformers import BertConfig, BertModel
 
 import outpace
 from bench import kernels, report
-from outpace.bench import limits, shapes
+from outpace.bench import shapes
+from outpace.kernels import limits
 
 PROMPT, NEW = 128, 256
 PREFILLS = (128, 2048, 8192)

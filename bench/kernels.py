@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench import experts, report
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.attention import paged_attention
 from outpace.kernels.gemv import gemv_triton

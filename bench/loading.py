@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from bench import report
-from outpace.bench import limits, shapes
+from outpace.bench import shapes
+from outpace.kernels import limits
 
 THREADS = (1, 4, 8, 16)
 CHUNK = 16 << 20  # bytes of one read

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench import report
 from bench.gemv_sweep import CONSOLE, WORST, attempt, launch_time
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.kernels.matmul import MatmulTiles, chunk_depth, matmul_invariant_triton, matmul_tiles
 from outpace.kernels.triton_stub import triton
 

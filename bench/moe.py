@@ -27,12 +27,12 @@ from torch import Tensor
 from bench import experts as kernels
 from bench import report
 from bench.runtime import CONSOLE, Measured, Row, measure_throughput, row
-from outpace.bench import limits
 from outpace.bench.latency import latency
 from outpace.bench.plot import plot_steps
 from outpace.bench.shapes import SHAPES
 from outpace.bench.subject import Subject, started
 from outpace.bench.workload import COUNT
+from outpace.kernels import limits
 from outpace.kernels.dispatch import IMPLEMENTATIONS
 from outpace.kernels.packed import Packed
 from outpace.kernels.routing import Routing, route_ref
@@ -61,7 +61,7 @@ OTHERS: Mapping[tuple[str, str], float] = {
 """vLLM 0.26.0 on an H200 with the same work (bench/anchors.md): tokens/s alone, ms a step, tokens/s, seconds."""
 START = """
 import json, sys
-from outpace.bench.limits import Speed
+from outpace.kernels.limits import Speed
 from outpace.bench.subject import started
 with started(sys.argv[1], speed=Speed(1.0, 1.0), **json.loads(sys.argv[2])) as subject:
     print(json.dumps(subject.startup_seconds))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench import report
 from bench.kernels import graph_ms
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.kernels.gemv import MAX_ROWS
 from outpace.kernels.matmul import matmul_torch
 from outpace.kernels.packed import Packed

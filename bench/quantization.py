@@ -16,11 +16,11 @@ import torch
 
 from bench import report
 from bench.runtime import CONSOLE, Measured, Row, measure_profile, measure_throughput, row
-from outpace.bench import limits
 from outpace.bench.latency import latency
 from outpace.bench.plot import plot_steps
 from outpace.bench.subject import Subject, started
 from outpace.bench.workload import COUNT
+from outpace.kernels import limits
 
 MODEL = "llama-3.1-8b"
 SCHEMES = "none,int8,int4,w8a8,fp8,fp8+fp8"

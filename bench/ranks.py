@@ -29,7 +29,6 @@ import torch.distributed as dist
 from bench import report
 from bench.gemv_sweep import TILE, TOLERANCE, Case, Choice, Compiler, Operands, attempt, launch_time, model_cases
 from bench.runtime import CONSOLE, Row, row
-from outpace.bench import limits
 from outpace.bench.drive import Driver, Trace
 from outpace.bench.shapes import SHAPES, build, rank_shape
 from outpace.bench.subject import Subject, started
@@ -37,6 +36,7 @@ from outpace.bench.workload import Item, latency_prompt
 from outpace.inject.ranks import SummedLinear
 from outpace.inject.recipe import Recipe
 from outpace.inject.shard import Shard
+from outpace.kernels import limits
 from outpace.kernels.gemv import GATED_OF_RANKS, OF_RANKS, gemv_config
 from outpace.parallel.group import Group
 from outpace.parallel.mesh import Mesh

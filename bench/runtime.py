@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from bench import report
-from outpace.bench import limits
 from outpace.bench.latency import latency
 from outpace.bench.plot import plot_splitfuse, plot_throughput
 from outpace.bench.profiling import profile_decode
@@ -23,6 +22,7 @@ from outpace.bench.splitfuse import SPLIT, WHOLE, Experiment, splitfuse
 from outpace.bench.subject import Subject, started
 from outpace.bench.throughput import sweep, throughput
 from outpace.bench.workload import COUNT, SEED, Item, Workload
+from outpace.kernels import limits
 
 MODELS = ("llama-3.1-8b", "qwen3-0.6b")
 DEFAULT = ("throughput", "latency", "profile", "full-load", "splitfuse")

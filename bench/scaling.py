@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import report
-from outpace.bench.limits import GIB, Speed
 from outpace.bench.shapes import SHAPES, rank_shape
+from outpace.kernels.limits import GIB, Speed
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-235b-a22b")
 RANKS = (1, 2, 4, 8)

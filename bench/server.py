@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace
 from bench import report
-from outpace.bench import limits
 from outpace.bench.drive import run
 from outpace.bench.load import Load, Pace, Target, load
 from outpace.bench.serve import Server, find
 from outpace.bench.shapes import SHAPES, build
 from outpace.bench.workload import Item, latency_prompt, like, uniform
 from outpace.errors import OutpaceError
+from outpace.kernels import limits
 from outpace.loading.default_model import default_model_path
 
 THROUGHPUT_TARGET = {"cpu": 0.90, "cuda": 0.95}

@@ -18,7 +18,7 @@ import torch
 
 import outpace
 from bench import report
-from outpace.bench import limits
+from outpace.kernels import limits
 from outpace.loading.default_model import default_model_path
 
 ALL = str(os.cpu_count())

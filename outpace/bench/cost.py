@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from outpace.bench.limits import Speed
 from outpace.bench.workload import Item
 from outpace.cache.kv_cache import block_bytes, page_dtype
 from outpace.inject.experts import MixtureOfExperts
 from outpace.inject.interface import InterfaceModel
 from outpace.inject.modules import FusedLayer, Made
 from outpace.kernels.dispatch import choose_kernels
+from outpace.kernels.limits import Speed
 from outpace.loading.inspect import describe
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from outpace.bench.cost import Cost
 from outpace.bench.figures import Figures
-from outpace.bench.limits import Speed
 from outpace.bench.splitfuse import SPLIT, WHOLE
+from outpace.kernels.limits import Speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from outpace._version import __version__
 from outpace.bench.cost import Cost, cost_of
 from outpace.bench.drive import Watch, run
-from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.bench.shapes import SHAPES, build
 from outpace.bench.workload import Item
 from outpace.config import LLMConfig
 from outpace.errors import InputError
+from outpace.kernels.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.llm import LLM
 from outpace.loading.build import load
 from outpace.loading.checkpoint import local_path

@@ -2,8 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outpace.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,13 @@ class Rates:
     """From pinned host memory to the device; None: the device is the host."""
     disk: float | None = None
     """Read from disk; None: not known, and nothing is planned there."""
+
+    @staticmethod
+    def load_or_measure(device: "torch.device", folder: Path | None, cache: Path, *, again: bool = False) -> "Rates":
+        """Of this machine; `folder`: for layers on disk; `cache`: the folder where they are kept."""
+        from outpace.offload.probe import probe  # it needs torch, which planning does not
+
+        return probe(device, folder, cache, again=again).rates
 
 
 @dataclass(frozen=True)

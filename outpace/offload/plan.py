@@ -1,6 +1,7 @@
 """From the numbers of a model to a plan: what lives where, in which precision, how many requests at once, how fast."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,7 +14,9 @@ from outpace.offload.predict import Clock, Prediction, Resource, Schedule
 
 Kind = Literal["mixed", "host", "disk"]
 
-SLOTS = 2  # a third one cannot make the link faster, and takes memory
+SLOTS = 2
+DISK_SLOTS = 3
+"""Slots where some layers come from disk, as the runtime has them."""
 STAGING = 2
 """Buffers in host memory that layers on disk pass through, each as large as the largest of them."""
 MICRO_TOKENS = (512, 2048, 8192)
@@ -186,16 +189,19 @@ class _Planner:
 
     def _placements(self, precision: str, schedule: Schedule) -> Iterator[tuple[Kind, Placement]]:
         sizes, left, budgets = self._numbers.sizes(precision), self._left(precision, schedule), self._budgets
-        try:
-            for placement in placements(sizes, left, budgets.host, budgets.disk, SLOTS, staging=self._staging):
-                yield "mixed", placement
-        except ConfigError:
-            pass
-        slots = SLOTS * max(sizes)
-        if slots <= left and sum(sizes) <= budgets.host:
+        for placement in self._mixed(sizes, left):
+            yield "mixed", placement
+        if SLOTS * max(sizes) <= left and sum(sizes) <= budgets.host:
             yield "host", Placement(everywhere("host", len(sizes)), SLOTS)
-        if slots <= left and sum(sizes) <= (budgets.disk or 0) and self._staging * max(sizes) <= budgets.host:
-            yield "disk", Placement(everywhere("disk", len(sizes)), SLOTS)
+        staging = self._staging * max(sizes)
+        if DISK_SLOTS * max(sizes) <= left and sum(sizes) <= (budgets.disk or 0) and staging <= budgets.host:
+            yield "disk", Placement(everywhere("disk", len(sizes)), DISK_SLOTS)
+
+    def _mixed(self, sizes: tuple[int, ...], left: int) -> Iterator[Placement]:
+        """Without a disk, and with one; whoever asks takes the faster."""
+        for disk, slots in ((None, SLOTS), (self._budgets.disk, DISK_SLOTS)):
+            with suppress(ConfigError):
+                yield from placements(sizes, left, self._budgets.host, disk, slots, staging=self._staging)
 
     def _plan(self, precision: str, kind: Kind, placement: Placement, schedule: Schedule) -> Plan:
         sizes = self._numbers.sizes(precision)
@@ -220,8 +226,9 @@ class _Planner:
         precision = min(precisions, key=lambda name: sum(self._numbers.sizes(name)))
         schedule = min(self._schedules(1), key=self._workspace)
         left, sizes = self._left(precision, schedule), self._numbers.sizes(precision)
+        slots = SLOTS if self._budgets.disk is None else DISK_SLOTS
         try:
-            list(placements(sizes, left, self._budgets.host, self._budgets.disk, SLOTS, staging=self._staging))
+            list(placements(sizes, left, self._budgets.host, self._budgets.disk, slots, staging=self._staging))
         except ConfigError as error:
             taken = size_text(self._budgets.device - left)
             return ConfigError(f"{error}. That is {precision} with one request; what is not layers takes {taken}")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.bench.cost import Attention, Cost, Experts, cost_of, ideal_steps
-from outpace.bench.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.bench.workload import Item
+from outpace.kernels.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.llm import LLM
 from tests.models import VOCAB, tiny
 from tests.quant.test_experts import latent

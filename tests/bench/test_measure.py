@@ -8,7 +8,6 @@ from rich.console import Console
 
 from outpace.bench.drive import Driver, run
 from outpace.bench.latency import latency
-from outpace.bench.limits import Speed
 from outpace.bench.profiling import covered, profile_decode
 from outpace.bench.splitfuse import SPLIT, WHOLE, Experiment, splitfuse
 from outpace.bench.subject import Subject, started
@@ -16,6 +15,7 @@ from outpace.bench.tables import latency_table, throughput_table
 from outpace.bench.throughput import sweep, throughput
 from outpace.bench.workload import Item, Workload, uniform
 from outpace.errors import InputError
+from outpace.kernels.limits import Speed
 from outpace.types import Step
 from tests.models import VOCAB, tiny
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import runtime
-from outpace.bench.limits import Speed
+from outpace.kernels.limits import Speed
 from tests.models import tiny
 
 

@@ -136,7 +136,7 @@ def test_what_fits_stays_on_the_device() -> None:
 
 
 def test_a_slow_disk_binds() -> None:
-    plan = best_plan(numbers([100] * 8), Budgets(700, 900, 5000), RATES, Work(8, 4, 2), precisions=["bf16"])
+    plan = best_plan(numbers([100] * 8), Budgets(1300, 900, 5000), RATES, Work(8, 4, 2), precisions=["bf16"])
     assert plan.places.disk
     assert plan.places.staging == STAGING * 200
     assert plan.prediction.binds == "disk"
@@ -196,7 +196,7 @@ def test_what_would_help_is_named() -> None:
 
 def test_a_cpu_has_no_link_and_no_host_memory_beside_the_device() -> None:
     rates = Rates(4e3, 8e5, None, 60.0)
-    plan = best_plan(numbers([100] * 8), Budgets(1300, 9000, 5000), rates, Work(8, 4, 2), precisions=["bf16"])
+    plan = best_plan(numbers([100] * 8), Budgets(1600, 9000, 5000), rates, Work(8, 4, 2), precisions=["bf16"])
     assert set(plan.placement.tiers) == {"device", "disk"}
     assert plan.places.staging == 0
     assert plan.prediction.decode.link == 0

@@ -108,3 +108,10 @@ def _best_seconds(run: Callable[[], object], most: float = 0.15) -> float:
         run()
         times.append(time.perf_counter() - begin)
     return min(times)
+
+
+def link_bandwidth(device: torch.device, size: int = GIB // 2) -> float:
+    """Bytes per second from page-locked host memory to the device; of a CPU: copied in its memory."""
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / seconds_of(lambda: target.copy_(source, non_blocking=True), device)

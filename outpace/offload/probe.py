@@ -1,0 +1,101 @@
+"""What this machine was measured to do: device, link and disk. Measured once, and read from a file after that."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from outpace.kernels.limits import device_name, link_bandwidth, measure_speed
+from outpace.log import chosen, logger
+from outpace.offload.disk import measure_disk
+from outpace.offload.numbers import Rates
+
+DISK_BYTES = 1 << 30
+"""Written to a disk and read again, to measure it."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Rates of one device of one machine, with one folder for layers on disk."""
+
+    device: str
+    host: str
+    folder: str | None
+    date: str
+    bandwidth: float
+    """Bytes per second that the device reads of its memory."""
+    flops: float
+    """Operations per second of a large product, in bf16 on a GPU and in fp32 on a CPU."""
+    link: float
+    """Bytes per second from page-locked host memory to the device; of a CPU: copied in its memory."""
+    disk: float | None
+    """Bytes per second read from the disk of the folder; None: no folder was named."""
+
+    @property
+    def rates(self) -> Rates:
+        """As the planner takes them: a CPU has no link."""
+        return Rates(self.bandwidth, self.flops, None if self.device.startswith("cpu") else self.link, self.disk)
+
+
+def probe(device: torch.device, folder: Path | None, cache: Path, *, again: bool = False) -> Probe:
+    """What was measured before and is kept in `cache`, or is measured now in about 2 s. `again`: it is measured now."""
+    place = None if folder is None else folder.absolute()
+    file = _file(device_name(device), platform.node(), place, cache)
+    found = None if again else _read(file)
+    if found is None:
+        found = measure(device, place)
+        _write(file, found)
+    else:
+        chosen("rates", found.rates, f"measured {found.date}, kept in {file}")
+    return found
+
+
+def measure(device: torch.device, folder: Path | None, disk_bytes: int = DISK_BYTES) -> Probe:
+    """Rates of a device and of the disk of a folder."""
+    disk = None if folder is None else measure_disk(folder, disk_bytes)
+    speed = measure_speed(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    link = link_bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Probe(
+        device=device_name(device),
+        host=platform.node(),
+        folder=None if folder is None else str(folder),
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        bandwidth=speed.bandwidth,
+        flops=speed.flops,
+        link=link,
+        disk=disk,
+    )
+
+
+def _file(device: str, host: str, folder: Path | None, cache: Path) -> Path:
+    key = hashlib.sha256(json.dumps([device, host, str(folder or "")]).encode()).hexdigest()[:16]
+    return cache / "rates" / f"{device}-{key}.json"
+
+
+def _read(file: Path) -> Probe | None:
+    """What a file holds; None: it is not there, or is none of ours."""
+    try:
+        found = Probe(**json.loads(file.read_text()))
+        rates = (found.bandwidth, found.flops, found.link, 1.0 if found.disk is None else found.disk)
+        return found if all(rate > 0 and math.isfinite(rate) for rate in rates) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(file: Path, found: Probe) -> None:
+    """Keep it, if that is possible; a file appears whole."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(asdict(found), indent=1))
+        partial.replace(file)
+    except OSError as error:
+        logger.warning("rates: they cannot be kept in %s (%s), and are measured again next time", file.parent, error)
