@@ -13,6 +13,7 @@ from outpace.errors import OffloadError
 from outpace.log import size_text
 from outpace.offload.store_layout import Bytes, padded
 
+_GROUP = Path("/sys/fs/cgroup")
 _REMEDY = "keep less in host memory (offload.host_memory), or end what else uses it"
 
 
@@ -43,7 +44,7 @@ def free_memory() -> int | None:
     """Bytes of host memory that this process can still take: of the machine, and of its cgroup; None: nobody says."""
     machine = _fields(Path("/proc/meminfo")).get("MemAvailable:")
     known = [] if machine is None else [1024 * machine]
-    if (group := _group_memory(Path("/sys/fs/cgroup"))) is not None:
+    if (group := _group_memory(_GROUP)) is not None:
         known.append(group)
     return min(known, default=None)
 

@@ -231,7 +231,7 @@ class UnitFile:
             os.close(number)
             raise
         os.close(number)
-        logger.warning("%s is incomplete, damaged, or of another form of the model: not used", path)
+        logger.info("%s is damaged, or of another form of the model: not used", path)
         return None
 
     def close(self) -> None:
