@@ -13,13 +13,13 @@ from torch import nn
 
 from outpace import generation
 from outpace.config import InferenceConfig
-from outpace.errors import ModelError, NotSupported, StateError
-from outpace.inject.start import Fused, Injection
+from outpace.errors import ConfigError, ModelError, NotSupported, StateError
+from outpace.inject.start import Fused
 from outpace.log import chosen
 from outpace.parallel.calls import check_alike, common_generate
 from outpace.parallel.group import same_draws
 from outpace.parallel.mesh import NO_MESH
-from outpace.prepare import prepare
+from outpace.prepare import Prepared, prepare
 from outpace.profile import Profiler
 from outpace.runner.fast_generate import FastGenerate
 from outpace.runner.graphs import ForwardGraphs
@@ -50,9 +50,11 @@ class InferenceEngine(nn.Module):
         if self.mesh is not NO_MESH:
             self.module.requires_grad_(False)  # gradients do not cross ranks
         self._fused = isinstance(prepared.injection, Fused)
-        self._graphs = self._make_graphs(config)
         self._profiler = Profiler(self._device)
-        self._fast = self._make_fast(prepared.injection, config)
+        self.streaming = prepared.streaming
+        """Layers that do not stay on the device; None: all do."""
+        self._graphs = self._make_graphs(config)
+        self._fast = self._make_fast(prepared, config)
         self.eval()
 
     @property
@@ -155,6 +157,8 @@ class InferenceEngine(nn.Module):
             self._graphs.clear()
         self._graphs = self._fast = None
         self._modules.pop("module", None)
+        if self.streaming is not None:
+            self.streaming.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -189,6 +193,11 @@ class InferenceEngine(nn.Module):
     def _make_graphs(self, config: InferenceConfig) -> ForwardGraphs | None:
         if not config.enable_cuda_graph:
             return None
+        if self.streaming is not None and not self.streaming.capturable:
+            raise ConfigError(
+                "enable_cuda_graph: layers that come from a file, or from memory that is not page-locked, cannot be "
+                "part of a graph; leave it out, or give more memory"
+            )
         if self.info.graphs_itself:
             chosen("cuda graphs", "local", "a submodule captures its own; the engine runs eager around it")
             return None
@@ -196,8 +205,8 @@ class InferenceEngine(nn.Module):
             self.module, self._device, limit=config.max_cuda_graphs, static_output=config.graph_output == "static"
         )
 
-    def _make_fast(self, injection: Injection | None, config: InferenceConfig) -> FastGenerate | None:
-        paged = injection.paged() if injection is not None and self.info.can_generate else None
+    def _make_fast(self, prepared: Prepared, config: InferenceConfig) -> FastGenerate | None:
+        paged = prepared.paged() if self.info.can_generate else None
         if paged is None:
             return None
         return FastGenerate(

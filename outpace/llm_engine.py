@@ -15,6 +15,7 @@ from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
 from outpace.errors import NO_TOKENIZER, EngineDead, InputError, ModelError, NotSupported
 from outpace.log import logger
+from outpace.offload.streaming import Streaming
 from outpace.prepare import PagedParts
 from outpace.ranks.leader import Ranks
 from outpace.runner.expert_load import ExpertLoad
@@ -44,8 +45,8 @@ class LLMEngine:
         """Tokens of each expert; None: the model has none."""
         with self.ranks.starting():
             self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
-        self.close = weakref.finalize(self, self.ranks.close)
-        """Ends the other ranks, if there are any; so does the end of the engine, or of the process."""
+        self.close = weakref.finalize(self, _close, self.ranks, parts.streaming)
+        """Ends the other ranks, if there are any, and what streams layers; so does the end of the engine."""
         if self.experts is not None:
             self.experts.clear()
         self._runner = self._started.runner
@@ -64,6 +65,11 @@ class LLMEngine:
     def startup_seconds(self) -> dict[str, float]:
         """What the start of the runner took, by part."""
         return self._started.seconds
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """Layers that do not stay on the device; None: all do."""
+        return self._parts.streaming
 
     @property
     def step_seconds(self) -> float | None:
@@ -335,3 +341,9 @@ class LLMEngine:
         for name, ids in named.items():
             if ids:
                 check_vocabulary(name, self._parts.vocab_size, max(ids))
+
+
+def _close(ranks: Ranks, streaming: Streaming | None) -> None:
+    ranks.close()
+    if streaming is not None:
+        streaming.close()

@@ -3,7 +3,8 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from outpace.inject.paged import BatchModel
 from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
 from outpace.inject.quantized import Quantized
 from outpace.inject.split import known_splits
-from outpace.inject.start import Injection, plan_injection
+from outpace.inject.start import Injection, Paged, plan_injection
 from outpace.kernels.dispatch import Kernels, choose_kernels
 from outpace.loading.bars import progress
 from outpace.loading.build import Found, Loaded, find
@@ -35,6 +36,7 @@ from outpace.loading.inspect import (
 )
 from outpace.loading.measure_plan import measured_plan
 from outpace.loading.names import match
+from outpace.loading.offload import plan_streaming
 from outpace.loading.open import open_weights
 from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.loading.save import save_shards
@@ -43,6 +45,7 @@ from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.stored import as_read, kept_names, log_converted, reasons, stored_forms
 from outpace.loading.weights import Source, Weights, stored_bytes
 from outpace.log import chosen, logger
+from outpace.offload.streaming import Streaming
 from outpace.parallel.mesh import NO_MESH, Mesh, make_mesh
 from outpace.quant.asked import NAMED, asked_plan, asked_rules, runs_stored
 from outpace.quant.fast import check_runs, runs
@@ -69,6 +72,22 @@ class Prepared:
     """What became of its weights; None: they are in `dtype`."""
     mesh: Mesh = NO_MESH
     """The ranks that it runs on."""
+    streaming: Streaming | None = None
+    """Its layers that do not stay on the device; None: all do."""
+
+    def paged(self) -> Paged | None:
+        """How it runs over pages; None: it has no such form."""
+        make = None if self.injection is None else self.injection.paged()
+        return make if make is None or self.streaming is None else functools.partial(_streamed, make, self.streaming)
+
+
+def _streamed(make: Paged, streaming: Streaming, max_positions: int) -> BatchModel:
+    """A model over pages whose layers come and go."""
+    made = make(max_positions)
+    made.reentrant = False  # layers have their slots in one order
+    made.capturable = made.capturable and streaming.capturable
+    made.streaming = streaming
+    return made
 
 
 Check = Callable[[ModelInfo, Injection | None], None]
@@ -135,19 +154,34 @@ def prepare(
     quantize_others(module, make)
     if (quantized := Quantized.of(module, dtype, plan)) is not None:
         chosen("quantization", quantized, "asked for" if rules.stored is None else runs_stored(config)[1])
+    away = plan_streaming(module, before, config, device, sources, mesh)
+    known: dict[str, Any] = {"quantized": quantized, "mesh": mesh, "streaming": away}
     if sources is None:
-        settle(module, before, device)
+        with _put_away(away, module):
+            settle(module, before, device, away)
         seconds = {"inject": time.perf_counter() - begin}
-        return Prepared(module.eval(), info, injection, dtype, device, seconds, quantized=quantized, mesh=mesh)
+        return Prepared(module.eval(), info, injection, dtype, device, seconds, **known)
     kept = kept_names(module)
     log_converted(sources, dtype, kept, note=None if rules.stored is not None else runs_stored(config)[1])
     needed = as_read(sources, kept)
     at_fill = time.perf_counter()
-    with progress(needed, shown=mesh.first) as advance:
-        fill(module, before, sources, device, advance)
+    with _put_away(away, module), progress(needed, shown=mesh.first) as advance:
+        fill(module, before, sources, device, advance, away)
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
-    read = stored_bytes(needed)
-    return Prepared(module.eval(), info, injection, dtype, device, seconds, read, quantized, mesh)
+    return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(needed), **known)
+
+
+@contextmanager
+def _put_away(away: Streaming | None, module: nn.Module) -> Iterator[None]:
+    """While weights are loaded: layers that do not stay are put away, and streamed from then on."""
+    try:
+        yield
+        if away is not None:
+            away.start(module)
+    except BaseException:
+        if away is not None:
+            away.abandon()
+        raise
 
 
 def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels, *, qkv: bool) -> bool:
@@ -233,6 +267,8 @@ class PagedParts:
     """That were read to load it."""
     quantized: Quantized | None = None
     """What became of its weights; None: they are in `dtype`."""
+    streaming: Streaming | None = None
+    """Its layers that do not stay on the device; None: all do."""
 
 
 def load_paged(
@@ -270,7 +306,7 @@ def load_paged(
     weights = loaded.weights if isinstance(loaded, Found) else None
     options: dict[str, Any] = {"deterministic": config.deterministic, "check": check, "tokenizer": loaded.tokenizer}
     prepared = prepare(loaded.model, config, weights=weights, **options)
-    paged = None if prepared.injection is None else prepared.injection.paged()
+    paged = prepared.paged()
     assert paged is not None, "checked before"
     length, own = _max_model_len(prepared.info, config), generation_config(prepared.module)
     return PagedParts(
@@ -289,6 +325,7 @@ def load_paged(
         sampling=sampling_defaults(config.generation_config, own, loaded.sampling if isinstance(loaded, Found) else {}),
         weight_bytes=prepared.weight_bytes,
         quantized=prepared.quantized,
+        streaming=prepared.streaming,
     )
 
 

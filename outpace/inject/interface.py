@@ -4,7 +4,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 from outpace.parallel.group import ALONE, Group
 from outpace.parallel.vocabulary import ALL
+
+if TYPE_CHECKING:
+    from outpace.offload.streaming import Streaming
 
 LENGTHS = (12, 8)  # tokens of the sequences that the check runs
 STEPS = 3  # how many of them come one by one
@@ -109,6 +112,7 @@ class InterfaceModel:
         self.capturable = bool(getattr(model, "_can_compile_fullgraph", False)) and ranks.capturable
         self.gives_hidden = model.base_model is not model
         self.ranks, self.vocabulary = ranks, ALL
+        self.streaming: Streaming | None = None
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from outpace.inject.rope import Table, alibi_slopes, check_length, rope_tables
 from outpace.kernels.rotary import QKV, split_qkv
 from outpace.parallel.group import ALONE, Group
 from outpace.parallel.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from outpace.offload.streaming import Streaming
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class BatchModel(Protocol):
     """Who runs the same batches, each with its part of the layers."""
     vocabulary: Vocabulary
     """Whose logits `forward` gives."""
+    streaming: "Streaming | None"
+    """Its layers that do not stay on the device; None: all do."""
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages.
@@ -115,6 +120,7 @@ class PagedModel:
         self.ranks: Group = ALONE if injected.shard is None else injected.shard.ranks
         self.vocabulary = head.vocabulary
         self.capturable, self.reentrant = self.ranks.capturable, self.ranks.size == 1
+        self.streaming: Streaming | None = None
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -45,6 +45,11 @@ class PackedLinear(Linear):
             self._packed = self._arranged()
         return self._packed
 
+    def arrange(self) -> None:
+        """Put the weight in its order now, and forget what was made of it: it is about to move."""
+        assert self.packed is not None, "put in order"
+        self._packed = None
+
     @torch.inference_mode(False)  # what is kept must serve outside of it too
     def _arranged(self) -> Packed | Tiles:
         weight = self.weight.detach()  # another thread may put it in tiles meanwhile
@@ -136,6 +141,10 @@ class PackedExperts(Experts):
         self.rows_kind = kinds.pop() if len(kinds) == 1 else None
         """What rows may be rounded to in steps of many tokens."""
         self._packed: dict[str, Packed] = {}
+
+    def arrange(self) -> None:
+        """Forget what was made of the weights: they are about to move."""
+        self._packed.clear()
 
     def _stacks(self) -> list[Recipe]:
         return [self.recipes[name] for name in ("gate_up", "down")]

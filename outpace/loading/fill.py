@@ -18,8 +18,9 @@ from outpace.loading.read_source import read
 from outpace.loading.skeleton import own_dtypes, set_dtype
 from outpace.loading.stored import StoredPart
 from outpace.loading.stream import Advance, Group, stream
-from outpace.loading.weights import Piece, Source, first_place
+from outpace.loading.weights import Piece, Source, first_place, stored_bytes
 from outpace.log import size_text
+from outpace.offload.streaming import Streaming
 from outpace.quant.rounding import quantized
 
 
@@ -72,6 +73,18 @@ class Target:
         scheme, shape = self.recipe.scheme, self.recipe.shape
         return scheme.nbytes(shape) if scheme and self.runs_as_stored else math.prod(shape) * self.dtype.itemsize
 
+    @property
+    def kept(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what its owners have of it, by what is put behind its name."""
+        scheme, shape = self.recipe.scheme, self.recipe.shape
+        return {"": (shape, self.dtype)} if scheme is None else scheme.tensors(shape)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What its owners have of it, once they have it."""
+        module, name = self.owners[0]
+        return [module.get_parameter(name + end) for end in self.kept]
+
     def empty(self, device: torch.device) -> Tensor:
         """Memory for it."""
         make = torch.zeros if self.recipe.has_gaps else torch.empty
@@ -79,9 +92,11 @@ class Target:
 
     def empty_parts(self, device: torch.device) -> dict[str, Tensor]:
         """Memory for what its scheme makes of it."""
-        assert self.recipe.scheme is not None, "it has a scheme"
-        sizes = self.recipe.scheme.tensors(self.recipe.shape)
-        return {end: torch.empty(size, dtype=dtype, device=device) for end, (size, dtype) in sizes.items()}
+        return {end: torch.empty(size, dtype=dtype, device=device) for end, (size, dtype) in self.kept.items()}
+
+    def nothing(self, device: torch.device) -> dict[str, Tensor]:
+        """Stand-ins without values for what its owners have of it."""
+        return {end: torch.empty(0, dtype=dtype, device=device) for end, (_, dtype) in self.kept.items()}
 
     def give(self, weight: Tensor) -> None:
         """Let its owners have it, in the form that its scheme says."""
@@ -127,31 +142,49 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     settle(model, Before.of(model, dtype))
 
 
-def settle(model: nn.Module, before: Before, device: torch.device | None = None) -> None:
+def settle(model: nn.Module, before: Before, device: torch.device | None = None, away: Streaming | None = None) -> None:
     """Give a live model, injected or not, its own weights: converted, fused and moved, one at a time.
 
-    device: None leaves each where it is.
+    device: None leaves each where it is. away: where layers go that do not stay there.
     """
     found = targets(model, before)
     uses = Counter(name for target in found for name in {part.name for part in target.recipe.parts})
-    for target in found:
-        parts = target.recipe.parts
-        if target.recipe.is_whole:
-            parameter = before.tensors[parts[0].name]
-            parameter.data = parameter.data.to(device=device, dtype=target.dtype)
-            target.give(parameter)
-            continue
-        weight = target.empty(device or before.tensors[parts[0].name].device)
-        last = {part.name: number for number, part in enumerate(parts)}
-        for number, part in enumerate(parts):
-            parameter = before.tensors[part.name]
-            write(part, weight, parameter.data)
-            if last[part.name] == number:
-                uses[part.name] -= 1
-            if not uses[part.name]:
-                parameter.data = torch.empty(0)  # the fused copy is the only one
-        target.give(weight)
+    for index, part in parted(found, away):
+        for target in part:
+            _settle(target, before, device, uses)
+        if away is not None and index is not None:
+            away.keep(index, [each for target in part for each in target.parameters])
     settle_buffers(model, before, device)
+
+
+def _settle(target: Target, before: Before, device: torch.device | None, uses: Counter[str]) -> None:
+    """One weight; `uses`: how often tensors of the model are still needed."""
+    parts = target.recipe.parts
+    if target.recipe.is_whole:
+        parameter = before.tensors[parts[0].name]
+        parameter.data = parameter.data.to(device=device, dtype=target.dtype)
+        target.give(parameter)
+        return
+    weight = target.empty(device or before.tensors[parts[0].name].device)
+    last = {part.name: number for number, part in enumerate(parts)}
+    for number, part in enumerate(parts):
+        parameter = before.tensors[part.name]
+        write(part, weight, parameter.data)
+        if last[part.name] == number:
+            uses[part.name] -= 1
+        if not uses[part.name]:
+            parameter.data = torch.empty(0)  # the fused copy is the only one
+    target.give(weight)
+
+
+def parted(every: list[Target], away: Streaming | None) -> Iterator[tuple[int | None, list[Target]]]:
+    """Weights that stay on the device, then those of each layer that does not, with its number."""
+    found: dict[int | None, list[Target]] = {None: []}
+    for target in every:
+        index = None if away is None else away.index_of(target.recipe, [module for module, _ in target.owners])
+        found.setdefault(index, []).append(target)
+    yield None, found.pop(None)
+    yield from sorted(found.items(), key=lambda item: item[0] or 0)
 
 
 def drop(model: nn.Module) -> None:
@@ -186,13 +219,37 @@ def fill(
     sources: Mapping[str, Source],
     device: torch.device,
     advance: Advance = lambda count: None,
+    away: Streaming | None = None,
 ) -> None:
     """Fill a skeleton, injected or not, from a checkpoint: every byte goes straight to where it stays.
+
+    away: where layers go that do not stay on the device. They pass through it one by one.
+    """
+    for index, part in parted(targets(model, before), away):
+        if away is not None and index is not None and away.is_there(index):
+            for target in part:
+                target.give_all(target.nothing(device))
+            away.find(index, [each for target in part for each in target.parameters])
+            advance(stored_bytes({each.name: sources[each.name] for target in part for each in target.recipe.parts}))
+            continue
+        _fill(part, before, sources, device, advance)
+        if away is not None and index is not None:
+            away.keep(index, [each for target in part for each in target.parameters])
+    for path, module in model.named_modules():
+        for name in [name for name, _ in module.named_buffers(prefix=path, recurse=False)]:
+            if name in sources:
+                module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(before.dtypes[name])
+    settle_buffers(model, before, device)
+
+
+def _fill(
+    every: list[Target], before: Before, sources: Mapping[str, Source], device: torch.device, advance: Advance
+) -> None:
+    """Fill weights.
 
     A weight with a scheme is put together first, and is quantized as soon as it is whole; one that runs as it is
     stored gets its numbers part by part.
     """
-    every = targets(model, before)
     found = [target for target in every if target.recipe.scheme is None]
     weights = _allocated(found, device)
     made = zip(found, weights, strict=True)
@@ -211,11 +268,6 @@ def fill(
         torch.cuda.empty_cache()  # what weights were put together in belongs to another stream
     for target, weight in zip(found, weights, strict=True):
         target.give(weight)
-    for path, module in model.named_modules():
-        for name in [name for name, _ in module.named_buffers(prefix=path, recurse=False)]:
-            if name in sources:
-                module._buffers[name.rpartition(".")[2]] = read(sources[name]).to(before.dtypes[name])
-    settle_buffers(model, before, device)
 
 
 def _stored_parts(found: list[Target], sources: Mapping[str, Source], device: torch.device) -> list[StoredPart]:

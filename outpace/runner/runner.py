@@ -103,6 +103,8 @@ class Runner:
         self._grammars.clear()
         self._pooling.clear()
         self._sampling = None
+        if self._model.streaming is not None:
+            self._model.streaming.restore()  # a step may have failed half-way
 
     @torch.no_grad()
     def launch(self, step: Step) -> Callable[[], StepOutput]:

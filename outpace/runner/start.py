@@ -18,6 +18,7 @@ from outpace.inject.paged import BatchModel
 from outpace.kernels.compile_ahead import compile_ahead
 from outpace.kernels.library import gemm_library
 from outpace.log import chosen
+from outpace.offload.asked import device_budget
 from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import FEW, Shape, shapes
@@ -273,7 +274,7 @@ def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: t
     needed += sum(shape.num_seqs for shape in wanted) * logits  # each graph keeps its own
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    return int(total * config.cache.gpu_memory_utilization) - (total - free) - needed
+    return device_budget(config) - (total - free) - needed
 
 
 def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:

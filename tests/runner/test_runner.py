@@ -43,6 +43,7 @@ class Counting:
     gives_hidden: bool = True
     ranks: Group = ALONE
     vocabulary: Vocabulary = ALL
+    streaming = None
     batches: list[Batch] = field(default_factory=list)
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:

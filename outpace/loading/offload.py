@@ -1,0 +1,166 @@
+"""Which layers of a model do not stay on its device: what they take, what there is room for, what tells them apart."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace._version import __version__
+from outpace.config import InferenceConfig, LLMConfig
+from outpace.errors import ConfigError
+from outpace.inject.recipe import Recipe
+from outpace.loading.fill import Before, Target, targets
+from outpace.loading.weights import Extent, Source
+from outpace.log import chosen
+from outpace.offload.asked import Layers, Room, folder, is_asked, pinned, room_for
+from outpace.offload.place import Placement, spread
+from outpace.offload.store import ReadOptions
+from outpace.offload.streaming import Folder, Streaming
+from outpace.offload.units import find_layers, unit_bytes
+from outpace.parallel.mesh import Mesh
+
+CONTEXT = 600 << 20  # what CUDA and its libraries take of a device before anything is allocated
+TOKENS = 8192  # of a step, where nothing else is said
+REQUEST = 1024  # tokens of a request that pages are kept free for, unless requests are shorter
+FEW = 8  # sequences of a call of `generate`
+
+
+def plan_streaming(
+    model: nn.Module,
+    before: Before,
+    config: InferenceConfig,
+    device: torch.device,
+    sources: Mapping[str, Source] | None,
+    mesh: Mesh,
+) -> Streaming | None:
+    """How layers are streamed, as the config asks; None: they all stay."""
+    if not is_asked(config):
+        return None
+    found = find_layers(model)
+    if not found:
+        raise ConfigError(
+            f"{_field(config)}: {type(model).__name__} has no list of layers (nn.ModuleList, nn.Sequential) that could "
+            "be streamed; leave it out"
+        )
+    every = targets(model, before)
+    stay = _staying(every, config)
+    parts = _by_layer(every, found, stay)
+    layers = _layers(parts, len(found))
+    reserved = _reserved(model, config, before) if device.type == "cuda" else 0
+    room = room_for(config, layers, reserved)
+    placement = _placed(layers, room, mesh, device)
+    if not placement.slots:
+        chosen("layers", f"all {len(found)} on {device}", "they fit")
+        return None
+    files = _folder(config, sources, every, before, room, mesh, device)
+    locked = pinned(config)
+    return Streaming(found, layers.sizes, placement, device, pinned=locked, folder=files, stay=stay)
+
+
+def _placed(layers: Layers, room: Room, mesh: Mesh, device: torch.device) -> Placement:
+    """The same on all ranks: they take steps together."""
+    least = [mesh.tp.least(value, device) for value in (room.device, room.host)]
+    disk = None if room.disk is None else mesh.tp.least(room.disk, device)
+    return spread(layers.sizes, least[0], least[1], disk, room.slots, staging=room.buffers)
+
+
+def _staying(every: list[Target], config: InferenceConfig) -> frozenset[Recipe]:
+    """Weights too small to be worth streaming, as ZeRO's thresholds say."""
+    if config.zero.stage != 3:
+        return frozenset()
+    left, stay = config.zero.model_persistence_threshold, set()
+    for target in every:
+        values = torch.Size(target.recipe.shape).numel()
+        if values < config.zero.param_persistence_threshold and values <= left:
+            left -= values
+            stay.add(target.recipe)
+    return frozenset(stay)
+
+
+def _by_layer(
+    every: list[Target], found: list[tuple[str, nn.Module]], stay: frozenset[Recipe]
+) -> dict[int | None, list[Target]]:
+    """Weights by the layer that has them; None: what is no layer's alone."""
+    of = {id(module): number for number, (_, layer) in enumerate(found) for module in layer.modules()}
+    parts: dict[int | None, list[Target]] = {None: []}
+    for target in every:
+        numbers = {of.get(id(module)) for module, _ in target.owners}
+        number = numbers.pop() if len(numbers) == 1 and target.recipe not in stay else None
+        parts.setdefault(number, []).append(target)
+    return parts
+
+
+def _layers(parts: Mapping[int | None, list[Target]], count: int) -> Layers:
+    own = [parts.get(number, []) for number in range(count)]
+    sizes = tuple(unit_bytes(size for target in part for size in _kept(target)) for part in own)
+    values = sum(torch.Size(target.recipe.shape).numel() for part in own for target in part)
+    return Layers(sizes, values, sum(size for target in parts[None] for size in _kept(target)))
+
+
+def _kept(target: Target) -> list[int]:
+    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in target.kept.values()]
+
+
+def _reserved(model: nn.Module, config: InferenceConfig, before: Before) -> int:
+    """Bytes of a GPU that steps and pages will want: a guess, made before anything can be measured."""
+    own: Any = getattr(model, "config", None)
+    text = own.get_text_config() if hasattr(own, "get_text_config") else own
+    hidden = int(getattr(text, "hidden_size", 0) or 4096)
+    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
+    heads = int(getattr(text, "num_attention_heads", 0) or 32)
+    kv_heads = int(getattr(text, "num_key_value_heads", 0) or heads)
+    head_dim = int(getattr(text, "head_dim", 0) or hidden // heads)
+    count = int(getattr(text, "num_hidden_layers", 0) or 32)
+    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    size = max((dtype.itemsize for dtype in before.dtypes.values()), default=2)
+    if isinstance(config, LLMConfig):
+        tokens, seqs = config.scheduler.max_num_batched_tokens or TOKENS, config.scheduler.max_num_seqs
+        blocks = config.cache.num_blocks
+        length = min(config.max_out_tokens or REQUEST, REQUEST)
+        paged = seqs * length if blocks is None else blocks * config.cache.block_size
+    else:
+        tokens, seqs, paged = TOKENS, FEW, FEW * min(config.max_out_tokens, REQUEST)
+    step = tokens * (2 * inner + 6 * hidden) * size + seqs * vocabulary * (size + 16)
+    return CONTEXT + step + paged * 2 * kv_heads * head_dim * count * min(size, 2)
+
+
+def _folder(
+    config: InferenceConfig,
+    sources: Mapping[str, Source] | None,
+    every: list[Target],
+    before: Before,
+    room: Room,
+    mesh: Mesh,
+    device: torch.device,
+) -> Folder | None:
+    path = folder(config)
+    if path is None:
+        return None
+    key = None if sources is None else _key(sources, every, mesh, device)
+    aio = config.zero.aio
+    reads = ReadOptions.of_aio(aio.thread_count, aio.block_size, aio.queue_depth)
+    return Folder(path, key, reads, room.buffers)
+
+
+def _key(sources: Mapping[str, Source], every: list[Target], mesh: Mesh, device: torch.device) -> str | None:
+    """What tells a model's weights, as they run, from all others; None: they come from somewhere without a name."""
+    digest = hashlib.sha256(f"{__version__} {device.type} {mesh.tp.rank} of {mesh.tp.size}".encode())
+    seen: dict[Any, str] = {}
+    for name, source in sorted(sources.items()):
+        for piece in source.pieces:
+            if not isinstance(piece.place, Extent):
+                return None
+            path = piece.place.path
+            if path not in seen:
+                stat = path.stat()
+                seen[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+            digest.update(f"{name} {seen[path]} {piece}".encode())
+    for target in every:
+        digest.update(f"{target.recipe} {target.dtype}".encode())
+    return digest.hexdigest()
+
+
+def _field(config: InferenceConfig) -> str:
+    return "zero" if config.zero.stage == 3 else "offload"

@@ -1,0 +1,140 @@
+"""What a config asks for of offload, in bytes of this machine."""
+
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outpace.config import InferenceConfig, LLMConfig
+from outpace.errors import ConfigError
+from outpace.offload.store import free_memory
+
+GIB = 1 << 30
+HOST_FRACTION = 0.8  # of free memory, unless told otherwise
+SLOTS = 2  # one layer is computed while another one comes
+BUFFERS = 3  # in host memory, for layers on their way from a file to a GPU
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What is known of the layers of a model before they are placed."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each as a unit."""
+    values: int
+    """Weights in all of them, however many bits each has."""
+    others: int
+    """Bytes of what stays on the device in any case."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest."""
+        return max(self.sizes)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that layers may take."""
+
+    device: int
+    """Slots included."""
+    host: int
+    disk: int | None
+    """None: no folder was named."""
+    slots: int
+    buffers: int
+    """Layers in host memory on their way from a file to a GPU."""
+
+
+def is_asked(config: InferenceConfig) -> bool:
+    """Whether layers may live elsewhere than on the device."""
+    return bool(config.offload.model_fields_set & WEIGHTS) or config.zero.stage == 3
+
+
+WEIGHTS = frozenset({"auto", "device_memory", "host_memory", "nvme", "cpu_offload_gb"})
+"""Fields of `offload` that concern weights; each of them turns offload of layers on."""
+
+
+def folder(config: InferenceConfig) -> Path | None:
+    """Where files of layers go."""
+    named = config.zero.offload_param.nvme_path if config.zero.stage == 3 else config.offload.nvme
+    if named is None:
+        return None
+    path, field = Path(named), "zero.offload_param.nvme_path" if config.zero.stage == 3 else "offload.nvme"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot make the folder {path} ({error.strerror}); name another one") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{field}: {path} is not writable; name another folder")
+    return path
+
+
+def pinned(config: InferenceConfig) -> bool:
+    """Whether host memory is page-locked."""
+    return config.zero.offload_param.pin_memory and config.device_type == "cuda"
+
+
+def device_budget(config: InferenceConfig) -> int:
+    """Bytes of the device that everything may take; on a CPU, those of weights."""
+    asked, device = config.offload.device_memory, config.torch_device
+    if device.type == "cpu":
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total if asked is None else _bytes(asked, total)
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = config.cache.gpu_memory_utilization if isinstance(config, LLMConfig) else 0.9
+    return _bytes(share if asked is None else asked, total)
+
+
+def room_for(config: InferenceConfig, layers: Layers, reserved: int) -> Room:
+    """What the config leaves for layers. reserved: bytes of the device for pages and steps."""
+    path = folder(config)
+    disk = None if path is None else shutil.disk_usage(path).free
+    if config.zero.stage == 3:
+        return _zero_room(config, layers, disk)
+    offload = config.offload
+    slots = offload.slots or SLOTS
+    device = device_budget(config) - layers.others - reserved
+    if config.device_type == "cuda" and offload.device_memory is None:
+        device = min(device, torch.cuda.mem_get_info(config.torch_device)[0] - layers.others - reserved)
+    if (least := int(offload.cpu_offload_gb * GIB)) > 0:
+        device = min(device, max(0, layers.total - least) + slots * layers.largest)
+    host = _bytes(HOST_FRACTION if offload.host_memory is None else offload.host_memory, _free())
+    return Room(device, host, disk, slots, BUFFERS if config.device_type == "cuda" else 0)
+
+
+def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Room:
+    """DeepSpeed counts values. If anything is fetched ahead, two layers at least are on the device at a time."""
+    zero, param = config.zero, config.zero.offload_param
+    per_value, largest = layers.total / max(1, layers.values), layers.largest
+    ahead = (
+        0 if zero.prefetch_bucket_size == 0 else max(1, min(3, int(zero.prefetch_bucket_size * per_value) // largest))
+    )
+    slots = 1 + ahead
+    live = int(zero.max_live_parameters * per_value) if layers.values <= zero.max_reuse_distance else 0
+    buffers = 0
+    host = int(_free() * HOST_FRACTION)
+    if param.device == "nvme":
+        if config.device_type == "cuda":
+            buffers = max(2, math.ceil(param.buffer_count * param.buffer_size * per_value / largest))
+        host = min(host, int(param.max_in_cpu * per_value) + buffers * largest)
+    return Room(max(live, slots * largest), host, disk if param.device == "nvme" else None, slots, buffers)
+
+
+def _free() -> int:
+    """Bytes of host memory that are free."""
+    known = free_memory()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
+
+
+def _bytes(asked: float, of: int) -> int:
+    """Bytes, or a fraction of so many."""
+    return int(asked * of) if isinstance(asked, float) else asked

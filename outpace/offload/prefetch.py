@@ -1,0 +1,117 @@
+"""Layers on their way to the device: a ring of slots, and the next layers copied while one is computed.
+
+Streamed layer k has slot k mod S for good, so that its parameters are views with fixed addresses. When a layer is done
+its slot is filled with the next one that has this slot; after the last layers come the first ones, for the next step.
+The last layer of the model waits for these copies, so every step begins with the first S layers in their slots, and a
+step, its copies included, can be captured in a CUDA graph. A layer that comes out of order is fetched when it is run.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.inject.modules import FusedLayer
+from outpace.offload.units import Unit
+from outpace.offload.ways import Way
+
+
+class Ring:
+    """Slots and what is in them. For one thread at a time."""
+
+    def __init__(self, units: Sequence[Unit], slots: Sequence[Tensor], way: Way) -> None:
+        assert len(units) > len(slots) >= 1, "with a slot for each layer they would stay"
+        self.way = way
+        self._count, self._size = len(units), len(slots)
+        self._holds: list[int | None] = [None] * len(slots)
+        self._capturing = False  # a capture began and has not ended
+        self.num_loads = 0
+        """Units that have been fetched."""
+        for number, unit in enumerate(units):
+            unit.bind(slots[number % len(slots)])
+
+    def enter(self, number: int) -> None:
+        """A layer is about to run."""
+        slot, capturing = number % self._size, _capturing()
+        if self._capturing and not capturing:  # a capture that failed: what it says of the slots never happened
+            self._forget()
+        self._capturing = capturing
+        if self._holds[slot] != number:
+            if capturing:
+                raise RuntimeError("a streamed layer is not where a graph expects it")
+            self._load(number, slot)
+        try:
+            self.way.arrive(slot)
+        except BaseException:
+            self._holds[slot] = None
+            raise
+
+    def leave(self, number: int) -> None:
+        """It has been launched: its slot can be filled again once it has run."""
+        slot = number % self._size
+        following = number + self._size
+        self._load(following if following < self._count else slot, slot)
+
+    def end(self) -> None:
+        """The last layer of a step has been launched: what follows, and the next step, find the slots filled.
+
+        Where no graph is captured each layer waits for itself, and copies go on beside what follows.
+        """
+        if not self.way.capturable:
+            return
+        for slot, unit in enumerate(self._holds):
+            if unit is not None:
+                self.way.arrive(slot)
+        self._capturing = False
+
+    def restore(self) -> None:
+        """Put the first units in their slots, if others are there or on their way."""
+        if self._capturing or self._holds != list(range(self._size)):
+            self._forget()
+            for slot in range(self._size):
+                self._load(slot, slot)
+        self.end()
+
+    def _forget(self) -> None:
+        self.way.forget()
+        self._holds = [None] * self._size
+        self._capturing = False
+
+    def _load(self, unit: int, slot: int) -> None:
+        self._holds[slot] = None
+        self.way.load(unit, slot)
+        self._holds[slot] = unit
+        self.num_loads += 1
+
+
+def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:
+    """Let layers be fetched when they run, and the last layer of the model end the step."""
+    for number, unit in enumerate(units):
+        _wrap(unit.layer, functools.partial(ring.enter, number), functools.partial(ring.leave, number))
+    _wrap(last, _nothing, ring.end)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wrap(layer: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Hooks would do, but `generate` takes a model with hooks for somebody else's and leaves our loop."""
+    name = "run" if isinstance(layer, FusedLayer) else "forward"
+    run: Callable[..., Any] = getattr(layer, name)
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            after()
+
+    layer.__dict__[name] = call
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
