@@ -72,7 +72,8 @@ def test_quantized_layers_travel_quantized(scheme: str, tmp_path: Path) -> None:
 def test_forward_and_generate_of_a_module(family: str, inject: bool, place: str, tmp_path: Path) -> None:
     if family == "t5" and inject:
         pytest.skip("no policy, and its own attention cannot run over pages")
-    model, options = deep(family), {"replace_with_kernel_inject": inject, "device": "cpu"}
+    model = deep(family)
+    options: dict[str, Any] = {"replace_with_kernel_inject": inject, "device": "cpu"}
     inputs = padded(prompts(4, 9), "left")
     if family == "t5":
         inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
@@ -179,7 +180,8 @@ def test_f10_page_locked_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPat
 def test_f3_a_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = deep("llama")
     with llm_of(model, offload=offload_at("mixed", model, tmp_path)) as llm:
-        wanted, layer = answers(llm), streaming_of(llm).units[4].layer
+        wanted = answers(llm)
+        layer: Any = streaming_of(llm).units[4].layer
         run = layer.qkv.forward
         for _ in range(2):
             with monkeypatch.context() as patch:

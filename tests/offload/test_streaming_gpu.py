@@ -18,6 +18,7 @@ from tests.offload.placed import deep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
+SAME: dict[str, Any] = {"enable_prefix_caching": False}  # the second time the same tokens run in the same steps
 PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=2)
 
 
@@ -72,7 +73,13 @@ def offload(place: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("place", ["host", "half", "three slots", "one slot", "not locked", "disk", "mixed"])
 def test_n8_every_placement_gives_the_bits_of_the_resident_model(place: str, graphs: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "enable_cuda_graph": graphs, "max_num_seqs": 8, "num_blocks": 64}
+    options: dict[str, Any] = {
+        "dtype": "bf16",
+        "enable_cuda_graph": graphs,
+        "max_num_seqs": 8,
+        "num_blocks": 64,
+        **SAME,
+    }
     options["max_num_batched_tokens"] = 64
     with LLM(llama(), **options) as resident:
         wanted = answers(resident, 1000)
@@ -90,7 +97,13 @@ def test_n8_every_placement_gives_the_bits_of_the_resident_model(place: str, gra
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "mixtral"])
 @pytest.mark.parametrize("place", ["host", "mixed"])
 def test_n8_families(family: str, place: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dtype": "fp32", "max_num_seqs": 4, "num_blocks": 32, "max_num_batched_tokens": 64}
+    options: dict[str, Any] = {
+        "dtype": "fp32",
+        "max_num_seqs": 4,
+        "num_blocks": 32,
+        **SAME,
+        "max_num_batched_tokens": 64,
+    }
     model = deep(family, 9)
     vocab = model.config.vocab_size
     with LLM(copy.deepcopy(model), **options) as resident:
@@ -108,7 +121,7 @@ def answers_short(llm: LLM, vocab: int) -> list[Any]:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_quantized_layers(scheme: str) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "quantization": scheme, "max_num_seqs": 8, "num_blocks": 64}
+    options: dict[str, Any] = {"dtype": "bf16", "quantization": scheme, "max_num_seqs": 8, "num_blocks": 64, **SAME}
     with LLM(llama(), **options) as resident:
         wanted = answers(resident, 1000)
     with LLM(llama(), **options, offload={"cpu_offload_gb": 1.0}) as llm:
@@ -135,7 +148,7 @@ def test_f9_a_damaged_file_ends_in_an_error(tmp_path: Path) -> None:
     llama().save_pretrained(folder)
     zero = {"stage": 3, "max_live_parameters": 0}
     zero["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path / "files"), "max_in_cpu": 0}  # type: ignore[assignment]
-    with LLM(str(folder), dtype="bf16", num_blocks=64, max_num_seqs=8, zero=zero) as llm:
+    with LLM(str(folder), dtype="bf16", num_blocks=64, max_num_seqs=8, **SAME, zero=zero) as llm:
         wanted = answers(llm, 1000)
         (path,) = (path for path in (tmp_path / "files").iterdir() if path.suffix != ".json")
         kept = path.read_bytes()
@@ -147,7 +160,13 @@ def test_f9_a_damaged_file_ends_in_an_error(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_half_way_and_a_replay_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "max_num_seqs": 8, "num_blocks": 64, "offload": {"cpu_offload_gb": 1.0}}
+    options: dict[str, Any] = {
+        "dtype": "bf16",
+        "max_num_seqs": 8,
+        "num_blocks": 64,
+        **SAME,
+        "offload": {"cpu_offload_gb": 1.0},
+    }
     with LLM(llama(), **options) as llm:
         wanted = answers(llm, 1000)
         assert llm.engine.streaming is not None
@@ -161,7 +180,7 @@ def test_a_step_that_fails_half_way_and_a_replay_after_it(monkeypatch: pytest.Mo
 
 def test_the_device_budget_holds() -> None:
     torch.cuda.empty_cache()
-    model = llama(24).to(torch.bfloat16)
+    model = llama(24).bfloat16()
     total = sum(weight.nbytes for weight in model.parameters())
     gc.collect()
     free = torch.cuda.mem_get_info()[0]

@@ -17,6 +17,7 @@ from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes
 from outpace.config import LLMConfig
 from outpace.inject.paged import Batch
 from outpace.parallel.group import ALONE, Group
+from outpace.offload.streaming import Streaming
 from outpace.parallel.vocabulary import ALL, Vocabulary
 from outpace.runner import start, step_graphs
 from outpace.runner.capture import Uncapturable
@@ -43,7 +44,7 @@ class Counting:
     gives_hidden: bool = True
     ranks: Group = ALONE
     vocabulary: Vocabulary = ALL
-    streaming = None
+    streaming: Streaming | None = None
     batches: list[Batch] = field(default_factory=list)
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
