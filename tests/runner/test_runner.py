@@ -16,8 +16,8 @@ from outpace import LLM, ConfigError, SamplingParams
 from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes
 from outpace.config import LLMConfig
 from outpace.inject.paged import Batch
-from outpace.parallel.group import ALONE, Group
 from outpace.offload.streaming import Streaming
+from outpace.parallel.group import ALONE, Group
 from outpace.parallel.vocabulary import ALL, Vocabulary
 from outpace.runner import start, step_graphs
 from outpace.runner.capture import Uncapturable
