@@ -272,12 +272,12 @@ class PagedParts:
 
 
 def load_paged(
-    model: str | os.PathLike[str] | nn.Module | None,
+    model: str | os.PathLike[str] | nn.Module | Found | None,
     asked: LLMConfig,
     *,
     tokenizer: bool | PreTrainedTokenizerBase = True,
 ) -> PagedParts:
-    """A model by name, from a folder, a .gguf file or live, made ready to run over pages.
+    """A model by name, from a folder, a .gguf file, live, or found already, made ready to run over pages.
 
     tokenizer: one to use instead of the model's; False leaves it out, for an engine that sees token ids alone (unless
     a text has to be read for quantization).
@@ -285,7 +285,11 @@ def load_paged(
     check_page_dtype(asked.kv_cache_dtype, asked.torch_device)
     begin = time.perf_counter()
     reads = tokenizer is True or (tokenizer is False and asked.quant is not None and asked.quant.reads_text)
-    loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, reads)
+    loaded: Loaded | Found
+    if isinstance(model, Found):
+        loaded = model
+    else:
+        loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, reads)
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         loaded = replace(loaded, tokenizer=tokenizer)
     info = describe(loaded.model, asked.config)

@@ -1,0 +1,318 @@
+"""Layers in host memory and on disk: how near decode comes to the link and to the disk, what a budget holds, a trace.
+
+    scripts/bench offload --only host,int4,batch --out DIR
+
+Weights are random, made while a model is loaded, so that nothing has to be on a disk. Parts (--only):
+  host    70B, 40 of its 80 layers, all streamed from page-locked memory: decode of a few requests
+  int4    the same with int4 weights, which travel as they are
+  batch   96 requests of 512 prompt and 32 new tokens on both
+  disk    some layers of the 8B from a file
+  plan    placements of several models beside what the planner says of them
+Each case is a process of its own. Rates of link, disk and device are measured in it, before the model.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import report
+from outpace.bench.drive import Run, run
+from outpace.bench.shapes import DEVIATION, SHAPES, config_of
+from outpace.bench.workload import Item
+from outpace.config import LLMConfig
+from outpace.kernels import limits
+from outpace.llm_engine import LLMEngine
+from outpace.loading.build import Found
+from outpace.loading.skeleton import skeleton
+from outpace.loading.weights import Piece, Source, Weights
+from outpace.offload.disk import measure_disk
+from outpace.offload.store import aligned
+from outpace.prepare import load_paged
+
+GB = 1e9
+DISK_BYTES = 2 << 30  # that are read to measure a disk
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a placement and work to do."""
+
+    name: str
+    shape: str
+    layers: int
+    offload: Mapping[str, Any]
+    work: tuple[tuple[int, int, int], ...]
+    """Requests, prompt tokens, new tokens: one run each."""
+    quantization: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    traced: bool = False
+
+
+ALL_AWAY = {"cpu_offload_gb": 1e6}
+SMALL = {"max_model_len": 1024}
+CASES: Mapping[str, Sequence[Case]] = {
+    "host": (
+        Case("70B x 40, bf16", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
+             options={**SMALL, "max_num_seqs": 96, "max_num_batched_tokens": 8192}, traced=True),
+    ),
+    "int4": (
+        Case("70B x 40, int4", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
+             "int4", {**SMALL, "max_num_seqs": 96, "max_num_batched_tokens": 8192}, traced=True),
+    ),
+    "disk": (
+        Case("8B x 12, bf16, disk", "llama-3.1-8b", 12, {"device_memory": "6GB", "host_memory": "1.6GB"},
+             ((8, 64, 5),), options={**SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 1024}),
+    ),
+    "tiny": (
+        Case("tiny", "tiny", 6, ALL_AWAY, ((3, 8, 4),), options={**SMALL, "max_num_seqs": 4, "num_blocks": 16}),
+    ),
+}  # fmt: skip
+
+
+def random_model(shape: str, layers: int, dtype: torch.dtype) -> Found:
+    """A model of a shape whose weights are made when they are read: matrices from one pool of values, vectors of 1."""
+    config = config_of({**SHAPES[shape], "num_hidden_layers": layers})
+    model = skeleton(config, dtype)
+    tensors = dict(model.state_dict())
+    most = max(tensor.numel() for tensor in tensors.values())
+    pool = torch.empty(min(most, 1 << 20)).normal_(0, DEVIATION).to(dtype).repeat(-(-most // (1 << 20)))
+
+    def made(shape: tuple[int, ...]) -> torch.Tensor:
+        """Called when the tensor is read."""
+        count = torch.Size(shape).numel()
+        return (pool[:count] if len(shape) > 1 else torch.ones(count, dtype=dtype)).view(shape)
+
+    sources = {}
+    for name, tensor in tensors.items():
+        size = tuple(tensor.shape)
+        sources[name] = Source(size, dtype, (Piece(partial(made, size), size, dtype),))
+    return Found(model, Weights("random", sources), None, f"{shape}, {layers} layers", Path(), dtype, "asked for")
+
+
+class Watch:
+    """The most memory of a GPU that was ever in use, by anybody."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.most, self._device, self._over = 0, device, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.02):
+            free, total = torch.cuda.mem_get_info(self._device)
+            self.most = max(self.most, total - free)
+
+    def end(self) -> int:
+        self._over.set()
+        self._thread.join()
+        return self.most
+
+
+def link_rate(device: torch.device, size: int = 1 << 30, turns: int = 6) -> float:
+    """Bytes per second from page-locked memory, by copies as large as layers, one after the other."""
+    source, target = aligned(size, pinned=True), torch.empty(size, dtype=torch.uint8, device=device)
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(turns):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(device)
+    return turns * size / (time.perf_counter() - begin)
+
+
+def overlap(engine: LLMEngine, items: Sequence[Item]) -> dict[str, float]:
+    """A trace of some steps: how much of the kernels' time copies run too, and how much of all time copies run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run(engine, items)
+    copies, kernels = [], []
+    for event in seen.events() or ():
+        if event.device_type.name != "CUDA":
+            continue
+        span = (event.time_range.start, event.time_range.end)
+        if "HtoD" in event.name:
+            copies.append(span)
+        elif not event.name.startswith(("Mem", "gpu_")):
+            kernels.append(span)
+    large = [span for span in copies if span[1] - span[0] > 100]  # microseconds
+    kernels, large = _union(kernels), _union(large)
+    both = _common(kernels, large)
+    inside = [span for span in kernels if large and large[0][0] <= span[0] <= large[-1][1]]
+    whole = large[-1][1] - large[0][0] if large else 0.0
+    return {
+        "kernel_seconds": _length(kernels) / 1e6,
+        "copy_seconds": _length(large) / 1e6,
+        "kernels_beside_copies": _common(inside, large) / max(_length(inside), 1e-9),
+        "copies_of_all_time": _length(large) / max(whole, 1e-9),
+        "both_seconds": both / 1e6,
+    }
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _common(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
+    total, place = 0.0, 0
+    for begin, end in left:
+        while place and right[place - 1][1] > begin:
+            place -= 1
+        while place < len(right) and right[place][1] <= begin:
+            place += 1
+        at = place
+        while at < len(right) and right[at][0] < end:
+            total += min(end, right[at][1]) - max(begin, right[at][0])
+            at += 1
+    return total
+
+
+def items_of(count: int, prompt: int, new: int, vocab: int) -> list[Item]:
+    """Requests of equal lengths with different tokens."""
+    generator = torch.Generator().manual_seed(count)
+    return [Item(torch.randint(3, vocab, (prompt,), generator=generator).tolist(), new) for _ in range(count)]
+
+
+def step_seconds(done: Run) -> float:
+    """The median time between tokens of the request that ended last: decode steps with all requests in them."""
+    last = max(done.traces, key=lambda trace: trace.times[-1])
+    return statistics.median(last.gaps[-max(1, len(last.gaps) // 2) :])
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One case, in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    facts: dict[str, Any] = {"case": case.name, "layers": case.layers, "quantization": case.quantization}
+    offload = dict(case.offload)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("OUTPACE_NVME")) as folder:
+        speed = limits.measure_speed(device, dtype)
+        facts |= {"bandwidth": speed.bandwidth, "flops": speed.flops}
+        if device.type == "cuda":
+            facts["link"] = link_rate(device)
+            torch.cuda.empty_cache()
+        if "disk" in case.name:
+            facts["disk"], offload["nvme"] = measure_disk(Path(folder), DISK_BYTES), folder
+        watch = Watch(device) if device.type == "cuda" else None
+        given: dict[str, Any] = {**case.options, "offload": offload, "enable_prefix_caching": False, "dtype": dtype}
+        if case.quantization is not None:
+            given["quantization"] = case.quantization
+        config = LLMConfig.of(None, **given)
+        begin = time.perf_counter()
+        parts = load_paged(random_model(case.shape, case.layers, dtype), config, tokenizer=False)
+        engine = LLMEngine(parts)
+        facts["start_seconds"] = time.perf_counter() - begin
+        facts["start"] = {**parts.seconds, **engine.startup_seconds}
+        facts |= _placed(engine, config)
+        vocab = SHAPES[case.shape]["vocab_size"]
+        run(engine, items_of(4, 16, 3, vocab))
+        facts["runs"] = [_run(engine, each, vocab, facts) for each in case.work]
+        if case.traced:
+            facts["trace"] = overlap(engine, items_of(8, 16, 3, vocab))
+        if watch is not None:
+            facts["most_device_bytes"] = watch.end()
+        engine.close()
+    return facts
+
+
+def _placed(engine: LLMEngine, config: LLMConfig) -> dict[str, Any]:
+    from outpace.offload.asked import device_budget
+
+    streaming = engine.streaming
+    tiers = () if streaming is None else streaming.placement.tiers
+    held = {} if streaming is None else streaming.tier_bytes()
+    counts = {tier: tiers.count(tier) for tier in ("device", "host", "disk")}
+    pool = engine.scheduler.pool
+    return {"tiers": counts, "bytes": held, "budget": device_budget(config), "num_blocks": pool.num_blocks}
+
+
+def _run(engine: LLMEngine, work: tuple[int, int, int], vocab: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    count, prompt, new = work
+    before = engine.totals.steps
+    done = run(engine, items_of(count, prompt, new, vocab))
+    steps, step = engine.totals.steps - before, step_seconds(done)
+    held = facts["bytes"]
+    streamed, on_disk = held.get("host", 0) + held.get("disk", 0), held.get("disk", 0)
+    found = {"requests": count, "prompt": prompt, "new": new, "seconds": done.seconds, "steps": steps}
+    found |= {"tokens_per_second": count * new / done.seconds, "step_seconds": step}
+    if "link" in facts and streamed:
+        limit = streamed / facts["link"]
+        found |= {"rate": streamed / step, "of_link": limit / step, "limit_tokens_per_second": count / limit}
+        found["of_limit"] = done.seconds and steps * limit / done.seconds
+    if on_disk:
+        found |= {"disk_rate": on_disk / step, "of_disk": on_disk / step / facts["disk"]}
+    return found
+
+
+def rows_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A line for each run of a case."""
+    return [
+        {
+            "case": facts["case"],
+            "work": f"{each['requests']} x {each['prompt']}/{each['new']}",
+            "tokens/s": each["tokens_per_second"],
+            "step s": each["step_seconds"],
+            "GB/s": each.get("rate", 0.0) / GB,
+            "link GB/s": facts.get("link", 0.0) / GB,
+            "of link": each.get("of_link", 0.0),
+            "of disk": each.get("of_disk", 0.0),
+            "device GB": facts.get("most_device_bytes", 0) / GB,
+            "budget GB": facts["budget"] / GB,
+            "streamed GB": sum(size for place, size in facts["bytes"].items() if place != "slots") / GB,
+        }
+        for each in facts["runs"]
+    ]
+
+
+def main() -> None:
+    """Measure what is asked for, each case in a process of its own."""
+    options = report.parser(__doc__)
+    options.add_argument("--only", default="host,int4,disk", help=f"parts, of {', '.join(CASES)}")
+    options.add_argument("--case", help=argparse.SUPPRESS)
+    asked = options.parse_args()
+    if asked.case:
+        part, number = asked.case.split(":")
+        sys.stdout.write("\n" + json.dumps(measure(CASES[part][int(number)])) + "\n")
+        return
+    if unknown := sorted({*asked.only.split(",")} - {*CASES}):
+        options.error(f"--only: there is no {', '.join(unknown)}; there are {', '.join(CASES)}")
+    device = limits.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    found: list[dict[str, Any]] = []
+    for part in asked.only.split(","):
+        for number, case in enumerate(CASES[part]):
+            command = [sys.executable, "-m", "bench.offload", "--case", f"{part}:{number}"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                sys.stderr.write(f"{case.name}: failed with {done.returncode}\n")
+                continue
+            found.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            rows = [row for facts in found for row in rows_of(facts)]
+            report.save("offload", device, rows, {}, asked.out, {"cases": found})
+            report.show("offload", rows)
+
+
+if __name__ == "__main__":
+    main()
