@@ -8,8 +8,13 @@ The file, all numbers little-endian, is written once and named after its key:
     key        what the file is of, in UTF-8
     u64 each   sizes of the units, then where each begins (a multiple of 4096)
     u64 each   checksums of the pieces, unit after unit (`store_layout.checksums`)
+    u64        length of the note
+    32 bytes   SHA-256 of the note
     32 bytes   SHA-256 of everything before
-    units      each padded with zeros to a multiple of 4096, as is the header
+    units      one after the other
+    note       what the writer says about the units, in UTF-8
+
+Header, units and note are each padded with zeros to a multiple of 4096.
 
 A file with this name is complete: it is written as `*.writing`, with all its room taken first, flushed to the disk,
 and only then renamed. The temporary file is locked while its writer lives. Whoever wants the same file waits for the

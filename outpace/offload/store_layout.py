@@ -20,6 +20,8 @@ Sums = npt.NDArray[np.uint64]
 _MAGIC = b"outpace\n"
 _VERSION = 1
 _WORD = np.dtype("<u8")
+_START = struct.Struct("<8sIIQQ")
+_NOTE = struct.Struct("<Q32s")
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -64,32 +66,38 @@ class Layout:
     @cached_property
     def header_bytes(self) -> int:
         """Length of the header in the file."""
-        text = len(self.key.encode())
-        return padded(struct.calcsize("<8sIIQQ") + text + 16 * len(self.sizes) + 8 * self.pieces[-1] + _DIGEST)
+        tables = 16 * len(self.sizes) + 8 * self.pieces[-1]
+        return padded(_START.size + len(self.key.encode()) + tables + _NOTE.size + _DIGEST)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each unit begins; the last number is the length of the file."""
+        """Where each unit begins, and the note behind them."""
         return tuple(accumulate((padded(size) for size in self.sizes), initial=self.header_bytes))
 
     @property
     def total(self) -> int:
-        """Length of the file."""
+        """Length of the file without its note."""
         return self.offsets[-1]
 
     @cached_property
     def _start(self) -> bytes:
         text = self.key.encode()
         table = np.array(self.sizes + self.offsets[:-1], dtype=_WORD)
-        return struct.pack("<8sIIQQ", _MAGIC, _VERSION, PIECE, len(self.sizes), len(text)) + text + table.tobytes()
+        return _START.pack(_MAGIC, _VERSION, PIECE, len(self.sizes), len(text)) + text + table.tobytes()
 
-    def header(self, sums: Sums) -> bytes:
-        """The header of a file with these checksums."""
-        content = self._start + sums.astype(_WORD).tobytes()
+    def header(self, sums: Sums, note: bytes) -> bytes:
+        """The header of a file with these checksums and this note."""
+        tail = _NOTE.pack(len(note), hashlib.sha256(note).digest())
+        return self._sealed(self._start + sums.astype(_WORD).tobytes() + tail)
+
+    def parse(self, header: bytes) -> tuple[Sums, int, bytes] | None:
+        """The checksums, the note's length and its hash; None: not the header of a file of this key and these sizes."""
+        begin, end = len(self._start), len(self._start) + 8 * self.pieces[-1]
+        content = header[: end + _NOTE.size]
+        if not header.startswith(self._start) or header != self._sealed(content):
+            return None
+        length, digest = _NOTE.unpack(content[end:])
+        return np.frombuffer(content[begin:end], dtype=_WORD), length, digest
+
+    def _sealed(self, content: bytes) -> bytes:
         return (content + hashlib.sha256(content).digest()).ljust(self.header_bytes, b"\0")
-
-    def sums(self, header: bytes) -> Sums | None:
-        """The checksums in a header; None: it is not the header of a file of this key and these sizes."""
-        end = len(self._start) + 8 * self.pieces[-1]
-        sums = np.frombuffer(header[len(self._start) : end].ljust(8 * self.pieces[-1], b"\0"), dtype=_WORD)
-        return sums if header == self.header(sums) else None

@@ -13,7 +13,7 @@ from outpace.errors import OffloadError
 from outpace.log import size_text
 from outpace.offload.store_layout import Bytes, padded
 
-_GROUP = Path("/sys/fs/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 _REMEDY = "keep less in host memory (offload.host_memory), or end what else uses it"
 
 
@@ -43,10 +43,18 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
 def free_memory() -> int | None:
     """Bytes of host memory that this process can still take: of the machine, and of its cgroup; None: nobody says."""
     machine = _fields(Path("/proc/meminfo")).get("MemAvailable:")
-    known = [] if machine is None else [1024 * machine]
-    if (group := _group_memory(_GROUP)) is not None:
-        known.append(group)
-    return min(known, default=None)
+    known = [None if machine is None else 1024 * machine, *map(_group_memory, _groups())]
+    return min((free for free in known if free is not None), default=None)
+
+
+def _groups() -> list[Path]:
+    """The cgroup of this process and those that it is in."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own = next((_GROUPS / line[3:].lstrip("/") for line in lines if line.startswith("0::")), _GROUPS)
+    return [own, *(folder for folder in own.parents if folder.is_relative_to(_GROUPS))]
 
 
 def _map(length: int) -> mmap.mmap:
@@ -68,12 +76,13 @@ def _lock(data: Bytes) -> None:
 
 
 def _group_memory(folder: Path) -> int | None:
-    """What the cgroup (version 2) of this process has left, counting what the page cache would give back."""
+    """What a cgroup (version 2) has left, with what its page cache would give back; None: no group, or no limit."""
     try:
         most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no such group, or "max": no limit
+    except (OSError, ValueError):
         return None
-    cached = _fields(folder / "memory.stat").get("file", 0)
+    counts = _fields(folder / "memory.stat")
+    cached = counts.get("active_file", 0) + counts.get("inactive_file", 0)
     return max(0, most - used + cached)
 
 

@@ -1,5 +1,6 @@
 """Unit files open for reading: threads read blocks with O_DIRECT straight into the caller's memory, and check them."""
 
+import hashlib
 import os
 import threading
 import weakref
@@ -188,12 +189,16 @@ class _Readers:
 class UnitFile:
     """A complete file, open for reading by any thread; closed by `close`, or when nobody holds it any more."""
 
-    def __init__(self, number: int, path: Path, layout: Layout, sums: Sums, direct: bool, options: ReadOptions) -> None:
+    def __init__(self, opened: "_Opened", path: Path, layout: Layout, options: ReadOptions) -> None:
         """Use `find`, or `UnitWriter.finish`."""
-        self.path, self.direct = path, direct
-        self._layout, self._sums = layout, sums
+        self.path = path
+        self.note = opened.note
+        """What the writer said about the units."""
+        self.direct = opened.direct
+        """Whether it is read with O_DIRECT."""
+        self._layout, self._sums = layout, opened.sums
         self._block = max(PIECE, options.block // PIECE * PIECE)
-        readers = _Readers(number, options, direct, str(path))
+        readers = _Readers(opened.number, options, opened.direct, str(path))
         self._put = readers.put
         self._close = weakref.finalize(self, readers.close)
 
@@ -216,14 +221,11 @@ class UnitFile:
     def of(cls, number: int, path: Path, layout: Layout, options: ReadOptions) -> Self | None:
         """The file that is open as `number`, which is closed if it is not complete: None then."""
         try:
-            direct = go_direct(number)
-            header = aligned(layout.header_bytes).numpy()
-            there = fill(number, header, 0, options.block, direct)
-            sums = layout.sums(header[:there].tobytes())
-            if sums is not None and os.fstat(number).st_size == layout.total:
-                if not direct:
+            opened = _look_into(number, layout)
+            if opened is not None:
+                if not opened.direct:
                     chosen("offload reads", "through the page cache", f"{path.parent} does not take O_DIRECT")
-                return cls(number, path, layout, sums, direct, options)
+                return cls(opened, path, layout, options)
         except OSError as error:
             os.close(number)
             raise OffloadError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from error
@@ -260,6 +262,36 @@ class UnitFile:
             ]
         )
         return reading
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An open file that is complete."""
+
+    number: int
+    direct: bool
+    sums: Sums
+    note: str
+
+
+def _look_into(number: int, layout: Layout) -> _Opened | None:
+    """Read header and note; None: they are not what they should be, or the file has another length."""
+    direct = go_direct(number)
+    found = layout.parse(_start_of(number, 0, layout.header_bytes, direct))
+    if found is None:
+        return None
+    sums, length, digest = found
+    if os.fstat(number).st_size != layout.total + padded(length):
+        return None
+    note = _start_of(number, layout.total, length, direct)
+    return _Opened(number, direct, sums, note.decode()) if hashlib.sha256(note).digest() == digest else None
+
+
+def _start_of(number: int, offset: int, length: int, direct: bool) -> bytes:
+    """Bytes from `offset` on; fewer where the file ends."""
+    data = aligned(length).numpy()
+    there = fill(number, data, offset, max(ALIGN, len(data)), direct)
+    return data[: min(there, length)].tobytes()
 
 
 def _bytes_of(into: Tensor, length: int) -> Bytes:

@@ -79,15 +79,16 @@ class UnitWriter:
                 write(number, block, self._layout.offsets[index] + start)
         self._missing.discard(index)
 
-    def finish(self) -> UnitFile:
-        """Give the complete file its name, and open it."""
+    def finish(self, note: str = "") -> UnitFile:
+        """Give the complete file its name, and open it. The note is kept in it, for whoever finds the file."""
         if self.found is not None:
             return self.found
         number = self._open()
         if self._missing:
             raise StateError(f"finish: units {sorted(self._missing)[:8]} were not put; put each before")
         with writing(self._path, self._layout.total):
-            write(number, _header(self._layout.header(self._sums)), 0)
+            write(number, _pages(note.encode()), self._layout.total)
+            write(number, _pages(self._layout.header(self._sums, note.encode())), 0)
             os.fsync(number)
             if not self._temporary:
                 self._partial.replace(self._path)
@@ -175,10 +176,8 @@ def _whole_pages(part: Bytes, spare: Bytes) -> Bytes:
     return spare[:length]
 
 
-def _header(header: bytes) -> Bytes:
-    data = aligned(len(header)).numpy()
-    data[:] = np.frombuffer(header, dtype=np.uint8)
-    return data
+def _pages(content: bytes) -> Bytes:
+    return _whole_pages(np.frombuffer(content, dtype=np.uint8), aligned(len(content)).numpy())
 
 
 def _locked(number: int) -> bool:

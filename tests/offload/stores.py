@@ -8,17 +8,20 @@ import torch
 from outpace.offload.store import UnitFile, UnitWriter, aligned
 from tests.offload.store_process import SIZES, unit
 
+NOTE = "what lies where: ä"
+
 
 def write(folder: Path, key: str = "k", sizes: tuple[int, ...] = SIZES, *, temporary: bool = False) -> UnitFile:
     """A complete file."""
     with UnitWriter(folder, key, sizes, temporary=temporary) as writer:
         for index, size in enumerate(sizes):
             writer.put(index, unit(index, size))
-        return writer.finish()
+        return writer.finish(NOTE)
 
 
 def assert_right(file: UnitFile) -> None:
-    """All units, read at the same time, are what was put."""
+    """All units, read at the same time, are what was put, and so is the note."""
+    assert file.note == NOTE
     memory = [aligned(size) for size in file.sizes]
     readings = [file.read(index, into) for index, into in enumerate(memory)]
     for index, (reading, into) in enumerate(zip(readings, memory, strict=True)):

@@ -17,7 +17,7 @@ import torch
 from outpace.errors import ConfigError, InputError, OffloadError, StateError
 from outpace.offload.store import ALIGN, ReadOptions, UnitFile, UnitWriter, aligned
 from tests.offload.store_process import SIZES, unit
-from tests.offload.stores import assert_right, readers, write
+from tests.offload.stores import NOTE, assert_right, readers, write
 from tests.patience import PATIENCE
 
 
@@ -94,7 +94,7 @@ def test_units_may_be_put_in_any_order_by_several_threads(tmp_path: Path) -> Non
     with UnitWriter(tmp_path, "k", SIZES) as writer, ThreadPoolExecutor(3) as pool:
         for _ in pool.map(lambda index: writer.put(index, unit(index, SIZES[index])), (4, 2, 0, 3, 1)):
             pass
-        file = writer.finish()
+        file = writer.finish(NOTE)
     assert_right(file)
     file.close()
 
@@ -107,8 +107,15 @@ def test_memory_that_is_aligned_is_written_without_a_copy_and_may_be_padded(tmp_
             memory[:size] = unit(index, size)
             memory[size:] = 99  # not part of the unit
             writer.put(index, memory)
-        file = writer.finish()
+        file = writer.finish(NOTE)
     assert_right(file)
+    file.close()
+
+
+def test_a_file_without_units_or_note(tmp_path: Path) -> None:
+    with UnitWriter(tmp_path, "k", ()) as writer:
+        file = writer.finish()
+    assert (file.sizes, file.note) == ((), "")
     file.close()
 
 

@@ -25,6 +25,8 @@ from tests.offload.stores import assert_right, write
 from tests.patience import PATIENCE
 
 LAST = len(SIZES) - 1
+END = store_layout.Layout("k", SIZES).total
+"""Where the last unit ends."""
 
 
 @pytest.fixture
@@ -48,19 +50,19 @@ def alter(path: Path, change: Callable[[IO[bytes]], object]) -> None:
 
 def swap_pages(raw: IO[bytes]) -> None:
     """The first two pages of the last unit change places."""
-    start = raw.seek(-store_layout.padded(SIZES[LAST]), os.SEEK_END)
+    start = raw.seek(END - store_layout.padded(SIZES[LAST]))
     first, second = raw.read(ALIGN), raw.read(ALIGN)
     raw.seek(start)
     raw.write(second + first)
 
 
 def zero_page(raw: IO[bytes]) -> None:
-    raw.seek(-5 * ALIGN, os.SEEK_END)
+    raw.seek(END - 5 * ALIGN)
     raw.write(bytes(ALIGN))
 
 
 def flip_bit(raw: IO[bytes]) -> None:
-    place = raw.seek(-3 * ALIGN - 77, os.SEEK_END)
+    place = raw.seek(END - 3 * ALIGN - 77)
     byte = raw.read(1)[0]
     raw.seek(place)
     raw.write(bytes([byte ^ 4]))
@@ -76,7 +78,7 @@ def test_f9_altered_bytes_are_an_error(file: UnitFile, change: Callable[[IO[byte
 
 
 def test_f9_a_file_cut_while_it_is_open_is_an_error(file: UnitFile) -> None:
-    for length in (file.path.stat().st_size - 1, 6 * ALIGN, 100, 0):
+    for length in (END - 1, 6 * ALIGN, 100, 0):
         os.truncate(file.path, length)
         with pytest.raises(OffloadError, match=f"unit {LAST}: the file ends [0-9]+ bytes too early: it was cut"):
             read(file, LAST)
@@ -92,7 +94,7 @@ def test_f9_a_file_replaced_while_it_is_open_is_read_as_it_was(file: UnitFile, t
 
 
 def test_f9_an_error_of_the_disk_is_an_error_of_the_unit_alone(file: UnitFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv, bad = os.preadv, file.path.stat().st_size - ALIGN
+    preadv, bad = os.preadv, END - ALIGN
 
     def broken(number: int, buffers: list[memoryview], offset: int) -> int:
         if offset <= bad < offset + len(buffers[0]):
@@ -133,7 +135,7 @@ def test_f9_a_damaged_or_cut_file_is_not_found_and_made_anew(tmp_path: Path) -> 
     file = write(tmp_path)
     file.close()
     header = store_layout.Layout("k", SIZES).header_bytes
-    for place in (0, 9, 40, 60, header - 1):
+    for place in (0, 9, 40, 60, header - 1, END):  # END: of the note
         alter(file.path, lambda raw, place=place: (raw.seek(place), raw.write(b"\xff")))  # type: ignore[misc]
         assert UnitFile.find(tmp_path, "k", SIZES) is None
         again = write(tmp_path)
@@ -245,9 +247,13 @@ def test_f10_memory_that_is_not_there() -> None:
 
 
 def test_f10_a_limit_of_the_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, content in (("max", "5000000"), ("current", "4000000"), ("stat", "anon 3500000\nfile 500000\n")):
+    for name, content in (
+        ("max", "5000000"),
+        ("current", "4000000"),
+        ("stat", "anon 3500000\nfile 600000\nactive_file 200000\ninactive_file 300000\n"),
+    ):
         (tmp_path / f"memory.{name}").write_text(content)
-    monkeypatch.setattr(store_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(store_memory, "_GROUPS", tmp_path)
     assert free_memory() == 1_500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory() != 1_500_000
