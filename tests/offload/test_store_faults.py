@@ -399,7 +399,21 @@ def test_f14_the_second_of_two_processes_waits_and_finds_the_file(tmp_path: Path
     assert [path.suffix for path in tmp_path.iterdir()] == [".units"]
 
 
-def test_f14_whoever_waited_for_one_that_failed_writes_the_file(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_f14_whoever_waited_for_one_that_was_killed_writes_the_file(tmp_path: Path) -> None:
+    with Other("named", tmp_path) as first:
+        first.hear("writing")
+        with Other("named", tmp_path) as second:
+            second.hear("waiting for another process that writes")
+            first.process.kill()
+            second.hear("writing")
+            second.go_on()
+            second.hear("right")
+            assert second.process.wait(PATIENCE) == 0
+    assert [path.suffix for path in tmp_path.iterdir()] == [".units"]
+
+
+def test_f14_the_file_of_one_that_failed_is_written_by_the_next_and_used_by_others(tmp_path: Path) -> None:
     with UnitWriter(tmp_path, "k", SIZES) as writer:
         writer.put(0, unit(0, SIZES[0]))
     with UnitWriter(tmp_path, "k", SIZES) as writer:
