@@ -53,7 +53,7 @@ class Reading:
     def __init__(self, what: str, blocks: int) -> None:
         self.what = what
         self._left = blocks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: as that of _Readers
         self._ended = threading.Event()
         self._error: BaseException | None = None
         if not blocks:
