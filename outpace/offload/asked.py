@@ -124,7 +124,8 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Roo
     host = int(_free() * HOST_FRACTION)
     if param.device == "nvme":
         if config.device_type == "cuda":
-            buffers = max(2, math.ceil(param.buffer_count * param.buffer_size * per_value / largest))
+            wanted = math.ceil(param.buffer_count * param.buffer_size * per_value / largest)
+            buffers = max(2, min(wanted, len(layers.sizes) // 2))
         host = min(host, int(param.max_in_cpu * per_value) + buffers * largest)
     return Room(max(live, slots * largest), host, disk if param.device == "nvme" else None, slots, buffers)
 

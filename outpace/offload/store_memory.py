@@ -31,8 +31,10 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
     if not length:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        data = np.frombuffer(_map(length), dtype=np.uint8)
+        memory = _map(length)
+        data = np.frombuffer(memory, dtype=np.uint8)
         if pinned:
+            memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy locked pages at once, all of them
             _lock(data)
     except (OSError, RuntimeError, AssertionError) as error:
         there = "nobody says how much is free" if free is None else f"{size_text(free)} are free"

