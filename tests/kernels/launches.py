@@ -10,6 +10,7 @@ from torch import Tensor
 from outpace.kernels.activation import bias_act_triton, gated_act_triton
 from outpace.kernels.attention_decode import paged_attention_decode
 from outpace.kernels.attention_prefill import paged_attention_prefill
+from outpace.kernels.block_copy import Pieces, gather_blocks_triton, scatter_blocks_triton
 from outpace.kernels.draw import draw_triton
 from outpace.kernels.embedding import embed_triton
 from outpace.kernels.experts_few import experts_few
@@ -192,6 +193,10 @@ def rows() -> None:
     bias_act_triton(x, weight, "gelu_tanh")
     softmax_triton(x, lengths=meta(33, dtype=INT32))
     gather_rows_triton(x, meta(5, dtype=INT64))
+    for word, longest in ((8, 16384), (4, 96), (1, 5)):
+        pieces = Pieces((x, x), meta(4, 2, dtype=INT64), word, longest, 1 << 10)
+        gather_blocks_triton(pieces, meta(3, dtype=INT64), meta(3, 1 << 10, dtype=torch.uint8))
+        scatter_blocks_triton(pieces, meta(3, dtype=INT64), meta(3, 1 << 10, dtype=torch.uint8))
     embed_triton(meta(33, dtype=INT64), meta(1000, 4096))
 
 
