@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
+from outpace.cache.tiers import Tiers
 from outpace.errors import NO_TOKENIZER, EngineDead, InputError, ModelError, NotSupported
 from outpace.log import logger
 from outpace.offload.streaming import Streaming
@@ -223,14 +224,22 @@ class LLMEngine:
         """Start with no requests."""
         cache, scheduler, started = self._config.cache, self._config.scheduler, self._started
         limits = started.limits
+        pool = BlockPool(started.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
+        tiers = Tiers(
+            pool,
+            started.num_host_blocks,
+            started.num_file_blocks,
+            keep_prefixes=self._config.cache.swap_space == 0,
+            totals=self.totals.tiers,
+        )
         self._scheduler = Scheduler(
-            BlockPool(started.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching),
+            pool,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             max_waiting=scheduler.max_waiting,
             max_chunk_beside_decodes=scheduler.max_chunk_beside_decodes,
-            swap_space=started.num_host_blocks,
+            tiers=tiers,
             model=self._parts.name,
             totals=self.totals,
         )

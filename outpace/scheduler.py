@@ -13,6 +13,14 @@ step, is never preempted, and ends. (4) Nobody overtakes the first waiting reque
 so it comes in at the latest when the running ones have ended. Hence by induction over the order every request ends, if
 requests of smaller priority do not arrive for ever.
 
+Levels below the device (`outpace.cache.tiers`). A request whose prefix is in host memory comes in as any other, with
+its slot and its blocks, and is LOADING until these are copied: it gets no tokens, and keeps its blocks even if it is
+aborted meanwhile. A copy never waits for a request, so every load ends: then it is a running request, which can be
+preempted. So in (3) the first running request may have to wait for loads too, in (4) the first waiting one for the copy
+of its own blocks to host memory, and a step that finds nothing else to do waits for a copy. A request whose prefix is
+in files leaves the queue until it is read, once, holding nothing, and comes back to its old place: others come in
+before it only during that one read.
+
 With several callers. (5) The first running request, by rank and arrival, is its caller's first one, so nobody takes its
 place, and one that arrives later is not before it. (6) The caller whose clock is furthest behind comes in next; while
 it waits its clock stands still and those of callers who are served go on, whoever comes and goes, so its turn comes.
@@ -29,6 +37,7 @@ from bisect import insort
 from collections import Counter, deque
 
 from outpace.cache.block_pool import BlockPool, block_hashes
+from outpace.cache.tiers import Tiers
 from outpace.errors import ConfigError, InputError, Overloaded
 from outpace.sequence import Order, Sequence, Status, order_of
 from outpace.shares import Shares
@@ -50,11 +59,11 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int,
         max_chunk_beside_decodes: int | None = None,
-        swap_space: int = 0,
+        tiers: Tiers | None = None,
         model: str = "",
         totals: Totals | None = None,
     ) -> None:
-        """`swap_space` counts host blocks; `model` keeps the prefixes of different models apart; `totals` go on.
+        """`tiers` are beside the same pool; `model` keeps the prefixes of different models apart; `totals` go on.
 
         `max_chunk_beside_decodes`: most tokens of one prompt in a step while other requests decode. A quarter of the
         budget and no more than 384, which still is bound by computing (from 184 tokens on, for 8B in bf16 on an H200),
@@ -71,7 +80,7 @@ class Scheduler:
                 " a token for each request"
             )
         self.pool = pool
-        self.host_pool = BlockPool(swap_space, pool.block_size, enable_prefix_caching=False)
+        self.tiers = tiers or Tiers(pool)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -82,8 +91,11 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._shares = Shares()
         self._contended = False  # several callers share the step that is being put together
-        self._running: list[Sequence] = []  # both in order
-        self._waiting: list[Sequence] = []
+        self._queues: dict[Status, list[Sequence]] = {status: [] for status in Status}  # each in order
+        self._running = self._queues[Status.RUNNING]
+        self._waiting = self._queues[Status.WAITING]
+        self._loading = self._queues[Status.LOADING]
+        self._awaiting: dict[int, list[Sequence]] = {}  # by the copies that load or read something for them
         self._ended: list[str] = []  # since the last step
         self._in_flight: deque[tuple[int, list[tuple[Sequence, int, bool]], int]] = deque()
         self._num_added = 0
@@ -96,8 +108,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are new or were preempted."""
-        return len(self._waiting)
+        """Requests that are new or were preempted, and those whose blocks are on their way."""
+        return len(self._waiting) + len(self._loading) + len(self._queues[Status.FETCHING])
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +119,7 @@ class Scheduler:
     def is_waiting(self, request_id: str) -> bool:
         """Whether a request of that name waits for its first step, or to be taken in again."""
         sequence = self._sequences.get(request_id)
-        return sequence is not None and sequence.status is Status.WAITING
+        return sequence is not None and sequence.status not in (Status.RUNNING, Status.ENDED)
 
     def check(self, request: Request) -> None:
         """Say why a request could never run, if that is so."""
@@ -132,8 +144,8 @@ class Scheduler:
         params = request.params
         if request.request_id in self._sequences:
             raise InputError(f"request_id: {request.request_id!r} is in use, or its last step has not been read yet")
-        if limited and arrival is None and len(self._waiting) >= self.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting (max_waiting={self.max_waiting}); try later")
+        if limited and arrival is None and self.num_waiting >= self.max_waiting:
+            raise Overloaded(f"{self.num_waiting} requests are waiting (max_waiting={self.max_waiting}); try later")
         sequence = Sequence(
             request,
             order=Order(request.priority, self._num_added if arrival is None else arrival, self._num_added),
@@ -161,9 +173,11 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step: running requests first, then waiting ones; empty if all have to wait for an `update`."""
         step, self._ended = Step(self._num_steps, ended=self._ended), []
+        self.tiers.begin(step)
         self._contended = self._shares.contended
         turns = self._shares.turns(self._running) if self._contended else list(self._running)
         plan = StepPlan(step, self.max_num_batched_tokens, *self._chunks(), turns)
+        plan.claimed = sum(self.pool.blocks_for(each.target) - len(each.blocks) for each in self._loading)
         self._look_at_waiting(plan)
         for sequence in tuple(turns):
             if plan.waiting_rank is not None and plan.waiting_rank < sequence.rank:
@@ -177,7 +191,8 @@ class Scheduler:
             self._let_in(plan)
         if self._contended:
             self._hand_out_rest(plan)
-        self.host_pool.release(plan.host_blocks)
+        idle = not step.sequences and not any(flying for _, flying, _ in self._in_flight)
+        step.waits = idle and bool(self._sequences) and self.tiers.num_in_flight > 0
         self._num_steps += 1
         self._count(plan)
         self._in_flight.append((step.step_id, plan.flying, plan.prefill))
@@ -187,6 +202,8 @@ class Scheduler:
         """Take in what the oldest step in flight has sampled; tokens of requests that have ended are left out."""
         step_id, flying, prefill = self._in_flight.popleft()
         assert output.step_id == step_id, f"step {step_id} has to be updated before step {output.step_id}"
+        for copy_id in self.tiers.take(output.copied):
+            self._wake(copy_id)
         new = []
         for sequence, end, samples in flying:
             sequence.in_flight -= 1
@@ -214,18 +231,28 @@ class Scheduler:
         """Assert every invariant."""
         sequences = self._sequences.values()
         self.pool.check(Counter(block for sequence in sequences for block in sequence.blocks))
-        self.host_pool.check(Counter(block for sequence in sequences for block in sequence.host_blocks))
-        assert len(self._running) <= self.max_num_seqs
-        for queue, status in ((self._running, Status.RUNNING), (self._waiting, Status.WAITING)):
-            assert queue == sorted((each for each in sequences if each.status is status), key=order_of)
+        self.tiers.check(Counter(block for sequence in sequences for block in sequence.host_blocks))
+        assert self._num_in <= self.max_num_seqs
+        for status, queue in self._queues.items():
+            there = (each for each in sequences if each.status is status is not Status.ENDED)
+            assert queue == sorted(there, key=order_of)
         flying = Counter(id(sequence) for _, step, _ in self._in_flight for sequence, _, _ in step)
+        flying.update(id(each) for awaiting in self._awaiting.values() for each in awaiting if each.blocks)
+        assert all(self.tiers.is_in_flight(copy_id) for copy_id in self._awaiting)
         for each in sequences:
-            held, running = self.pool.blocks_for(each.num_computed), each.status is Status.RUNNING
+            held, holds = self.pool.blocks_for(each.num_computed), each.status in (Status.RUNNING, Status.LOADING)
             assert each.in_flight == flying[id(each)]
-            assert each.in_flight or each.status is not Status.ENDED
+            assert each.in_flight or each.status not in (Status.ENDED, Status.LOADING)
             assert 0 <= each.num_computed <= each.target
             if each.status is not Status.ENDED:
-                assert (len(each.blocks), len(each.host_blocks)) == ((held, 0) if running else (0, held))
+                assert (len(each.blocks), len(each.host_blocks)) == ((held, 0) if holds else (0, held))
+            if each.status is Status.RUNNING:
+                assert not self.tiers.loading(each.blocks)
+
+    @property
+    def _num_in(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running) + len(self._loading)
 
     def _chunks(self) -> tuple[int, int]:
         """Most tokens of one prompt in the next step: of the part of a caller, and in all."""
@@ -274,7 +301,7 @@ class Scheduler:
                 break  # nobody overtakes it
             else:
                 plan.refused.add(first.request.caller)
-                if len(self._running) < self.max_num_seqs:
+                if self._num_in < self.max_num_seqs:
                     plan.blocked.append(first)
         if self._contended:
             self._look_at_waiting(plan)
@@ -282,7 +309,7 @@ class Scheduler:
     def _next(self, plan: StepPlan, before: Sequence | None) -> Sequence | None:
         """The waiting request whose turn it is. Others may pass one that waits for blocks, but not for ever."""
         if not self._contended:
-            return self._waiting[0] if len(self._running) < self.max_num_seqs else None
+            return self._waiting[0] if self._num_in < self.max_num_seqs else None
         if any(each.passed >= self.pool.num_blocks for each in plan.blocked):
             return None
         allowed = (each for each in self._shares.firsts() if each.request.caller not in plan.refused)
@@ -293,9 +320,9 @@ class Scheduler:
         needed = self.pool.blocks_for(sequence.target) - cached + plan.claimed
         later = plan.after(sequence) if self._contended else []
         freed = self.pool.num_freed_by(block for each in later for block in each.blocks) if later else 0
-        if needed > self.pool.num_free + freed or len(self._running) - len(later) >= self.max_num_seqs:
+        if needed > self.pool.num_free + freed or self._num_in - len(later) >= self.max_num_seqs:
             return False
-        while needed > self.pool.num_free or len(self._running) >= self.max_num_seqs or plan.room(sequence) < 1:
+        while needed > self.pool.num_free or self._num_in >= self.max_num_seqs or plan.room(sequence) < 1:
             if not later:
                 return False
             victim = later.pop()
@@ -317,8 +344,7 @@ class Scheduler:
         """Add tokens to an entry of the step that does not sample yet."""
         entry, sequence = plan.step.sequences[index], plan.flying[index][0]
         end = sequence.num_computed + count
-        blocks = self.pool.allocate(self.pool.blocks_for(end) - len(sequence.blocks))
-        assert blocks is not None
+        blocks = self._allocate(self.pool.blocks_for(end) - len(sequence.blocks), plan)
         sequence.blocks += blocks
         entry.new_blocks += tuple(blocks)
         entry.num_new_tokens += count
@@ -339,7 +365,7 @@ class Scheduler:
         """Place the one token of a request whose last block has room for it: what nearly all do in nearly all steps."""
         start = sequence.num_computed
         end = start + 1
-        if end != len(sequence.tokens) + sequence.num_pending or end >= sequence.limit:
+        if end != len(sequence.tokens) + sequence.num_pending or end >= sequence.limit or sequence.afresh:
             return False
         if start >= len(sequence.blocks) * self.pool.block_size:
             return False
@@ -353,18 +379,18 @@ class Scheduler:
             self._shares.charge(sequence, end)
         return True
 
-    def _place(self, sequence: Sequence, count: int, plan: StepPlan, *, afresh: bool = False) -> None:
+    def _place(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Put its next tokens into the step, and count them as computed."""
         start, end = sequence.num_computed, sequence.num_computed + count
         samples = end == len(sequence.tokens) + sequence.num_pending
         request, missing = sequence.request, self.pool.blocks_for(end) - len(sequence.blocks)
         entry = ScheduledSequence(request.request_id, start, count, samples)
         if missing:
-            blocks = self.pool.allocate(missing)
-            assert blocks is not None
+            blocks = self._allocate(missing, plan)
             sequence.blocks += blocks
             entry.new_blocks = tuple(blocks)
-        if afresh:
+        if sequence.afresh:
+            sequence.afresh = False
             entry.request, entry.token_ids = request, tuple(sequence.tokens)
             entry.new_blocks = tuple(sequence.blocks)
         sequence.num_computed = end
@@ -378,61 +404,133 @@ class Scheduler:
         if self._contended:
             self._shares.charge(sequence, end)
 
+    def _allocate(self, count: int, plan: StepPlan) -> list[int]:
+        """Blocks that there are, for the step to write to."""
+        blocks = self.pool.allocate(count)
+        assert blocks is not None
+        self.tiers.reuse(blocks, plan.step)
+        return blocks
+
     def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Let a request in, or back in, if all its tokens fit beside those of the running ones."""
         if sequence.in_flight or sequence.request.request_id in plan.step.preempted:
             return False  # it was preempted: in this step, or its last token is not known yet
-        most = (len(sequence.tokens) - 1) // self.pool.block_size  # at least one token has to be computed
-        if sequence.request.reads_whole_prompt:
-            most = 0  # and here all of them
-        cached = [] if sequence.host_blocks else self.pool.match(sequence.hashes[:most])
+        if self.tiers.is_in_flight(sequence.swapping):
+            return False  # its blocks are on their way to host memory
+        cached, found = self._find(sequence)
+        if self._fetch(sequence, cached, found, plan):
+            return True
         self.pool.share(cached)
+        self.tiers.host.share(found)
         if not self._make_room(sequence, len(cached), plan):
             self.pool.release(cached)
+            self.tiers.host.release(found)
             return False
-        self._waiting.remove(sequence)
-        insort(self._running, sequence, key=order_of)
-        sequence.status = Status.RUNNING
-        self._shares.move(sequence)
-        if sequence.host_blocks:
-            self._swap_in(sequence, plan)
-        else:
-            sequence.blocks, sequence.num_registered = cached, len(cached)
-            sequence.num_computed = len(cached) * self.pool.block_size
-            if sequence.num_cached is None:
-                sequence.num_cached = sequence.num_computed
-            self.totals.prefix_queries += len(sequence.tokens)
-            self.totals.prefix_hits += sequence.num_computed
-        self._place(sequence, plan.room(sequence), plan, afresh=True)
+        self._take_blocks(sequence, cached, found, plan)
+        sequence.afresh = True
+        if not sequence.in_flight:
+            self._move(sequence, Status.RUNNING)
+            self._place(sequence, plan.room(sequence), plan)
         plan.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
         return True
 
+    def _find(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+        """Blocks of the device that it can share, and blocks of host memory that follow them."""
+        if sequence.host_blocks:
+            return [], sequence.host_blocks
+        keys = sequence.hashes[: self._most(sequence)]
+        cached = self.pool.match(keys)
+        return cached, self.tiers.host.match(keys[len(cached) :])
+
+    def _most(self, sequence: Sequence) -> int:
+        """Most blocks that it can share: at least one token has to be computed, and of some requests all."""
+        return 0 if sequence.request.reads_whole_prompt else (len(sequence.tokens) - 1) // self.pool.block_size
+
+    def _fetch(self, sequence: Sequence, cached: list[int], found: list[int], plan: StepPlan) -> bool:
+        """Have it wait for files, once, if they have what comes next."""
+        if sequence.host_blocks or sequence.num_fetched_after is not None:
+            return False
+        start = len(cached) + len(found)
+        copy_id = self.tiers.read(found, sequence.hashes[start : self._most(sequence)], plan.step)
+        if copy_id is None:
+            return False
+        sequence.num_fetched_after = start
+        self._awaiting.setdefault(copy_id, []).append(sequence)
+        self._move(sequence, Status.FETCHING)
+        return True
+
+    def _take_blocks(self, sequence: Sequence, cached: list[int], found: list[int], plan: StepPlan) -> None:
+        """Give a request that comes in blocks of which it has a reference each; what host memory has is loaded."""
+        blocks, loads = self._allocate(len(found), plan), self.tiers.loading(cached)
+        if found:
+            loads.add(self.tiers.load(found, blocks, plan.step))
+        sequence.blocks = cached + blocks
+        if sequence.host_blocks:
+            self.tiers.host.release(sequence.host_blocks)
+            sequence.host_blocks, sequence.swapping = [], None
+        else:
+            self._count_hits(sequence, len(cached), len(found))
+            for block, key in zip(blocks, sequence.hashes[len(cached) :], strict=False):
+                self.pool.register(block, key)  # others that come in now wait for the same load
+            sequence.num_registered = len(sequence.blocks)
+            sequence.num_computed = len(sequence.blocks) * self.pool.block_size
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
+        for copy_id in loads:
+            self._awaiting.setdefault(copy_id, []).append(sequence)
+        sequence.in_flight += len(loads)
+        if loads:
+            self._move(sequence, Status.LOADING)
+
+    def _count_hits(self, sequence: Sequence, cached: int, found: int) -> None:
+        """Count the tokens that were looked for on each level, and those that were there."""
+        totals, size, tokens = self.totals, self.pool.block_size, len(sequence.tokens)
+        start = sequence.num_fetched_after
+        fetched = 0 if start is None else max(0, cached + found - max(start, cached))
+        totals.prefix_queries += tokens
+        totals.prefix_hits += (cached + found) * size
+        if self.tiers.keep_prefixes:
+            totals.tiers.host_queries += tokens - cached * size
+            totals.tiers.host_hits += (found - fetched) * size
+        if self.tiers.files.num_blocks:
+            totals.tiers.file_queries += tokens - (cached + found - fetched) * size
+            totals.tiers.file_hits += fetched * size
+
+    def _wake(self, copy_id: int) -> None:
+        """Let those go on that waited for a copy."""
+        for sequence in self._awaiting.pop(copy_id, ()):
+            if sequence.status is Status.FETCHING:
+                self._move(sequence, Status.WAITING)
+            elif sequence.blocks:
+                sequence.in_flight -= 1
+                if sequence.status is Status.ENDED:
+                    self._free(sequence)
+                elif not sequence.in_flight:
+                    self._move(sequence, Status.RUNNING)
+
+    def _move(self, sequence: Sequence, status: Status) -> None:
+        """Put a request into another queue."""
+        was, sequence.status = sequence.status, status
+        self._queues[was].remove(sequence)
+        insort(self._queues[status], sequence, key=order_of)
+        if Status.WAITING in (was, status):
+            self._shares.move(sequence)
+
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Take its blocks; their contents go to host memory if there is room, as copying is faster than computing."""
-        host = self.host_pool.allocate(len(sequence.blocks)) if self.host_pool.num_blocks else None
-        if host is None:
+        kept = self.tiers.swap_out(sequence.blocks, plan.step) if self.tiers.host.num_blocks else None
+        if kept is None:
             sequence.num_computed = 0
         else:
-            plan.step.swap_out += zip(sequence.blocks, host, strict=True)
-            sequence.host_blocks = host
-        plan.step.preempted[sequence.request.request_id] = Preemption.RECOMPUTE if host is None else Preemption.SWAP
+            sequence.host_blocks, sequence.swapping = kept
+        plan.step.preempted[sequence.request.request_id] = Preemption.RECOMPUTE if kept is None else Preemption.SWAP
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_registered = [], 0
-        sequence.status = Status.WAITING
         plan.turns.remove(sequence)
-        self._running.remove(sequence)
-        insort(self._waiting, sequence, key=order_of)
-        self._shares.move(sequence)
-
-    def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
-        blocks = self.pool.allocate(len(sequence.host_blocks))
-        assert blocks is not None
-        plan.step.swap_in += zip(sequence.host_blocks, blocks, strict=True)
-        plan.host_blocks += sequence.host_blocks  # not free yet: what is swapped out in this step is copied first
-        sequence.blocks, sequence.host_blocks = blocks, []
+        self._move(sequence, Status.WAITING)
 
     def _end(self, sequence: Sequence) -> None:
-        (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
+        self._queues[sequence.status].remove(sequence)
         self._shares.remove(sequence)
         sequence.status = Status.ENDED
         self._ended.append(sequence.request.request_id)
@@ -442,7 +540,7 @@ class Scheduler:
         """Forget an ended request, unless a step in flight still writes to its blocks."""
         if not sequence.in_flight:
             self.pool.release(sequence.blocks)
-            self.host_pool.release(sequence.host_blocks)
+            self.tiers.host.release(sequence.host_blocks)
             del self._sequences[sequence.request.request_id]
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
@@ -461,6 +559,7 @@ class Scheduler:
             self._hash(sequence)
             for index in range(sequence.num_registered, full):
                 self.pool.register(sequence.blocks[index], sequence.hashes[index])
+                self.tiers.add_full(sequence.blocks[index], sequence.hashes[index])
             sequence.num_registered = full
 
 

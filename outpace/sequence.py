@@ -13,6 +13,8 @@ class Status(Enum):
     """Where a sequence is."""
 
     WAITING = auto()  # new, or preempted: by recompute (nothing computed) or by swap (its blocks are host blocks)
+    FETCHING = auto()  # what files have of its prompt is being read; it holds nothing, and then waits again
+    LOADING = auto()  # it has its blocks, and what host memory has of them is on its way
     RUNNING = auto()
     ENDED = auto()  # and kept only for the steps in flight
 
@@ -43,7 +45,10 @@ class Sequence:
     num_computed: int = 0  # tokens in the cache once the steps in flight are done
     num_registered: int = 0  # full blocks that the pool has been told of
     num_cached: int | None = None  # tokens that were in the cache when it first ran
-    in_flight: int = 0  # steps
+    in_flight: int = 0  # steps, and copies to its blocks
+    afresh: bool = False  # the runner does not know it yet, or any more
+    swapping: int | None = None  # the copy to its host blocks
+    num_fetched_after: int | None = None  # blocks that device and host memory had when it began to read files
     place: float = 0.0  # sequences of its caller before it, over the caller's weight; see `outpace.shares`
     num_charged: int = 0  # tokens that its caller has been charged for
     gave_way_at: int | None = None  # tokens it had when it last gave way to another caller

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from outpace.cache.tiers import TierTotals
 from outpace.sequence import Sequence
 from outpace.types import Step
 
@@ -19,7 +20,6 @@ class StepPlan:
     waiting_rank: tuple[int, float] | None = None  # the lowest of waiting requests, where several callers take part
     refused: set[str] = field(default_factory=set)  # callers whose first waiting request did not fit
     blocked: list[Sequence] = field(default_factory=list)  # those that had a slot and lacked blocks
-    host_blocks: list[int] = field(default_factory=list)  # that are read in this step, and free after it
     claimed: int = 0  # blocks that requests in this step will need for the tokens they have
     prefill: int = 0  # tokens of prompts, and of answers that are computed once more
     flying: list[tuple[Sequence, int, bool]] = field(default_factory=list)  # sequence, its end, whether it samples
@@ -50,8 +50,10 @@ class Totals:
     decode_tokens: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
-    """Tokens that were found in the cache when their request came in."""
+    """Tokens that were found in the cache, on whatever level, when their request came in."""
     prefix_queries: int = 0
     """Tokens that were looked for there."""
     iteration_tokens: int = 0
     """Prefill tokens of the steps that are over, and the new tokens that these gave."""
+    tiers: TierTotals = field(default_factory=TierTotals)
+    """Of the levels of the prefix cache below the device."""

@@ -413,6 +413,29 @@ class ScheduledSequence:
     """With `request`: all its tokens so far, prompt and answer. Without: tokens from `start` on, chosen elsewhere."""
 
 
+class Way(StrEnum):
+    """From where to where blocks are copied."""
+
+    STORE = "store"
+    """From the device to host memory."""
+    LOAD = "load"
+    """From host memory to the device."""
+    WRITE = "write"
+    """From host memory to files."""
+    READ = "read"
+    """From files to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks that are copied while steps go on. Nobody uses or changes them until the copy is reported done."""
+
+    copy_id: int
+    way: Way
+    pairs: tuple[tuple[int, int], ...]
+    """(block to read, block to write)"""
+
+
 @dataclass(slots=True)
 class Step:
     """One forward of the model. The runner works through the fields in this order, and through steps in theirs."""
@@ -422,10 +445,14 @@ class Step:
     """Requests that finished or were aborted; the runner forgets them."""
     preempted: dict[str, Preemption] = field(default_factory=dict)
     """Requests that gave way; the runner forgets them until they come back."""
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host block) to copy before anything is written."""
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """(host block, device block) to copy then."""
+    copied: list[int] = field(default_factory=list)
+    """Copies that were reported done. Other ranks may lag behind: they wait for theirs before anything else."""
+    copies: list[Copy] = field(default_factory=list)
+    """Copies to begin. Those that store read what steps before this one have written."""
+    after: list[int] = field(default_factory=list)
+    """Copies that have to be done before this step writes, or a copy of it loads: they read blocks that it reuses."""
+    waits: bool = False
+    """Nothing can be computed before a copy is done: wait for one."""
     sequences: list[ScheduledSequence] = field(default_factory=list)
     """What to compute, and for whom."""
 
@@ -454,6 +481,8 @@ class StepOutput:
     """Requests that cannot go on, and why; their tokens mean nothing. The others are not touched."""
     pooled: Mapping[str, list[float]] = field(default_factory=dict)
     """The vectors of requests that asked for one, whose prompts are computed."""
+    copied: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Copies that are done since the last output, with the places of the pairs that could not be copied."""
 
 
 @dataclass(slots=True)

@@ -23,13 +23,24 @@ LINES: tuple[tuple[str, ...], ...] = (
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {
-    "scheduler": ("errors", "log", "types", "cache.block_pool", "sequence", "shares", "step_plan"),
+    "scheduler": ("errors", "log", "types", "cache.block_pool", "cache.tiers", "sequence", "shares", "step_plan"),
     "sequence": ("types",),
     "shares": ("sequence",),
-    "step_plan": ("types", "sequence"),
+    "step_plan": ("types", "cache.tiers", "sequence"),
 }
 """Parts that may import only these parts of the package, whatever their line."""
-NO_TORCH = ("structure", "types", "sequence", "shares", "step_plan", "scheduler", "cache.block_pool", "errors", "log")
+NO_TORCH = (
+    "structure",
+    "types",
+    "sequence",
+    "shares",
+    "step_plan",
+    "scheduler",
+    "cache.block_pool",
+    "cache.tiers",
+    "errors",
+    "log",
+)
 GUESSES = ("loading", "inject")
 """Folders at the border with other people's models, where hasattr and getattr with a default may be used."""
 

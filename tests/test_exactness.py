@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outpace import LLM, RequestOutput, SamplingParams
 from outpace.llm_engine import LLMEngine
-from outpace.types import Preemption, Step
+from outpace.types import Preemption, Step, Way
 from tests.inject.test_level0 import MIXED, made
 from tests.inject.test_moe import made as mixture
 from tests.inject.test_real import QUESTIONS
@@ -101,14 +101,17 @@ class Seen:
     cached_tokens: int = 0
     chunks: Counter[int] = field(default_factory=Counter)
     most_sequences: int = 0
+    _loaded: set[int] = field(default_factory=set)
 
     def add(self, step: Step) -> None:
         self.preempted.update(step.preempted.values())
-        swapped_in = {block for _, block in step.swap_in}
+        self._loaded.update(block for copy in step.copies if copy.way is Way.LOAD for _, block in copy.pairs)
         for entry in step.sequences:
             self.chunks[entry.num_new_tokens] += 1
-            if entry.request is not None and not swapped_in & set(entry.new_blocks):
+            if entry.request is not None and not self._loaded & set(entry.new_blocks):
                 self.cached_tokens += entry.start
+            if entry.request is not None:
+                self._loaded -= set(entry.new_blocks)
         self.most_sequences = max(self.most_sequences, len(step.sequences))
 
 

@@ -19,7 +19,8 @@ from transformers.masking_utils import sdpa_mask
 
 import outpace
 from outpace import LLM, ConfigError, RequestOutput, SamplingParams
-from outpace.cache.kv_cache import HostPages, allocate, block_bytes
+from outpace.cache.host_pages import HostPages
+from outpace.cache.kv_cache import allocate, block_bytes
 from outpace.loading.text import built_in_text
 from outpace.types import Preemption
 from tests.fake_kv_quant import DTYPES, KINDS, fake_quantized
@@ -191,11 +192,15 @@ def test_swapped_pages_come_back_with_their_scales() -> None:
     for tensor in pages.tensors():
         tensor.copy_(torch.randint(-100, 100, tensor.shape))
     before = [tensor.clone() for tensor in pages.tensors()]
-    host = HostPages(pages, 3)
-    host.store(pages, [(1, 2), (4, 0)])
+    host = HostPages(
+        torch.zeros(3, sum(tensor[0].nbytes for tensor in pages.tensors()), dtype=torch.uint8), torch.device("cpu")
+    )
+    host.bind(pages)
+    staging = host.staging()
+    host.store([(1, 2), (4, 0)], staging)
     for tensor in pages.tensors():
         tensor.zero_()
-    host.fetch(pages, [(2, 0), (0, 3)])
+    host.fetch([(2, 0), (0, 3)], staging)
     for tensor, old in zip(pages.tensors(), before, strict=True):
         assert torch.equal(tensor[0], old[1])
         assert torch.equal(tensor[3], old[4])

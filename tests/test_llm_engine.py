@@ -57,7 +57,7 @@ def assert_nothing_is_held(engine: LLMEngine) -> None:
     scheduler = engine.scheduler
     scheduler.assert_consistent()
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
-    assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks
+    assert scheduler.tiers.host.num_free == scheduler.tiers.host.num_blocks
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
 
 
@@ -765,7 +765,7 @@ def test_a_refused_module_is_as_it_was() -> None:
     [
         ({"num_blocks": 10**12}, "num_blocks=1000000000000: .* GiB, and there are"),
         ({"swap_space": 1e7}, "swap_space=1e.07: .* give less"),
-        ({"swap_space": 1e-9}, "swap_space: less than one page"),
+        ({"swap_space": 1e-9}, "swap_space=1e-09: less than one page"),
     ],
 )
 def test_memory_that_is_not_there(options: dict[str, Any], message: str) -> None:

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from outpace.cache.block_pool import BlockPool, block_hashes
+from outpace.cache.tiers import Tiers
 from outpace.errors import ConfigError, InputError, OutpaceError, Overloaded
 from outpace.scheduler import Scheduler
+from outpace.sequence import Status
 from outpace.types import (
+    Copy,
     FinishReason,
     NewToken,
     Preemption,
@@ -22,10 +25,12 @@ from outpace.types import (
     ScheduledSequence,
     Step,
     StepOutput,
+    Way,
 )
 
 EOS = 0
 VOCAB = 12
+AWAY = (Status.LOADING, Status.FETCHING)
 Slot = tuple[int, int] | None
 
 
@@ -46,6 +51,14 @@ def alone(request: Request) -> tuple[list[int], FinishReason]:
     return answer, FinishReason.LENGTH
 
 
+WAYS = {
+    Way.STORE: ("device", "host"),
+    Way.LOAD: ("host", "device"),
+    Way.WRITE: ("host", "files"),
+    Way.READ: ("files", "host"),
+}
+
+
 @dataclass
 class Row:
     """A request as the runner knows it."""
@@ -57,30 +70,76 @@ class Row:
 
 
 class Runner:
-    """Runs steps as a device would: rows and pages of its own, fed by nothing but steps."""
+    """Runs steps as a device would: rows and pages of its own, fed by nothing but steps.
 
-    def __init__(self, block_size: int) -> None:
+    Copies take their time: each is done when somebody waits for it, or when the random `slow` says so, and reads and
+    writes only then, in any order. What is read or written too early or too late shows in the answers.
+    """
+
+    def __init__(self, block_size: int, slow: random.Random | None = None, broken_files: float = 0.0) -> None:
         self.block_size = block_size
+        self.slow = slow
+        self.broken_files = broken_files
         self.rows: dict[str, Row] = {}
         self.pages: dict[tuple[int, int], Slot] = {}
-        self.host: dict[tuple[int, int], Slot] = {}
+        self.levels: dict[str, dict[tuple[int, int], Slot]] = {"device": self.pages, "host": {}, "files": {}}
+        self.copying: dict[int, Copy] = {}
+        self.copied: dict[int, tuple[int, ...]] = {}
+        self.seen = Counter[Way]()
 
     def run(self, step: Step) -> StepOutput:
         for request_id in (*step.ended, *step.preempted):
             self.rows.pop(request_id, None)
-        for source, target in step.swap_out:
-            self._copy(self.pages, source, self.host, target)
-        for source, target in step.swap_in:
-            self._copy(self.host, source, self.pages, target)
+        assert self.copying.keys().isdisjoint(step.copied), "reported done"
+        self._begin([copy for copy in step.copies if copy.way is not Way.LOAD])
+        for copy_id in step.after:
+            self._finish(copy_id)
+        self._begin([copy for copy in step.copies if copy.way is Way.LOAD])
         for entry in step.sequences:
             self._write(entry)
         self._check_sharing()
         sampling = [entry for entry in step.sequences if entry.samples and not self.rows[entry.request_id].prompt_only]
         return StepOutput(step.step_id, {entry.request_id: self._sample(entry) for entry in sampling})
 
-    def _copy(self, source: dict[Any, Slot], block: int, target: dict[Any, Slot], to: int) -> None:
-        for offset in range(self.block_size):
-            target[to, offset] = source.get((block, offset))
+    def done(self, *, wait: bool) -> dict[int, tuple[int, ...]]:
+        """What is done when the output of a step is read."""
+        for copy_id in list(self.copying):
+            if self.slow is None or self.slow.random() < 0.2:
+                self._finish(copy_id)
+        if wait and not self.copied and self.copying:
+            assert self.slow is not None
+            self._finish(self.slow.choice(list(self.copying)))
+        found, self.copied = self.copied, {}
+        return found
+
+    def _begin(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            assert copy.pairs
+            assert copy.copy_id not in self.copying
+            for other in self.copying.values():  # what is written by a copy is used by no other one
+                for mine, theirs in ((copy, other), (other, copy)):
+                    written, used = self._used(mine)[1], {*self._used(theirs)[0], *self._used(theirs)[1]}
+                    assert written.isdisjoint(used), f"{mine} writes what {theirs} uses"
+            self.copying[copy.copy_id] = copy
+            self.seen[copy.way] += len(copy.pairs)
+
+    def _used(self, copy: Copy) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+        source, target = WAYS[copy.way]
+        return {(source, block) for block, _ in copy.pairs}, {(target, block) for _, block in copy.pairs}
+
+    def _finish(self, copy_id: int) -> None:
+        copy = self.copying.pop(copy_id, None)
+        if copy is None:
+            return
+        source, target = (self.levels[name] for name in WAYS[copy.way])
+        failed: list[int] = []
+        for place, (block, to) in enumerate(copy.pairs):
+            files = copy.way in (Way.READ, Way.WRITE)
+            broken = files and self.slow is not None and self.slow.random() < self.broken_files
+            failed += [place] * broken
+            for offset in range(self.block_size):
+                target[to, offset] = None if broken else source.get((block, offset))
+        self.copied[copy_id] = tuple(failed)
 
     def _write(self, entry: ScheduledSequence) -> None:
         if entry.request is not None:
@@ -127,6 +186,10 @@ class Simulation:
     max_num_seqs: int = 8
     budget: int = 16
     swap_space: int = 0
+    kv: int = 0
+    kv_files: int = 0
+    slow: random.Random | None = None
+    broken_files: float = 0.0
     caching: bool = True
     overlap: int = 0
     max_waiting: int = 1000
@@ -140,6 +203,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
+        self.tiers = Tiers(self.pool, self.kv or self.swap_space, self.kv_files, keep_prefixes=self.kv > 0)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=self.max_num_seqs,
@@ -147,9 +211,9 @@ class Simulation:
             max_model_len=self.num_blocks * self.block_size + 1,
             max_waiting=self.max_waiting,
             max_chunk_beside_decodes=self.chunk,
-            swap_space=self.swap_space,
+            tiers=self.tiers,
         )
-        self.runner = Runner(self.block_size)
+        self.runner = Runner(self.block_size, self.slow, self.broken_files)
         self.unstarted: dict[tuple[str, int], deque[str]] = {}
 
     def add(self, prompt: list[int] | int, max_tokens: int = 4, name: str | None = None, **more: Any) -> str:
@@ -179,6 +243,12 @@ class Simulation:
         decodes = any(entry.samples and entry.num_new_tokens == 1 and entry.request is None for entry in step.sequences)
         longest = max((entry.num_new_tokens for entry in step.sequences), default=0)
         assert not decodes or longest <= self.scheduler.max_chunk_beside_decodes
+        away = {name for name, each in self.scheduler._sequences.items() if each.status in AWAY}
+        for queue in self.unstarted.values():
+            if not away.isdisjoint(queue):
+                started = [name for name in queue if name not in away]
+                queue.clear()
+                queue.extend(started)
         for entry in step.sequences:
             assert entry.request_id not in self.reasons.keys() | self.aborted | step.preempted.keys()
             if entry.request is not None:
@@ -196,7 +266,8 @@ class Simulation:
             assert queue.popleft() == request.request_id
 
     def update(self) -> list[NewToken]:
-        _, output = self.flying.popleft()
+        step, output = self.flying.popleft()
+        output.copied = self.runner.done(wait=step.waits)
         new = self.scheduler.update(output)
         for token in new:
             assert token.request_id not in self.reasons.keys() | self.aborted
@@ -230,7 +301,11 @@ class Simulation:
 
     def check_end(self) -> None:
         assert self.pool.num_free == self.num_blocks
-        assert self.scheduler.host_pool.num_free == self.swap_space
+        while self.runner.copying or self.runner.copied:  # what goes down need not be over when the last request is
+            self.schedule()
+            self.update()
+        assert self.tiers.host.num_free == self.tiers.host.num_blocks
+        assert self.tiers.files.num_free == self.kv_files
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         self.scheduler.assert_consistent()
         self.check_answers()
@@ -481,14 +556,17 @@ def test_swap_keeps_what_was_computed() -> None:
     sim, names = crowded(swap_space=12)
     step = first_preemption(sim)
     assert step.preempted == {names[2]: Preemption.SWAP}
-    table = [source for source, _ in step.swap_out]
-    assert len(set(table)) == len(table) == 4
+    (store,) = step.copies
+    assert store.way is Way.STORE
+    assert len({source for source, _ in store.pairs}) == len(store.pairs) == 4
     sim.abort(names[0])
-    step = sim.step()
-    (back,) = (entry for entry in step.sequences if entry.request is not None)
-    assert [target for _, target in step.swap_in] == list(back.new_blocks[:4])
+    (load,) = sim.step().copies
+    assert load.way is Way.LOAD
+    assert [source for source, _ in load.pairs] == [target for _, target in store.pairs]
+    (back,) = (entry for entry in sim.step().sequences if entry.request is not None)
+    assert [target for _, target in load.pairs] == list(back.new_blocks[:4])
     assert back.start == 16
-    assert sim.scheduler.host_pool.num_free == 12
+    assert sim.scheduler.tiers.host.num_free == 12
     hashes = block_hashes(back.token_ids, sim.block_size, "\0")
     assert len(sim.pool.match(hashes)) == len(hashes) == 4  # those that were overwritten meanwhile are back too
     sim.drain()
@@ -498,7 +576,7 @@ def test_without_room_in_host_memory_it_is_recompute() -> None:
     sim, names = crowded(swap_space=3)
     step = first_preemption(sim)
     assert step.preempted == {names[2]: Preemption.RECOMPUTE}
-    assert not step.swap_out
+    assert not step.copies
     sim.drain()
 
 
@@ -552,9 +630,9 @@ def test_an_abort_works_wherever_the_request_is() -> None:
     waiting = sim.add(1)
     assert sim.abort(waiting)
     first_preemption(sim)
-    assert sim.scheduler.host_pool.num_free == 8
+    assert sim.scheduler.tiers.host.num_free == 8
     assert sim.abort(names[2])  # swapped
-    assert sim.scheduler.host_pool.num_free == 12
+    assert sim.scheduler.tiers.host.num_free == 12
     assert sim.abort(names[0])  # running
     sim.scheduler.assert_consistent()
     sim.drain()
@@ -629,6 +707,8 @@ def test_a_preempted_request_comes_back_when_its_last_token_is_known(swap_space:
     while sim.flying:
         sim.update()
     assert len(sim.answers[names[2]]) == known + 1  # what it was sampling when it gave way is not lost
+    if swap_space:
+        sim.step()  # loads its blocks
     assert list(sim.shape(sim.schedule())) == [names[2]]
     sim.update()
     sim.drain()
@@ -783,6 +863,9 @@ class Life:
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9][: rng.randrange(10)] + [
             rng.randrange(3) for _ in range(rng.randrange(1, 9))
         ]
+        if rng.random() < 0.4 and sim.requests:  # a conversation goes on
+            before = rng.choice(list(sim.requests)[:40])
+            prompt = [*sim.requests[before].prompt_token_ids, *sim.answers[before], *prompt[-2:]]
         max_tokens, room = rng.randrange(28), sim.num_blocks * sim.block_size
         more: dict[str, Any] = {"priority": rng.choice((0, 0, 0, 1, -1)), "cache_salt": rng.choice(("", "", "salt"))}
         more["caller"] = rng.choice(("", "", "a", "b"))
@@ -797,12 +880,16 @@ class Life:
 
 def random_simulation(rng: random.Random) -> Simulation:
     max_num_seqs = rng.randrange(1, 9)
+    levels: dict[str, Any] = {"swap_space": rng.choice((0, 3, 12))}
+    if rng.random() < 0.5:
+        levels = {"kv": rng.choice((2, 9, 40)), "kv_files": rng.choice((0, 5, 60)), "slow": random.Random(rng.random())}
+        levels["broken_files"] = rng.choice((0.0, 0.3))
     return Simulation(
+        **levels,
         num_blocks=rng.randrange(4, 16),
         block_size=rng.choice((1, 2, 4, 5)),
         max_num_seqs=max_num_seqs,
         budget=max_num_seqs + rng.randrange(20),
-        swap_space=rng.choice((0, 3, 12)),
         caching=rng.random() < 0.7,
         overlap=rng.choice((0, 1, 1, 2)),
         max_waiting=rng.randrange(1, 20),
@@ -824,9 +911,13 @@ def test_long_random_lives() -> None:
         seen["finished"] += len(sim.reasons)
         seen["aborted"] += len(sim.aborted)
         seen["cached"] += sum(entry.start > 0 for step in sim.steps for entry in step.sequences if entry.request)
+        seen.update(copy.way for step in sim.steps for copy in step.copies)
+        seen["host hits"] += sim.scheduler.totals.tiers.host_hits
+        seen["file hits"] += sim.scheduler.totals.tiers.file_hits
+        seen["failed"] += sim.tiers.totals.failed
     assert total >= 100_000
-    assert len(seen) == 5
-    assert min(seen.values()) > 500  # the lives are not sheltered
+    assert len(seen) == 12
+    assert min(seen.values()) > 40, seen  # the lives are not sheltered
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -837,11 +928,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 5),
         spare=st.integers(0, 12),
-        swap_space=st.sampled_from([0, 3, 12]),
+        levels=st.sampled_from([(0, 0, 0), (3, 0, 0), (12, 0, 0), (0, 2, 0), (0, 9, 0), (0, 9, 4), (0, 30, 30)]),
+        slow=st.randoms(use_true_random=False),
+        broken_files=st.sampled_from([0.0, 0.3]),
         caching=st.booleans(),
         chunk=st.none() | st.integers(1, 4),
     )
-    def start(self, max_num_seqs: int, spare: int, **sizes: Any) -> None:
+    def start(self, max_num_seqs: int, spare: int, levels: tuple[int, int, int], **sizes: Any) -> None:
+        sizes |= dict(zip(("swap_space", "kv", "kv_files"), levels, strict=True))
         self.sim = Simulation(max_num_seqs=max_num_seqs, budget=max_num_seqs + spare, max_waiting=6, overlap=2, **sizes)
 
     @rule(

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 
 from outpace.errors import ConfigError
@@ -41,6 +41,11 @@ class BlockPool:
         """Blocks that can be allocated now: the empty ones and those that can be evicted."""
         return len(self._empty) + len(self._evictable)
 
+    @property
+    def num_empty(self) -> int:
+        """Free blocks that hold nothing."""
+        return len(self._empty)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
@@ -71,8 +76,11 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each; of one sequence the last blocks will be evicted first."""
+    def release(self, blocks: Sequence[int], *, stale: bool = False) -> None:
+        """Give back one reference to each; of one sequence the last blocks will be evicted first.
+
+        stale: those that nobody holds any more will be evicted before all others.
+        """
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} was released more often than it was taken"
             self._references[block] -= 1
@@ -81,6 +89,8 @@ class BlockPool:
                     self._empty.append(block)
                 else:
                     self._evictable[block] = None
+                    if stale:
+                        self._evictable.move_to_end(block, last=False)
 
     def num_freed_by(self, blocks: Iterable[int]) -> int:
         """How many blocks would be free if each of these were released as often as it is named."""
@@ -92,6 +102,32 @@ class BlockPool:
         if self.enable_prefix_caching and self._hashes[block] is None and key not in self._cached:
             self._hashes[block] = key
             self._cached[key] = block
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block with this hash can be found."""
+        return key in self._cached
+
+    def find(self, key: bytes | None) -> int | None:
+        """The block with this hash; it is not the caller's until it calls `share`."""
+        return None if key is None else self._cached.get(key)
+
+    def key_of(self, block: int) -> bytes | None:
+        """The hash under which a block can be found."""
+        return self._hashes[block]
+
+    def idle(self) -> Iterator[tuple[int, bytes]]:
+        """Blocks that nobody holds, with their hashes, those first that will be evicted first."""
+        for block in self._evictable:
+            key = self._hashes[block]
+            assert key is not None
+            yield block, key
+
+    def forget(self, block: int) -> None:
+        """Make a block that somebody holds unfindable: it is not what its hash says."""
+        assert self._references[block] > 0, f"block {block} is nobody's"
+        if (key := self._hashes[block]) is not None:
+            del self._cached[key]
+            self._hashes[block] = None
 
     def check(self, held: Mapping[int, int] | None = None) -> None:
         """Assert every invariant; with `held` also that these are all the references there are."""

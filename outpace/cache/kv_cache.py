@@ -106,29 +106,6 @@ def block_bytes(heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block
     return sum(count * ((key + value) * dtype.itemsize + scales) for count, key, value in heads) * block_size
 
 
-class HostPages:
-    """Pages in page-locked host memory, for requests that had to give way."""
-
-    def __init__(self, like: Pages, num_blocks: int) -> None:
-        def host(pages: Tensor) -> Tensor:
-            shape = (num_blocks, *pages.shape[1:])
-            return torch.empty(shape, dtype=pages.dtype, pin_memory=pages.device.type == "cuda")
-
-        self._tensors = [host(pages) for pages in like.tensors()]
-
-    def store(self, pages: Pages, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (device block, host block)s out."""
-        for mine, theirs in zip(self._tensors, pages.tensors(), strict=True):
-            for block, host in pairs:
-                mine[host].copy_(theirs[block], non_blocking=True)
-
-    def fetch(self, pages: Pages, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host block, device block)s back in."""
-        for mine, theirs in zip(self._tensors, pages.tensors(), strict=True):
-            for host, block in pairs:
-                theirs[block].copy_(mine[host], non_blocking=True)
-
-
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """Pages that hold so many tokens."""
     return -(-tokens // block_size)

@@ -20,8 +20,12 @@ class LLMConfig(InferenceConfig):
         "quantization": "quant.scheme",
         "num_gpu_blocks_override": "cache.num_blocks",
         "kv_cache_dtype": "quant.kv_cache_dtype",
-        "cpu_offload_gb": "offload.cpu_offload_gb",
-        **{f"offload_{name}": f"offload.{name}" for name in OffloadConfig.model_fields if name != "cpu_offload_gb"},
+        **{name: f"offload.{name}" for name in ("cpu_offload_gb", "kv_offloading_size")},
+        **{
+            f"offload_{name}": f"offload.{name}"
+            for name in OffloadConfig.model_fields
+            if name not in ("cpu_offload_gb", "kv_offloading_size")
+        },
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},
     }

@@ -37,6 +37,21 @@ def _says_experts(moe: "MoEConfig") -> bool:
     return changed(moe, "moe_experts", "type")
 
 
+_PAGES = ("kv", "kv_files", "kv_offloading_size")
+"""Fields of `offload` that concern pages, and not weights."""
+
+
+def _places_weights(config: "InferenceConfig") -> bool:
+    """Whether `offload` says where weights live."""
+    pages = {*_PAGES, "nvme"} if config.offload.kv_files else {*_PAGES}
+    return bool(config.offload.model_fields_set - pages)
+
+
+def _keeps_pages(config: "InferenceConfig") -> bool:
+    """Whether `offload` gives host memory to pages."""
+    return bool(config.offload.kv) or config.offload.kv_offloading_size > 0
+
+
 Rule = tuple[Callable[["InferenceConfig"], bool], str]
 COMPOSITIONS: tuple[Rule, ...] = (
     (
@@ -110,7 +125,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
     ),
     (
-        lambda c: bool(c.offload.model_fields_set) and bool(c.zero.model_fields_set),
+        lambda c: _places_weights(c) and bool(c.zero.model_fields_set),
         "offload with zero: both say where weights live; give one",
     ),
     (
@@ -151,7 +166,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "offload.cpu_offload_gb with offload.host_memory: both say how much lives in host memory; give one",
     ),
     (
-        lambda c: (bool(c.offload.model_fields_set) or c.zero.stage == 3) and c.keep_module_on_host,
+        lambda c: (_places_weights(c) or c.zero.stage == 3) and c.keep_module_on_host,
         "keep_module_on_host with offload or zero: both say where weights live; give one",
     ),
     (
@@ -180,6 +195,10 @@ COMPOSITIONS: tuple[Rule, ...] = (
 
 INFERENCE_COMPOSITIONS: tuple[Rule, ...] = (
     (
+        lambda c: changed(c.offload, *_PAGES),
+        "offload.kv, kv_files and kv_offloading_size concern the pages of LLM; leave them out, or use LLM",
+    ),
+    (
         lambda c: c.enable_cuda_graph and c.keep_module_on_host,
         "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off",
     ),
@@ -195,6 +214,27 @@ INFERENCE_COMPOSITIONS: tuple[Rule, ...] = (
 """The same in `init_inference` alone."""
 
 LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
+    (
+        lambda c: bool(c.offload.kv) and c.offload.kv_offloading_size > 0,
+        "offload.kv with kv_offloading_size: both say how much host memory pages have; give one",
+    ),
+    (
+        lambda c: c.cache.swap_space > 0 and _keeps_pages(c),
+        "swap_space with offload.kv or kv_offloading_size: pages of preempted requests are kept in the same memory; "
+        "leave swap_space out",
+    ),
+    (
+        lambda c: bool(c.offload.kv_files) and not _keeps_pages(c),
+        "offload.kv_files without offload.kv: pages go to files by way of host memory; give offload.kv too",
+    ),
+    (
+        lambda c: bool(c.offload.kv_files) and c.offload.nvme is None,
+        "offload.kv_files without offload.nvme: name the folder of the files in offload.nvme",
+    ),
+    (
+        lambda c: bool(c.offload.kv_files) and not c.cache.enable_prefix_caching,
+        "offload.kv_files with enable_prefix_caching=False: files hold prefixes; turn it on, or leave kv_files out",
+    ),
     (
         lambda c: not c.replace_with_kernel_inject,
         "replace_with_kernel_inject=False: LLM runs fused layers over pages; leave it out, or use init_inference",

@@ -296,5 +296,12 @@ class OffloadConfig(ConfigModel):
     """Folder on an NVMe drive, for layers that host memory has no room for."""
     cpu_offload_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """GiB of layers that live in host memory, at least, as vLLM has it."""
+    kv: Budget | None = None
+    """Host memory for pages of `LLM`: a second level of the prefix cache, and preempted requests. "32GB", or a fraction
+    of what is free; of all ranks together."""
+    kv_offloading_size: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The same in GiB, as vLLM has it."""
+    kv_files: Size | None = None
+    """Bytes in a file in `nvme` for pages that host memory (`kv`) has no room for."""
     slots: int | None = Field(default=None, ge=1, le=16)
     """Layers on the device at a time of those that are streamed; None: 2, or 3 where they come from NVMe."""

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from outpace.types import Pooling, Preemption, Request, SamplingParams, ScheduledSequence, Step
+from outpace.types import Copy, Pooling, Preemption, Request, SamplingParams, ScheduledSequence, Step
 
 Kind = TypeVar("Kind")
 _LENGTH = struct.Struct("<I")
@@ -79,17 +79,18 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     step_id: int
     ended: list[str]
     preempted: list[str]
-    swap_out: list[tuple[int, int]]
-    swap_in: list[tuple[int, int]]
+    copied: list[int]
+    copies: list[Copy]
+    after: list[int]
     pieces: list[Piece]
     for_logits: bool = False
     """`Runner.run` instead of `Runner.launch`: somebody wants the logits and chooses tokens himself."""
 
     def step(self) -> Step:
-        """The same for a runner, which does not ask how a request gave way."""
+        """The same for a runner, which does not ask how a request gave way. The first rank alone waits for copies."""
         gone = dict.fromkeys(self.preempted, Preemption.RECOMPUTE)
         entries = [piece.entry() for piece in self.pieces]
-        return Step(self.step_id, self.ended, gone, self.swap_out, self.swap_in, entries)
+        return Step(self.step_id, self.ended, gone, self.copied, self.copies, self.after, sequences=entries)
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -8,7 +8,8 @@ from outpace.types import Request, ScheduledSequence, Step
 def launch_of(step: Step, *, for_logits: bool = False) -> Launch:
     """A step as a message. for_logits: see there."""
     pieces = [_piece(entry) for entry in step.sequences]
-    return Launch(step.step_id, step.ended, list(step.preempted), step.swap_out, step.swap_in, pieces, for_logits)
+    gone = step.ended, list(step.preempted)
+    return Launch(step.step_id, *gone, step.copied, step.copies, step.after, pieces, for_logits)
 
 
 def _piece(entry: ScheduledSequence) -> Piece:

@@ -8,9 +8,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from outpace.cache.kv_cache import HostPages, Pages
+from outpace.cache.kv_cache import Pages
 from outpace.inject.paged import Batch, BatchModel
 from outpace.kernels.ragged import ragged_inputs
+from outpace.runner.copies import Copies
 from outpace.runner.grammars import Grammars
 from outpace.runner.pooling import Pooling
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
@@ -51,14 +52,14 @@ class Runner:
         model: BatchModel,
         pages: Pages,
         limits: Limits,
-        host_pages: HostPages | None = None,
+        copies: Copies | None = None,
         salt: int = 0,
         graphs_later: Iterable[Shape] = (),
     ) -> None:
         """`graphs_later`: shapes whose graphs are captured when a step first needs them."""
         self._model = model
         self._pages = pages
-        self._host_pages = host_pages
+        self._copies = copies
         self._limits = limits
         self._salt = salt
         self._leads = model.ranks.rank == 0
@@ -105,14 +106,21 @@ class Runner:
         self._sampling = None
         if self._model.streaming is not None:
             self._model.streaming.restore()  # a step may have failed half-way
+        if self._copies is not None:
+            self._copies.reset()
 
     @torch.no_grad()
     def launch(self, step: Step) -> Callable[[], StepOutput]:
         """Start a step on the device. What it returns waits for the output when it is called."""
         self._forget(step)
-        if self._host_pages is not None:
-            self._host_pages.store(self._pages, step.swap_out)
-            self._host_pages.fetch(self._pages, step.swap_in)
+        if self._copies is None:
+            return self._compute(step)
+        copies = self._copies
+        copies.begin(step)
+        computed = self._compute(step)
+        return lambda: replace(computed(), copied=copies.done(wait=step.waits))
+
+    def _compute(self, step: Step) -> Callable[[], StepOutput]:
         if not step.sequences:
             return lambda: StepOutput(step.step_id, {})
         # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.

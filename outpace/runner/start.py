@@ -11,15 +11,19 @@ from functools import partial
 
 import torch
 
-from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes, page_dtype
+from outpace.cache.file_blocks import SECTOR, FileBlocks
+from outpace.cache.host_pages import HostPages
+from outpace.cache.kv_cache import Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, NotSupported
 from outpace.inject.paged import BatchModel
 from outpace.kernels.compile_ahead import compile_ahead
 from outpace.kernels.library import gemm_library
 from outpace.log import chosen
 from outpace.offload.asked import device_budget
+from outpace.offload.store_memory import aligned, free_memory
 from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
+from outpace.runner.copies import Copies
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import FEW, Shape, shapes
 from outpace.sampling import SamplingBatch, sample
@@ -43,6 +47,7 @@ class Started:
     limits: Limits
     num_blocks: int
     num_host_blocks: int
+    num_file_blocks: int = 0
     step_seconds: float | None = None
     """What the tokens of a step were chosen for; None: they were not chosen for a time."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -131,6 +136,8 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     """Measure what a step needs, make pages of the rest, capture graphs."""
     cache, limits = config.cache, choose_limits(model, config, max_model_len)
     seconds: dict[str, float] = {}
+    with _timed(seconds, "host memory"):
+        copies = _host_level(model, config)  # first of all: this may be more than there is
     with _timed(seconds, "kernels"):
         _compile(model, config, limits, _graph_shapes(model, config, limits))
         limits, step_seconds = _choose_budget(model, config, limits)
@@ -143,14 +150,17 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     _check_memory(model, config, limits, num_blocks, per_block)
     with _timed(seconds, "pages"):
         pages = _pages(model, config, num_blocks)
-        num_host = model.ranks.least(_on_host(cache.swap_space, model) // per_block, model.device)
-        host = HostPages(pages, num_host) if num_host else None
-        runner = Runner(model, pages, limits, host, salt)
+        if copies is not None:
+            copies.host.bind(pages)
+            copies.warm_up()
+        runner = Runner(model, pages, limits, copies, salt)
     with _timed(seconds, "graphs"):
         captured = all(runner.capture(shape, compiled=True) for shape in wanted)
     if wanted and captured:
         chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
-    return Started(runner, limits, num_blocks, num_host, step_seconds, seconds)
+    num_host = copies.host.num_blocks if copies is not None else 0
+    num_files = copies.files.num_blocks if copies is not None and copies.files is not None else 0
+    return Started(runner, limits, num_blocks, num_host, num_files, step_seconds, seconds)
 
 
 def _pages(model: BatchModel, config: LLMConfig, num_blocks: int) -> Pages:
@@ -175,13 +185,47 @@ def _check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_bloc
     asked = (
         (f"num_blocks={num_blocks}", num_blocks * per_block, there),
         (f"max_num_seqs={seqs} of max_model_len={limits.max_model_len}", rows, there),
-        (f"swap_space={cache.swap_space:g}", int(cache.swap_space * GIB), host),
     )
     for what, wanted, room in asked:
         if wanted > room:
             raise ConfigError(f"{what}: {wanted / GIB:.1f} GiB, and there are {room / GIB:.1f}; give less")
-    if cache.swap_space > 0 and _on_host(cache.swap_space, model) < per_block:
-        raise ConfigError(f"swap_space: less than one page of {per_block / GIB:.3g} GiB; give more, or leave it out")
+
+
+def _host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
+    """Host memory and files for pages, as asked for, or an error that says how much is missing."""
+    offload = config.offload
+    what, wanted = _host_bytes(config)
+    if not wanted:
+        return None
+    dtype = page_dtype(config.kv_cache_dtype, model.dtype)
+    row = block_bytes(model.kv_heads, dtype, config.cache.block_size)
+    if offload.kv_files:
+        row = -(-row // SECTOR) * SECTOR
+    if wanted // model.ranks.size < row:
+        raise ConfigError(f"{what}: less than one page of {row / GIB:.3g} GiB; give more, or leave it out")
+    if (free := free_memory()) is not None and wanted > free:
+        raise ConfigError(
+            f"{what}: {wanted / GIB:.1f} GiB of host memory for pages, and {free / GIB:.1f} are free, so "
+            f"{(wanted - free) / GIB:.1f} are missing; give less"
+        )
+    num_blocks = model.ranks.least(wanted // model.ranks.size // row, model.device)
+    files = None
+    if offload.kv_files:
+        if model.ranks.size > 1:
+            raise NotSupported("offload.kv_files: with several ranks pages stay in host memory; leave it out")
+        assert offload.nvme is not None, "a rule says so"
+        files = FileBlocks(offload.nvme, offload.kv_files // row, row)
+    memory = aligned(num_blocks * row, pinned=model.device.type == "cuda")[: num_blocks * row]
+    chosen("host pages", num_blocks, f"{what}, {row / (1 << 20):.3g} MiB each")
+    return Copies(HostPages(memory.view(num_blocks, row), model.device), files)
+
+
+def _host_bytes(config: LLMConfig) -> tuple[str, int]:
+    """What says how much host memory there is for pages, and how much, of all ranks together."""
+    swap, gib, kv = config.cache.swap_space, config.offload.kv_offloading_size, config.offload.kv
+    if swap or gib:
+        return f"{'swap_space' if swap else 'kv_offloading_size'}={swap or gib:g}", int((swap or gib) * GIB)
+    return "offload.kv", int(kv * (free_memory() or 0) if isinstance(kv, float) else kv or 0)
 
 
 def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[Shape, ...]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace import LLM, ConfigError, SamplingParams
-from outpace.cache.kv_cache import HostPages, Pages, allocate, block_bytes
+from outpace.cache.host_pages import HostPages
+from outpace.cache.kv_cache import Pages, allocate, block_bytes
 from outpace.config import LLMConfig
 from outpace.inject.paged import Batch
 from outpace.offload.streaming import Streaming
@@ -21,10 +22,11 @@ from outpace.parallel.group import ALONE, Group
 from outpace.parallel.vocabulary import ALL, Vocabulary
 from outpace.runner import start, step_graphs
 from outpace.runner.capture import Uncapturable
+from outpace.runner.copies import Copies
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.start import choose_limits, start_runner
 from outpace.runner.step_graphs import CHUNK_SIZES, Shape, StepGraphs, decode_sizes, shapes
-from outpace.types import Pooling, Preemption, Request, ScheduledSequence, Step
+from outpace.types import Copy, Pooling, Preemption, Request, ScheduledSequence, Step, Way
 from tests.models import tiny
 from tests.test_exactness import BLOCK, LONGEST, MOST_NEW, SWAP, assert_same, expected, model, served, watched, work
 
@@ -77,7 +79,15 @@ def entry(name: str, tokens: list[int], blocks: list[int], **changes: Any) -> Sc
 def runner(model: Counting, *, host: int = 0, num_blocks: int = 8) -> tuple[Runner, Pages]:
     pages = allocate(model.kv_heads, num_blocks, model.dtype, CPU, 4)
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=20)
-    return Runner(model, pages, limits, HostPages(pages, host) if host else None), pages
+    return Runner(model, pages, limits, Copies(host_pages(pages, host)) if host else None), pages
+
+
+def host_pages(pages: Pages, num_blocks: int) -> HostPages:
+    """Host memory for these pages."""
+    size = sum(tensor[0].nbytes for tensor in pages.tensors())
+    host = HostPages(torch.zeros(num_blocks, size, dtype=torch.uint8), CPU)
+    host.bind(pages)
+    return host
 
 
 # steps
@@ -140,9 +150,12 @@ def test_pages_are_swapped_before_the_step_writes() -> None:
     made, pages = runner(Counting(), host=2)
     made.launch(Step(0, sequences=[entry("a", [5, 6, 7, 8], [0]), entry("b", [9, 10, 11, 12], [1])]))()
     pages.keys[1][1] = 3.5
-    made.launch(Step(1, swap_out=[(1, 1)], sequences=[entry("c", [30, 31, 32, 33], [1])]))()
+    store, load = Copy(7, Way.STORE, ((1, 1),)), Copy(8, Way.LOAD, ((1, 4),))
+    stored = made.launch(Step(1, copies=[store], after=[7], sequences=[entry("c", [30, 31, 32, 33], [1])]))()
+    assert stored.copied == {7: ()}
     assert pages.keys[0][1, :, 0, 0].tolist() == [30, 31, 32, 33]
-    made.launch(Step(2, swap_in=[(1, 4)], sequences=[ScheduledSequence("a", 4, 1, True, new_blocks=(2,))]))()
+    going_on = ScheduledSequence("a", 4, 1, True, new_blocks=(2,))
+    assert made.launch(Step(2, copied=[7], copies=[load], sequences=[going_on]))().copied == {8: ()}
     assert pages.keys[0][4, :, 0, 0].tolist() == [9, 10, 11, 12]
     assert pages.keys[1][4].eq(3.5).all()
     assert pages.keys[0][2, 0, 0, 0] == 9
@@ -298,11 +311,12 @@ def test_pages_come_back_from_host_memory_as_they_were() -> None:
     for tensor in (*pages.keys, *pages.values):
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in (*pages.keys, *pages.values)]
-    host = HostPages(pages, 3)
-    host.store(pages, [(4, 0), (1, 2)])
+    host = host_pages(pages, 3)
+    staging = host.staging()
+    host.store([(4, 0), (1, 2)], staging)
     for tensor in (*pages.keys, *pages.values):
         tensor[[1, 4]] = 0
-    host.fetch(pages, [(0, 1), (2, 5)])
+    host.fetch([(0, 1), (2, 5)], staging)
     for tensor, was in zip((*pages.keys, *pages.values), before, strict=True):
         assert torch.equal(tensor[1], was[4])
         assert torch.equal(tensor[5], was[1])
@@ -443,9 +457,10 @@ def test_item_1_a_preempted_prompt_goes_on_where_it_was_or_begins_anew() -> None
     made, _ = runner(Counting(), host=4)
     tokens = [2, 4, 6]
     made.launch(Step(0, sequences=[pooled("swap", tokens, [2], "mean", num_new_tokens=2, samples=False)]))()
-    made.launch(Step(1, preempted={"swap": Preemption.SWAP}, swap_out=[(2, 0)]))()
+    made.launch(Step(1, preempted={"swap": Preemption.SWAP}, copies=[Copy(0, Way.STORE, ((2, 0),))]))()
     back = pooled("swap", tokens, [3], "mean", start=2, num_new_tokens=1)
-    output = made.launch(Step(2, swap_in=[(0, 3)], sequences=[back]))()
+    made.launch(Step(2, copies=[Copy(1, Way.LOAD, ((0, 3),))]))()
+    output = made.launch(Step(3, sequences=[back]))()
     assert output.pooled == {"swap": [4.0, 1.0]}
     made.launch(Step(3, sequences=[pooled("again", tokens, [1], "mean", num_new_tokens=2, samples=False)]))()
     made.launch(Step(4, preempted={"again": Preemption.RECOMPUTE}))()

@@ -1,0 +1,125 @@
+"""Blocks in a file: for prefixes that nobody has used for so long that host memory has no room for them.
+
+The file has no name: it is unlinked as soon as it is open, so that nothing outlives the process and nothing of another
+one can be read. Every block has a checksum, kept in memory. A block that cannot be read as it was written counts as not
+there.
+"""
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from outpace.errors import ConfigError
+from outpace.log import logger
+
+SECTOR = 4096
+"""Bytes to which direct reads and writes are aligned: in the file, in memory and in length."""
+GIB = 1 << 30
+
+
+class FileBlocks:
+    """Blocks of one size in one preallocated file. Different blocks may be read and written by several threads."""
+
+    def __init__(self, folder: str, num_blocks: int, block_bytes: int) -> None:
+        """block_bytes: a multiple of `SECTOR`; memory that is read to and written from is aligned to it."""
+        assert block_bytes % SECTOR == 0, "whole sectors"
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.num_failed = 0
+        """Reads and writes that failed so far."""
+        self._checksums: dict[int, int] = {}
+        self._file = _open(folder, num_blocks * block_bytes)
+        self.close = weakref.finalize(self, os.close, self._file)
+        """Gives the space back; so does the end of the store, or of the process."""
+
+    def write(self, block: int, data: memoryview) -> bool:
+        """Write a block; False if it could not be, and is not there."""
+        self._checksums.pop(block, None)
+        whole = self._whole("written", lambda begin: os.pwrite(self._file, data[begin:], self._place(block) + begin))
+        if whole:
+            self._checksums[block] = zlib.crc32(data)
+        return whole
+
+    def read(self, block: int, data: memoryview) -> bool:
+        """Read a block as it was written; False if that cannot be done: `data` means nothing then."""
+        checksum = self._checksums.get(block)
+        if checksum is None:
+            return False
+        if not self._whole("read", lambda begin: os.preadv(self._file, [data[begin:]], self._place(block) + begin)):
+            return False
+        return zlib.crc32(data) == checksum or self._fail("read", "its checksum is wrong")
+
+    def _place(self, block: int) -> int:
+        return block * self.block_bytes
+
+    def _whole(self, what: str, go_on: Callable[[int], int]) -> bool:
+        """Whether a block is read or written to its end."""
+        done = 0
+        try:
+            while done < self.block_bytes:
+                count = go_on(done)
+                if count <= 0:
+                    return self._fail(what, f"{done} of {self.block_bytes} bytes")
+                done += count
+        except OSError as error:
+            return self._fail(what, error.strerror or str(error))
+        return True
+
+    def _fail(self, what: str, why: str) -> bool:
+        if self.num_failed == 0:
+            logger.warning(
+                "offload.kv_files: a block could not be %s (%s): it is computed again; further ones are only counted",
+                what,
+                why,
+            )
+        self.num_failed += 1
+        return False
+
+
+def _open(folder: str, size: int) -> int:
+    """A file of this size without a name, for direct reads and writes where the folder allows them."""
+    try:
+        opened = _nameless(folder)
+        try:
+            os.posix_fallocate(opened, 0, size)
+        except OSError:
+            os.close(opened)
+            raise
+    except OSError as error:
+        text = f"offload.kv_files: {size / GIB:.1f} GiB in {folder}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            with suppress(OSError):
+                there = os.statvfs(folder)
+                text += f", {there.f_bavail * there.f_frsize / GIB:.1f} GiB are free"
+            text += "; give less"
+        raise ConfigError(text) from error
+    return opened
+
+
+def _nameless(folder: str) -> int:
+    handle, name = tempfile.mkstemp(prefix=".outpace-kv-", dir=folder)
+    try:
+        with suppress(OSError, AttributeError):  # not every file system or system has it
+            direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            if _works(direct):
+                os.close(handle)
+                return direct
+            os.close(direct)
+        return handle
+    finally:
+        Path(name).unlink()
+
+
+def _works(direct: int) -> bool:
+    """Whether a file opened for direct writes takes one: some file systems refuse only then."""
+    try:
+        with mmap.mmap(-1, SECTOR) as page:
+            return os.pwrite(direct, page, 0) == SECTOR
+    except OSError:
+        return False
