@@ -1,7 +1,6 @@
 """The layers of one model that do not stay on the device: put away one by one while it is loaded, then streamed."""
 
 import json
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,7 +113,8 @@ class Streaming:
     def start(self, model: nn.Module) -> None:
         """Everything is put away: from now on layers are fetched when they run."""
         if self._writer is not None:
-            self._finish_file(self._writer)
+            layouts = [self.units[index].layout() for index in self._in_file]
+            self._file = self._writer.finish(note=json.dumps(layouts))
         largest = max(self._sizes)
         slots = [self._slot(largest) for _ in range(self.placement.slots)]
         way = self._way(slots, Stores(self._memory, self._file, self._in_file))
@@ -174,30 +174,11 @@ class Streaming:
         file = UnitFile.find(self._folder.path, self._folder.key, self._file_sizes(), options=self._folder.reads)
         if file is None:
             return None, []
-        try:
-            layouts = json.loads(self._layout_path(self._folder).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            file.close()
-            return None, []
         chosen("layers on disk", file.path, "the same weights were put there by another start")
-        return file, layouts
+        return file, json.loads(file.note)
 
     def _new_file(self) -> UnitWriter:
         assert self._folder is not None, "layers on disk have a folder"
         folder = self._folder
         key, temporary = folder.key or type(self).__name__, folder.key is None
         return UnitWriter(folder.path, key, self._file_sizes(), temporary=temporary, options=folder.reads).__enter__()
-
-    def _finish_file(self, writer: UnitWriter) -> None:
-        """What lies where goes first: a file without it is written again."""
-        if self._folder is not None and self._folder.key is not None:
-            layouts = [self.units[index].layout() for index in self._in_file]
-            path = self._layout_path(self._folder)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(layouts), encoding="utf-8")
-            partial.replace(path)
-        self._file = writer.finish()
-
-    @staticmethod
-    def _layout_path(folder: Folder) -> Path:
-        return folder.path / f"{folder.key}.layout.json"

@@ -307,6 +307,7 @@ def test_f10_without_a_gpu_nothing_can_be_locked() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_locked_memory_on_a_gpu(file: UnitFile) -> None:
     memory = aligned(SIZES[0], pinned=True)
     assert memory.is_pinned()

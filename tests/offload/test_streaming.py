@@ -119,17 +119,18 @@ def test_the_file_of_a_checkpoint_is_written_once(tmp_path: Path) -> None:
 
 
 def damaged(path: Path) -> None:
-    """Flip a bit of the last layer."""
+    """Flip a bit of some layer."""
+    place = path.stat().st_size // 2
     with path.open("r+b") as file:
-        file.seek(-9, 2)
+        file.seek(place)
         byte = file.read(1)[0]
-        file.seek(-9, 2)
+        file.seek(place)
         file.write(bytes([byte ^ 4]))
 
 
 def cut(path: Path) -> None:
     with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 8192)
+        file.truncate(path.stat().st_size // 2)
 
 
 @pytest.mark.parametrize("harm", [damaged, cut])
@@ -138,7 +139,7 @@ def test_f9_a_file_that_changes_under_a_running_engine(harm: Any, tmp_path: Path
     model.save_pretrained(folder)
     with llm_of(str(folder), offload=offload_at("disk", model, files)) as llm, llm_of(model) as other:
         wanted = answers(llm)
-        (path,) = (path for path in files.iterdir() if path.suffix != ".json")
+        (path,) = files.iterdir()
         kept = path.read_bytes()
         harm(path)
         for _ in range(2):
