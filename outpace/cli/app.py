@@ -9,7 +9,22 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from outpace._version import __version__
-from outpace.cli import bench, chat, complete, eval, generate, info, models, quantize, run_batch, serve, shard, verify
+from outpace.cli import (
+    bench,
+    chat,
+    complete,
+    eval,
+    generate,
+    info,
+    models,
+    plan,
+    probe,
+    quantize,
+    run_batch,
+    serve,
+    shard,
+    verify,
+)
 from outpace.cli.suggest import Group
 from outpace.errors import ConfigError, InputError, NotSupportedYet, OutpaceError
 
@@ -31,6 +46,8 @@ app.command("eval", add_help_option=False, context_settings=dict(serve.CONTEXT))
 app.command("generate")(generate.command)
 app.command("info")(info.command)
 app.command("models")(models.command)
+app.command("plan")(plan.command)
+app.command("probe")(probe.command)
 app.command("quantize")(quantize.command)
 app.command("run-batch")(run_batch.command)
 app.command("serve", add_help_option=False, context_settings=dict(serve.CONTEXT))(serve.command)

@@ -1,0 +1,176 @@
+"""The numbers of a model for the planner, from its skeleton: no weights are needed."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.cache.kv_cache import BLOCK_SIZE, block_bytes, page_dtype
+from outpace.errors import NotSupported
+from outpace.inject.linears import is_linear, is_transposed, role_of
+from outpace.inject.policy import READERS
+from outpace.loading.inspect import describe
+from outpace.offload.numbers import Experts, Layer, Numbers
+from outpace.offload.store_layout import ALIGN
+from outpace.quant.asked import NAMED
+from outpace.quant.rules import Role, Rules
+
+SCHEMES = ("int8", "int4", "fp8")
+TENSOR_ALIGN = 256
+WORKSPACE = 256 << 20
+"""Bytes for graphs, tables and what kernels need, whatever the step."""
+_SHORT: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def precisions(dtype: torch.dtype) -> tuple[str, ...]:
+    """The dtype itself by its name, and the schemes."""
+    return (_SHORT[dtype], *SCHEMES)
+
+
+def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
+    """Sizes and costs of a model that runs in `dtype`."""
+    layers = layers_of(model)
+    config, names = _text_config(model), precisions(dtype)
+    inside = {id(weight) for layer in layers for weight in layer.parameters()}
+    outside = {name: weight for name, weight in model.named_parameters() if id(weight) not in inside}
+    embedding, head = _ends(model)
+    tied = head is None or head is embedding
+    rest = sum(weight.numel() for weight in outside.values()) * dtype.itemsize
+    heads = {name: _head_bytes(head if head is not None else embedding, name, tied, dtype) for name in names}
+    found = [_Weights(model, layer, dtype) for layer in layers]
+    made = tuple(weights.layer(names, _attention(config, index, dtype)) for index, weights in enumerate(found))
+    chosen_by = head if head is not None else embedding
+    width = int(getattr(config, "hidden_size", 0) or 0)
+    vocabulary = 0 if chosen_by is None else chosen_by.shape[0]
+    return Numbers(
+        layers=made,
+        rest={name: rest + (0 if tied else heads[name] - heads[names[0]]) for name in names},
+        head=heads,
+        head_flops=0 if chosen_by is None else 2 * chosen_by.numel(),
+        workspace=WORKSPACE,
+        token_workspace=dtype.itemsize * (4 * width + max(weights.width(width) for weights in found)),
+        hidden_bytes=2 * dtype.itemsize * width,
+        choice_bytes=2 * torch.float32.itemsize * vocabulary,
+        page=BLOCK_SIZE,
+    )
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: the members of its largest list of modules that is in no other list."""
+    lists: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{other}.") for other in lists):
+            lists[path] = module
+    sized = [(sum(weight.numel() for weight in each.parameters()), each) for each in lists.values()]
+    largest = max(sized, key=lambda pair: pair[0], default=(0, None))[1]
+    if largest is None or not len(largest):
+        raise NotSupported(f"model: {type(model).__name__} has no list of layers, so nothing of it can be streamed")
+    return list(largest)
+
+
+class _Weights:
+    """The weights of one layer."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module, dtype: torch.dtype) -> None:
+        info = describe(model)
+        self._layer, self._dtype = layer, dtype
+        self._total, self._per_token = info.num_experts, info.experts_per_token
+        self._roles = dict(self._found())
+
+    def _found(self) -> Iterator[tuple[str, tuple[Role, tuple[int, ...]]]]:
+        """Weights that schemes apply to, with their shapes [.., N, K]."""
+        for path, module in self._layer.named_modules():
+            if is_linear(module):
+                weight = module.get_parameter("weight")
+                shape = tuple(reversed(weight.shape)) if is_transposed(module) else tuple(weight.shape)
+                yield f"{path}.weight", (role_of(path), shape)
+        for name, weight in self._layer.named_parameters():
+            if self._stacked(weight):
+                yield name, ("experts", tuple(weight.shape))
+
+    def _stacked(self, weight: nn.Parameter) -> bool:
+        return weight.dim() == 3 and 0 < self._total == len(weight)
+
+    def _bytes(self, name: str, weight: nn.Parameter, precision: str) -> int:
+        """Of a weight, its scales beside it, each on a border of its own."""
+        scheme = None
+        if precision in SCHEMES and name in self._roles:
+            role, shape = self._roles[name]
+            scheme = Rules(NAMED[precision], fit=True).of(role, [name], shape)
+        if scheme is None:
+            return _aligned(weight.numel() * self._dtype.itemsize, TENSOR_ALIGN)
+        parts = scheme.tensors(self._roles[name][1]).values()
+        return sum(_aligned(math.prod(size) * kind.itemsize, TENSOR_ALIGN) for size, kind in parts)
+
+    def layer(self, names: Sequence[str], attention: tuple[int, int, int]) -> Layer:
+        """Its numbers; attention: bytes of a key and a value, operations, and the window."""
+        own = dict(self._layer.named_parameters())
+        sizes = {name: sum(self._bytes(path, weight, name) for path, weight in own.items()) for name in names}
+        stacks = {path: weight for path, weight in own.items() if self._stacked(weight)}
+        experts = None
+        if stacks and self._per_token:
+            one = {
+                name: sum(self._bytes(path, weight, name) for path, weight in stacks.items()) // self._total
+                for name in names
+            }
+            experts = Experts(self._total, self._per_token, one)
+        stacked = sum(weight.numel() for weight in stacks.values())
+        dense = sum(weight.numel() for weight in own.values() if weight.dim() > 1) - stacked
+        used = stacked if experts is None else stacked * experts.per_token // experts.total
+        kv_bytes, operations, window = attention
+        return Layer(
+            weights={name: _aligned(size, ALIGN) for name, size in sizes.items()},
+            flops=2 * (dense + used),
+            kv_bytes=kv_bytes,
+            attention_flops=operations,
+            window=window,
+            experts=experts,
+        )
+
+    def width(self, hidden: int) -> int:
+        """Numbers that a token becomes inside of the layer, about: all that its products give."""
+        dense = sum(shape[-2] for role, shape in self._roles.values() if role != "experts")
+        stacked = sum(math.prod(shape[1:]) for role, shape in self._roles.values() if role == "experts")
+        return dense + (self._per_token * stacked // hidden if hidden else 0)
+
+
+def _attention(config: Any, index: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of a key and a value, operations for each token that is looked at, and the window, of one layer."""
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    if not heads:
+        return 0, 0, 0
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention, which pages keep as ordinary keys and values
+        key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    else:
+        key = value = int(READERS["head_dim"](config, index))
+    shape = (int(READERS["num_kv_heads"](config, index)), key, value)
+    window = int(READERS["window"](config, index) or 0)
+    return block_bytes([shape], page_dtype("auto", dtype), block_size=1), 2 * heads * (key + value), window
+
+
+def _ends(model: Any) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """The weights of embedding and head; None: the model has none."""
+    found = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    first, last = (getattr(module, "weight", None) for module in found)
+    return first, last
+
+
+def _head_bytes(weight: nn.Parameter | None, precision: str, tied: bool, dtype: torch.dtype) -> int:
+    """Of the head: int8 beside any scheme, but as it is where it is the embedding too."""
+    if weight is None:
+        return 0
+    scheme = None if tied or precision not in SCHEMES else Rules(NAMED[precision], fit=True).of(
+        "head", ["lm_head.weight"], tuple(weight.shape)
+    )  # fmt: skip
+    return weight.numel() * dtype.itemsize if scheme is None else scheme.nbytes(tuple(weight.shape))
+
+
+def _text_config(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _aligned(size: int, border: int) -> int:
+    return -(-size // border) * border

@@ -1,0 +1,60 @@
+"""Usual devices, for plans on a machine that has none of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outpace.offload.numbers import Rates
+
+REACHED = Rates(bandwidth=0.90, flops=0.80, link=0.86)
+"""Parts of a data sheet that are reached. An H200 was measured to read 4.3 of its 4.8 TB/s, to compute 790 of its 989
+TFLOP/s in bf16, and to copy 55 of the 64 GB/s of its link (PCIe 5.0 x16)."""
+DISK = 5e9
+"""Bytes per second of a usual NVMe drive (PCIe 4.0 x4 reads 5 to 7 GB/s), where none can be measured."""
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # x16
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device as its data sheet has it."""
+
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes per second."""
+    flops: float
+    """Operations per second of dense products in bf16 or fp16."""
+    link: float
+    """Bytes per second from the host, in one direction."""
+    fp8: bool = False
+    """Whether it multiplies in fp8."""
+
+    @property
+    def rates(self) -> Rates:
+        """What is reached of that."""
+        assert REACHED.link is not None
+        return Rates(self.bandwidth * REACHED.bandwidth, self.flops * REACHED.flops, self.link * REACHED.link)
+
+
+# NVIDIA's data sheets and white papers; dense figures, with fp32 sums: where a sheet names those with sparsity, half.
+CARDS: Mapping[str, Card] = {
+    "t4": Card(16e9, 320e9, 65e12, _PCIE3),
+    "4090": Card(24e9, 1008e9, 165.2e12, _PCIE4, fp8=True),
+    "3090": Card(24e9, 936e9, 71e12, _PCIE4),
+    "a10": Card(24e9, 600e9, 125e12, _PCIE4),
+    "l4": Card(24e9, 300e9, 121e12, _PCIE4, fp8=True),
+    "5090": Card(32e9, 1792e9, 209.5e12, _PCIE5, fp8=True),
+    "v100": Card(32e9, 900e9, 125e12, _PCIE3),
+    "a100-40gb": Card(40e9, 1555e9, 312e12, _PCIE4),
+    "a6000": Card(48e9, 768e9, 154.8e12, _PCIE4),
+    "l40s": Card(48e9, 864e9, 362e12, _PCIE4, fp8=True),
+    "a100": Card(80e9, 2039e9, 312e12, _PCIE4),
+    "h100": Card(80e9, 3350e9, 989e12, _PCIE5, fp8=True),
+    "h200": Card(141e9, 4800e9, 989e12, _PCIE5, fp8=True),
+    "b200": Card(180e9, 7700e9, 2250e12, _PCIE5, fp8=True),
+}
+"""By their names on the command line, small ones first."""
+
+
+def card_with(memory: float) -> str:
+    """The first of them with so much memory, or else the largest."""
+    return next((name for name, card in CARDS.items() if card.memory >= memory), list(CARDS)[-1])
