@@ -71,13 +71,15 @@ def command(
         gpu, gpu_memory, ram, nvme, link_gbs=link_gbs, disk_gbs=disk_gbs, device_gbs=device_gbs, tflops=tflops
     )
     numbers, names = _numbers(model, dtype, layers)
+    if there.rates.link is None:
+        numbers = replace(numbers, workspace=0)  # no CUDA takes it
     wanted = _chosen(names, precision, there.fp8)
     found = plans(numbers, there.budgets, there.rates, work, precisions=wanted)
     best = max(found, key=lambda plan: plan.tokens_per_second)
     shown = found if every else _fastest(found)
     limits = [_limit(plan, numbers, there, work) for plan in shown]
     helps = relief(numbers, there.budgets, there.rates, work, precisions=[best.precision])
-    lines = advice(model, nvme, found, names[0], work, there)
+    lines = advice(model, nvme, found, names[0], work, numbers.page, there)
     if as_json:
         rows = [as_data(plan, limit) for plan, limit in zip(shown, limits, strict=True)]
         typer.echo(json.dumps({"machine": there.data, "work": asdict(work), "plans": rows, "relief": helps, **lines}))

@@ -63,29 +63,31 @@ def as_data(plan: Plan, limit: float) -> dict[str, object]:
 
 
 def advice(
-    model: str, nvme: Path | None, found: Sequence[Plan], own: str, work: Work, there: Machine
+    model: str, nvme: Path | None, found: Sequence[Plan], own: str, work: Work, page: int, there: Machine
 ) -> dict[str, str]:
     """Commands for the fastest plan, and for the fastest that leaves the weights as they are."""
     fastest = max(found, key=lambda plan: plan.tokens_per_second)
     unchanged = [plan for plan in found if plan.precision == own]
-    lines = {"fastest": _command(model, nvme, fastest, own, work, there)}
+    lines = {"fastest": _command(model, nvme, fastest, own, work, page, there)}
     if unchanged and fastest.precision != own:
         best = max(unchanged, key=lambda plan: plan.tokens_per_second)
-        lines["fastest_with_weights_as_they_are"] = _command(model, nvme, best, own, work, there)
+        lines["fastest_with_weights_as_they_are"] = _command(model, nvme, best, own, work, page, there)
     return lines
 
 
-def _command(model: str, nvme: Path | None, plan: Plan, own: str, work: Work, there: Machine) -> str:
+def _command(model: str, nvme: Path | None, plan: Plan, own: str, work: Work, page: int, there: Machine) -> str:
     places, schedule = plan.places, plan.schedule
     words = ["outpace", "serve", model, "--dtype", own]
     if plan.precision != own:
         words += ["--quantization", plan.precision]
     if plan.placement.slots:
-        words += ["--offload-device-memory", _size(there.budgets.device)]
-        if there.rates.link is not None:
-            words += ["--offload-host-memory", _size(there.budgets.host)]
-        if places.disk and nvme is not None:
-            words += ["--offload-nvme", str(nvme)]
+        own_memory = places.rest + places.layers + places.ring  # what counts on a CPU
+        device = there.budgets.device if there.rates.link is not None else own_memory
+        words += ["--offload-device-memory", _size(device)]
+        words += ["--offload-host-memory", _size(there.budgets.host)]  # 0 on a CPU: they would fill the same memory
+        words += ["--offload-nvme", str(nvme)] if places.disk and nvme is not None else []
+        pages = schedule.batch * -(-(work.prompt + work.new) // page)
+        words += ["--num-gpu-blocks-override", str(pages)]
     words += ["--max-num-seqs", str(schedule.batch), "--max-num-batched-tokens", str(schedule.step_tokens)]
     return shlex.join([*words, "--max-model-len", str(work.prompt + work.new)])
 

@@ -12,15 +12,13 @@ from outpace.errors import NotSupported
 from outpace.inject.linears import is_linear, is_transposed, role_of
 from outpace.inject.policy import READERS
 from outpace.loading.inspect import describe
+from outpace.loading.offload import CONTEXT
 from outpace.offload.numbers import Experts, Layer, Numbers
-from outpace.offload.store_layout import ALIGN
+from outpace.offload.units import find_layers, unit_bytes
 from outpace.quant.asked import NAMED
 from outpace.quant.rules import Role, Rules
 
 SCHEMES = ("int8", "int4", "fp8")
-TENSOR_ALIGN = 256
-WORKSPACE = 256 << 20
-"""Bytes for graphs, tables and what kernels need, whatever the step."""
 _SHORT: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -31,7 +29,9 @@ def precisions(dtype: torch.dtype) -> tuple[str, ...]:
 
 def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
     """Sizes and costs of a model that runs in `dtype`."""
-    layers = layers_of(model)
+    layers = [layer for _, layer in find_layers(model)]
+    if not layers:
+        raise NotSupported(f"model: {type(model).__name__} has no list of layers, so nothing of it can be streamed")
     config, names = _text_config(model), precisions(dtype)
     inside = {id(weight) for layer in layers for weight in layer.parameters()}
     outside = {name: weight for name, weight in model.named_parameters() if id(weight) not in inside}
@@ -43,31 +43,19 @@ def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
     made = tuple(weights.layer(names, _attention(config, index, dtype)) for index, weights in enumerate(found))
     chosen_by = head if head is not None else embedding
     width = int(getattr(config, "hidden_size", 0) or 0)
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
     vocabulary = 0 if chosen_by is None else chosen_by.shape[0]
     return Numbers(
         layers=made,
         rest={name: rest + (0 if tied else heads[name] - heads[names[0]]) for name in names},
         head=heads,
         head_flops=0 if chosen_by is None else 2 * chosen_by.numel(),
-        workspace=WORKSPACE,
-        token_workspace=dtype.itemsize * (4 * width + max(weights.width(width) for weights in found)),
+        workspace=CONTEXT,
+        token_workspace=dtype.itemsize * (2 * inner + 6 * width),  # what loading.offload keeps free
         hidden_bytes=2 * dtype.itemsize * width,
-        choice_bytes=2 * torch.float32.itemsize * vocabulary,
+        choice_bytes=(dtype.itemsize + 16) * vocabulary,
         page=BLOCK_SIZE,
     )
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: the members of its largest list of modules that is in no other list."""
-    lists: dict[str, nn.ModuleList] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{other}.") for other in lists):
-            lists[path] = module
-    sized = [(sum(weight.numel() for weight in each.parameters()), each) for each in lists.values()]
-    largest = max(sized, key=lambda pair: pair[0], default=(0, None))[1]
-    if largest is None or not len(largest):
-        raise NotSupported(f"model: {type(model).__name__} has no list of layers, so nothing of it can be streamed")
-    return list(largest)
 
 
 class _Weights:
@@ -93,47 +81,39 @@ class _Weights:
     def _stacked(self, weight: nn.Parameter) -> bool:
         return weight.dim() == 3 and 0 < self._total == len(weight)
 
-    def _bytes(self, name: str, weight: nn.Parameter, precision: str) -> int:
-        """Of a weight, its scales beside it, each on a border of its own."""
+    def _parts(self, name: str, weight: nn.Parameter, precision: str) -> list[int]:
+        """Bytes of a weight, and of the scales beside it."""
         scheme = None
         if precision in SCHEMES and name in self._roles:
             role, shape = self._roles[name]
             scheme = Rules(NAMED[precision], fit=True).of(role, [name], shape)
         if scheme is None:
-            return _aligned(weight.numel() * self._dtype.itemsize, TENSOR_ALIGN)
-        parts = scheme.tensors(self._roles[name][1]).values()
-        return sum(_aligned(math.prod(size) * kind.itemsize, TENSOR_ALIGN) for size, kind in parts)
+            return [weight.numel() * self._dtype.itemsize]
+        return [math.prod(size) * kind.itemsize for size, kind in scheme.tensors(self._roles[name][1]).values()]
+
+    def _unit(self, weights: Mapping[str, nn.Parameter], precision: str) -> int:
+        return unit_bytes(size for path, each in weights.items() for size in self._parts(path, each, precision))
 
     def layer(self, names: Sequence[str], attention: tuple[int, int, int]) -> Layer:
         """Its numbers; attention: bytes of a key and a value, operations, and the window."""
         own = dict(self._layer.named_parameters())
-        sizes = {name: sum(self._bytes(path, weight, name) for path, weight in own.items()) for name in names}
         stacks = {path: weight for path, weight in own.items() if self._stacked(weight)}
         experts = None
         if stacks and self._per_token:
-            one = {
-                name: sum(self._bytes(path, weight, name) for path, weight in stacks.items()) // self._total
-                for name in names
-            }
+            one = {name: self._unit(stacks, name) // self._total for name in names}
             experts = Experts(self._total, self._per_token, one)
         stacked = sum(weight.numel() for weight in stacks.values())
         dense = sum(weight.numel() for weight in own.values() if weight.dim() > 1) - stacked
         used = stacked if experts is None else stacked * experts.per_token // experts.total
         kv_bytes, operations, window = attention
         return Layer(
-            weights={name: _aligned(size, ALIGN) for name, size in sizes.items()},
+            weights={name: self._unit(own, name) for name in names},
             flops=2 * (dense + used),
             kv_bytes=kv_bytes,
             attention_flops=operations,
             window=window,
             experts=experts,
         )
-
-    def width(self, hidden: int) -> int:
-        """Numbers that a token becomes inside of the layer, about: all that its products give."""
-        dense = sum(shape[-2] for role, shape in self._roles.values() if role != "experts")
-        stacked = sum(math.prod(shape[1:]) for role, shape in self._roles.values() if role == "experts")
-        return dense + (self._per_token * stacked // hidden if hidden else 0)
 
 
 def _attention(config: Any, index: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -170,7 +150,3 @@ def _head_bytes(weight: nn.Parameter | None, precision: str, tied: bool, dtype: 
 def _text_config(model: Any) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _aligned(size: int, border: int) -> int:
-    return -(-size // border) * border

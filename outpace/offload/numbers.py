@@ -69,7 +69,7 @@ class Numbers:
     token_workspace: int = 0
     """And for each token of a micro-batch, inside of a layer."""
     hidden_bytes: int = 0
-    """And for each token of a step, between layers."""
+    """And for each token of the other micro-batches of a step, between layers."""
     choice_bytes: int = 0
     """And for each request of which a token is chosen."""
     page: int = 1

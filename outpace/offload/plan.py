@@ -14,13 +14,11 @@ from outpace.offload.predict import Clock, Prediction, Resource, Schedule
 
 Kind = Literal["mixed", "host", "disk"]
 
-SLOTS = 2
-DISK_SLOTS = 3
-"""Slots where some layers come from disk, as the runtime has them."""
-STAGING = 2
+SLOTS = 2  # as the runtime has them: a third one cannot make the link faster, and takes memory
+STAGING = 3
 """Buffers in host memory that layers on disk pass through, each as large as the largest of them."""
-MICRO_TOKENS = (512, 2048, 8192)
-"""Tokens of a micro-batch that are tried."""
+MICRO_TOKENS = tuple(512 << power for power in range(8))
+"""Tokens of a micro-batch that are tried, up to those of all prompts of a batch."""
 ENOUGH = 1.01
 """A relief that is worth naming."""
 
@@ -76,10 +74,13 @@ def best_plan(
     work: Work,
     *,
     precisions: Sequence[str],
+    micro_batches: int = 1,
     efficiency: Efficiency | None = None,
 ) -> Plan:
     """The plan with the most tokens per second by prediction; of equal ones the one that takes least of the device."""
-    found = plans(numbers, budgets, rates, work, precisions=precisions, efficiency=efficiency)
+    found = plans(
+        numbers, budgets, rates, work, precisions=precisions, micro_batches=micro_batches, efficiency=efficiency
+    )
     return max(found, key=lambda plan: (plan.tokens_per_second, -plan.places.device))
 
 
@@ -90,12 +91,16 @@ def plans(
     work: Work,
     *,
     precisions: Sequence[str],
+    micro_batches: int = 1,
     efficiency: Efficiency | None = None,
 ) -> list[Plan]:
-    """The best of each precision, kind of placement and batch that fits; ConfigError: nothing does."""
+    """The best of each precision, kind of placement and batch that fits; ConfigError: nothing does.
+
+    micro_batches: most of them that use a layer while it is loaded; the runtime runs all tokens of a step at once.
+    """
     if not precisions or not numbers.layers:
         raise ConfigError("plan: expected a model with layers, and at least one precision")
-    planner = _Planner(numbers, budgets, rates, work, efficiency or Efficiency())
+    planner = _Planner(numbers, budgets, rates, work, efficiency or Efficiency(), micro_batches)
     found = [
         plan for precision in precisions for batch in batches(work.requests) for plan in planner.of(precision, batch)
     ]
@@ -111,6 +116,7 @@ def relief(
     work: Work,
     *,
     precisions: Sequence[str],
+    micro_batches: int = 1,
     efficiency: Efficiency | None = None,
 ) -> dict[Resource, float]:
     """How many times as fast the best plan would be with twice as much of a resource, where that helps; best first."""
@@ -126,7 +132,9 @@ def relief(
         more["disk"] = (budgets, Rates(rates.bandwidth, rates.flops, rates.link, 2 * rates.disk))
 
     def speed(budgets: Budgets, rates: Rates) -> float:
-        best = best_plan(numbers, budgets, rates, work, precisions=precisions, efficiency=efficiency)
+        best = best_plan(
+            numbers, budgets, rates, work, precisions=precisions, micro_batches=micro_batches, efficiency=efficiency
+        )
         return best.tokens_per_second
 
     now = speed(budgets, rates)
@@ -143,8 +151,16 @@ def batches(requests: int) -> list[int]:
 class _Planner:
     """Tries out what fits."""
 
-    def __init__(self, numbers: Numbers, budgets: Budgets, rates: Rates, work: Work, efficiency: Efficiency) -> None:
-        self._numbers, self._rates, self._work = numbers, rates, work
+    def __init__(
+        self,
+        numbers: Numbers,
+        budgets: Budgets,
+        rates: Rates,
+        work: Work,
+        efficiency: Efficiency,
+        micro_batches: int,
+    ) -> None:
+        self._numbers, self._rates, self._work, self._most = numbers, rates, work, micro_batches
         self._budgets = budgets if rates.disk is not None else Budgets(budgets.device, budgets.host)
         if rates.link is None:  # the device is the host: what would be in its memory is on the device
             self._budgets = Budgets(self._budgets.device, 0, self._budgets.disk)
@@ -168,8 +184,8 @@ class _Planner:
     def _schedules(self, batch: int) -> Iterator[Schedule]:
         """Micro-batches of each size, and twice as many of them until one step has all prompts of a batch."""
         tokens = batch * self._work.prompt
-        for micro in sorted({min(max(size, batch), tokens) for size in MICRO_TOKENS}):
-            number, enough = 1, -(-tokens // micro)
+        for micro in sorted({min(max(size, batch), tokens) for size in (*MICRO_TOKENS, tokens)}):
+            number, enough = 1, min(self._most, -(-tokens // micro))
             while number < enough:
                 yield Schedule(batch, micro, number)
                 number *= 2
@@ -185,23 +201,19 @@ class _Planner:
     def _workspace(self, schedule: Schedule) -> int:
         numbers = self._numbers
         inside = schedule.micro_tokens * numbers.token_workspace + schedule.batch * numbers.choice_bytes
-        return numbers.workspace + inside + schedule.step_tokens * numbers.hidden_bytes
+        between = (schedule.step_tokens - schedule.micro_tokens) * numbers.hidden_bytes
+        return numbers.workspace + inside + between
 
     def _placements(self, precision: str, schedule: Schedule) -> Iterator[tuple[Kind, Placement]]:
         sizes, left, budgets = self._numbers.sizes(precision), self._left(precision, schedule), self._budgets
-        for placement in self._mixed(sizes, left):
-            yield "mixed", placement
+        with suppress(ConfigError):
+            for placement in placements(sizes, left, budgets.host, budgets.disk, SLOTS, staging=self._staging):
+                yield "mixed", placement
         if SLOTS * max(sizes) <= left and sum(sizes) <= budgets.host:
             yield "host", Placement(everywhere("host", len(sizes)), SLOTS)
         staging = self._staging * max(sizes)
-        if DISK_SLOTS * max(sizes) <= left and sum(sizes) <= (budgets.disk or 0) and staging <= budgets.host:
-            yield "disk", Placement(everywhere("disk", len(sizes)), DISK_SLOTS)
-
-    def _mixed(self, sizes: tuple[int, ...], left: int) -> Iterator[Placement]:
-        """Without a disk, and with one; whoever asks takes the faster."""
-        for disk, slots in ((None, SLOTS), (self._budgets.disk, DISK_SLOTS)):
-            with suppress(ConfigError):
-                yield from placements(sizes, left, self._budgets.host, disk, slots, staging=self._staging)
+        if SLOTS * max(sizes) <= left and sum(sizes) <= (budgets.disk or 0) and staging <= budgets.host:
+            yield "disk", Placement(everywhere("disk", len(sizes)), SLOTS)
 
     def _plan(self, precision: str, kind: Kind, placement: Placement, schedule: Schedule) -> Plan:
         sizes = self._numbers.sizes(precision)
@@ -226,9 +238,8 @@ class _Planner:
         precision = min(precisions, key=lambda name: sum(self._numbers.sizes(name)))
         schedule = min(self._schedules(1), key=self._workspace)
         left, sizes = self._left(precision, schedule), self._numbers.sizes(precision)
-        slots = SLOTS if self._budgets.disk is None else DISK_SLOTS
         try:
-            list(placements(sizes, left, self._budgets.host, self._budgets.disk, slots, staging=self._staging))
+            list(placements(sizes, left, self._budgets.host, self._budgets.disk, SLOTS, staging=self._staging))
         except ConfigError as error:
             taken = size_text(self._budgets.device - left)
             return ConfigError(f"{error}. That is {precision} with one request; what is not layers takes {taken}")

@@ -14,7 +14,7 @@ from outpace.bench.shapes import SHAPES, config_of
 from outpace.cli.app import app
 from outpace.cli.flags import llm_flags
 from outpace.errors import ConfigError, ModelError
-from outpace.loading.numbers import layers_of, numbers_of
+from outpace.loading.numbers import numbers_of
 from outpace.loading.skeleton import skeleton
 from outpace.offload import probe as probing
 from outpace.offload.cards import CARDS, card_with
@@ -22,7 +22,7 @@ from outpace.offload.probe import Probe
 from tests.models import tiny
 
 H200 = ("--gpu", "h200", "--ram", "64GB", "--requests", "8")
-SMALL = (*H200, "--gpu-memory", "300MB")
+SMALL = (*H200, "--gpu-memory", "700MB")
 
 
 def run(*args: str | Path, wide: int = 200) -> Result:
@@ -136,7 +136,9 @@ def test_a_cpu_reads_from_disk(cache: Path, tmp_path: Path) -> None:
     assert found["machine"]["budgets"]["host"] == 0
     bf16 = found["plans"][0]
     assert set(bf16["tiers"]) == {"device", "disk"}
-    assert "--offload-host-memory" not in found["fastest"]
+    assert "--offload-host-memory 0 " in found["fastest"], "it is the same memory"
+    weights = sum(bf16["bytes"][part] for part in ("rest", "layers", "ring"))
+    assert f"--offload-device-memory {weights // 10**7 / 100:g}GB" in found["fastest"]
     assert len(list((cache / "rates").iterdir())) == 1, "rates are kept"
 
 
@@ -205,8 +207,8 @@ def test_experts_and_windows_are_seen() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom", "mixtral"])
 def test_layers_are_found(family: str) -> None:
     model = tiny(family)
-    assert len(layers_of(model)) == model.config.num_hidden_layers
     numbers = numbers_of(model, torch.float32)
+    assert len(numbers.layers) == model.config.num_hidden_layers
     assert min(layer.kv_bytes for layer in numbers.layers) > 0
     assert numbers.head_flops > 0
 

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import ConfigError
+from outpace.offload import asked
 from outpace.offload.numbers import Budgets, Efficiency, Experts, Layer, Numbers, Rates, Work
 from outpace.offload.place import Placement, everywhere
-from outpace.offload.plan import STAGING, Plan, batches, best_plan, plans, relief
+from outpace.offload.plan import SLOTS, STAGING, Plan, batches, best_plan, plans, relief
 from outpace.offload.predict import Schedule, predict
 
 RATES = Rates(bandwidth=4e3, flops=8e5, link=50.0, disk=5.0)
@@ -153,11 +154,15 @@ def test_prompts_of_many_requests_load_each_layer_once() -> None:
     """Steps of one micro-batch would load all layers for each of them."""
     work = Work(prompt=600, new=2, requests=16)
     model = dataclasses.replace(numbers([30_000] * 8), token_workspace=100)
-    plan = best_plan(model, Budgets(500_000, 480_000), RATES, work, precisions=["bf16"])
+    plan = best_plan(model, Budgets(500_000, 480_000), RATES, work, precisions=["bf16"], micro_batches=64)
     assert plan.placement.slots == 2
     assert plan.schedule.batch == 16
     assert plan.schedule.micro_batches > 1
     assert plan.prediction.prompt_steps == 1
+
+
+def test_slots_and_buffers_are_those_of_the_runtime() -> None:
+    assert (SLOTS, STAGING) == (asked.SLOTS, asked.BUFFERS)
 
 
 def test_few_tokens_read_few_experts() -> None:
