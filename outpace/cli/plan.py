@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outpace.cli.model import SameModel, one_model
 from outpace.cli.plan_machine import Machine, machine
 from outpace.cli.plan_report import advice, as_data, plan_table
 from outpace.cli.results import Files
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, InputError
 from outpace.offload.cards import CARDS
 from outpace.offload.numbers import PERFECT, Numbers, Work
 from outpace.offload.plan import Plan, plans, relief
@@ -27,8 +28,10 @@ GBS = "in GB/s, instead of what is measured or known"
 
 def command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A config.json, a folder with one, or a shape of `outpace bench`.")
-    ],
+        str | None,
+        typer.Argument(metavar="MODEL", help="A config.json, a folder with one, or a shape of `outpace bench`."),
+    ] = None,
+    same_model: SameModel = None,
     gpu: Annotated[
         str | None,
         typer.Option("--gpu", metavar="NAME", help=f"Plan for {', '.join(CARDS)} or cpu.", show_default="this machine"),
@@ -60,17 +63,21 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print every plan as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the table into this file.")] = None,
 ) -> None:
-    """Say how a model runs that is larger than the device: which layers live where, which precision, how many requests
-    at once, how many tokens per second that gives, and what limits it.
+    """Say where the layers of a model should live, and how fast.
 
-    Needs neither weights nor a GPU. Rates are those that `outpace probe` measures here, or those of a usual device.
+    For models larger than the device: which layers live where, in which precision, how many requests run at once, how
+    many tokens per second that gives, and what limits it. Needs neither weights nor a GPU: rates are those that
+    `outpace probe` measures here, or those of a usual device.
     """
     work = Work(prompt, gen, requests)
+    name = one_model(model, same_model)
+    if name is None:
+        raise InputError("model: name a config.json, a folder with one, or a shape such as llama-3.1-70b")
     files = Files(plot=plot)
     there = machine(
         gpu, gpu_memory, ram, nvme, link_gbs=link_gbs, disk_gbs=disk_gbs, device_gbs=device_gbs, tflops=tflops
     )
-    numbers, names = _numbers(model, dtype, layers)
+    numbers, names = _numbers(name, dtype, layers)
     if there.rates.link is None:
         numbers = replace(numbers, workspace=0)  # no CUDA takes it
     wanted = _chosen(names, precision, there.fp8)
@@ -79,16 +86,16 @@ def command(
     shown = found if every else _fastest(found)
     limits = [_limit(plan, numbers, there, work) for plan in shown]
     helps = relief(numbers, there.budgets, there.rates, work, precisions=[best.precision])
-    lines = advice(model, nvme, found, names[0], work, numbers.page, there)
+    lines = advice(name, nvme, found, names[0], work, numbers.page, there)
     if as_json:
         rows = [as_data(plan, limit) for plan, limit in zip(shown, limits, strict=True)]
         typer.echo(json.dumps({"machine": there.data, "work": asdict(work), "plans": rows, "relief": helps, **lines}))
     else:
-        _print(model, there, work, plan_table(shown, limits, best), helps, lines)
+        _print(name, there, work, plan_table(shown, limits, best), helps, lines)
     if files.plot is not None:
         from outpace.offload.picture import draw
 
-        draw(_title(model, there, work), shown, limits, files.plot)
+        draw(_title(name, there, work), shown, limits, files.plot)
 
 
 def _numbers(model: str, dtype: str | None, layers: int | None) -> tuple[Numbers, tuple[str, ...]]:

@@ -29,9 +29,9 @@ def command(
     again: Annotated[bool, typer.Option("--again", help="Measure now, whatever is known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Measure what device, link and disk do, in about 2 s; the next time it is read from the cache folder.
+    """Measure how fast device, link and disk are.
 
-    A disk is measured with a file of 1 GiB, which is removed again.
+    That takes about 2 s; the next time it is read from the cache folder. A disk is measured with a file of 1 GiB, which is removed again.
     """
     check_folder(nvme)
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from outpace.bench.shapes import SHAPES, config_of
 from outpace.cli.app import app
 from outpace.cli.flags import llm_flags
-from outpace.errors import ConfigError, ModelError
+from outpace.errors import ConfigError, InputError, ModelError
 from outpace.loading.numbers import numbers_of
 from outpace.loading.skeleton import skeleton
 from outpace.offload import probe as probing
@@ -160,6 +160,8 @@ def test_a_picture(tmp_path: Path) -> None:
         (("llama-3.1-70b", *H200, "--precision", "int3"), ConfigError, r"^precision: .*bf16, int8, int4, fp8"),
         (("llama-3.1-70b", *H200, "--dtype", "int3"), ConfigError, r"^dtype: "),
         (("no-such-model", *H200), ModelError, r"^model: .*llama-3.1-70b"),
+        (H200, InputError, r"^model: name a config.json"),
+        (("llama-3.1-70b", "-m", "llama-3.1-8b"), InputError, r"^model: given twice"),
         (("llama-3.1-70b", "--gpu", "cpu", "--gpu-memory", "3GB"), ConfigError, r"^gpu: a CPU has neither"),
         (("llama-3.1-70b", "--gpu", "cpu", "--nvme", "/not/here"), ConfigError, r"^nvme: /not/here is no folder"),
         (
