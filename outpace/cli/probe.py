@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """Measure how fast device, link and disk are.
 
-    That takes about 2 s; the next time it is read from the cache folder. A disk is measured with a file of 1 GiB, which is removed again.
+    That takes about 2 s; the next time it is read from the cache folder. A disk is measured with a file of 1 GiB,
+    which is removed again.
     """
     check_folder(nvme)
 
