@@ -141,8 +141,8 @@ class Efficiency:
     """Where a step has few rows, and reading takes the time."""
     compute: float = 0.80
     """Where it has many, and products take it."""
-    half_rows: float = 64.0
-    """Rows with which products reach half of that."""
+    half_rows: float = 0.35
+    """Rows with which products reach half of that, as a part of flops / bandwidth: 64 rows of an H200, 2 of a CPU."""
     by_precision: Mapping[str, float] = field(default_factory=lambda: {"int8": 0.8, "int4": 0.8, "fp8": 1.3})
     """Products with quantized weights beside those in the model's dtype; with fp8 activations are fp8 too."""
     step_seconds: float = 5e-4

@@ -169,7 +169,8 @@ class Clock:
     def _flops(self, precision: str, rows: float) -> float:
         """Operations per second of products with so many rows."""
         efficiency = self._efficiency
-        reached = efficiency.compute * rows / (rows + efficiency.half_rows)
+        half = efficiency.half_rows * self._rates.flops / self._rates.bandwidth
+        reached = efficiency.compute * rows / (rows + half)
         return self._rates.flops * reached * efficiency.by_precision.get(precision, 1.0)
 
     def _add(self, sums: list[float], reads: float, computing: float, launch: float) -> None:

@@ -231,3 +231,12 @@ def test_impossible_work_is_refused() -> None:
         Work(prompt=0)
     with pytest.raises(ConfigError, match="at least one precision"):
         plans(numbers([10]), Budgets(100), RATES, Work(), precisions=[])
+
+
+def test_a_slow_device_needs_few_rows_for_full_speed() -> None:
+    """Reading the weights takes a CPU as long as products of a few rows, and one row must not cost dozens of them."""
+    model, place, schedule = numbers([1000] * 4), Placement(everywhere("device", 4), 0), Schedule(1, 64, 1)
+    cpu = Rates(bandwidth=30.0, flops=150.0)
+    found = predict(model, "bf16", place, schedule, cpu, Work(8, 4, 1))
+    least = predict(model, "bf16", place, schedule, cpu, Work(8, 4, 1), PRECISE)
+    assert least.decode.total < found.decode.total < 2 * least.decode.total
