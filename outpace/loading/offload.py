@@ -21,7 +21,7 @@ from outpace.offload.streaming import Folder, Streaming
 from outpace.offload.units import find_layers, unit_bytes
 from outpace.parallel.mesh import Mesh
 
-CONTEXT = 600 << 20  # what CUDA and its libraries take of a device before anything is allocated
+CONTEXT = 1 << 30  # what CUDA and its libraries take of a device beside everything that is allocated
 TOKENS = 8192  # of a step, where nothing else is said
 REQUEST = 1024  # tokens of a request that pages are kept free for, unless requests are shorter
 FEW = 8  # sequences of a call of `generate`

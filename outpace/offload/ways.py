@@ -219,11 +219,18 @@ class _Ahead:
             _settle(reading)  # steps left it out
             self._free.append(buffer)
         try:
-            reading.wait()
+            self._wait(reading, unit, buffer)
         except BaseException:
             self._free.append(buffer)
             raise
         return buffer
+
+    def _wait(self, reading: Reading, unit: int, buffer: Tensor) -> None:
+        """What was read long ago may have failed for a reason that is gone by now: it is read once more."""
+        try:
+            reading.wait()
+        except OffloadError:
+            self._stores.read(unit, buffer).wait()
 
     def give_back(self, buffer: Tensor) -> None:
         """It has been copied: the next unit is read into it."""

@@ -36,6 +36,7 @@ LEAST_STEPS = 5  # a step may take as long as so many of a token for each reques
 LEAST_TOKENS = 256  # of such a step, at most
 CPU_TOKENS = 256
 SAMPLED = (SamplingParams(), SamplingParams(top_p=0.9))  # one for each kernel that samples
+SLACK = 256 << 20  # bytes of a budget that are left alone: steps of other sizes than those that were tried
 GIB = 1 << 30
 
 
@@ -318,7 +319,8 @@ def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: t
     needed += sum(shape.num_seqs for shape in wanted) * logits  # each graph keeps its own
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    return device_budget(config) - (total - free) - needed
+    slack = 0 if config.offload.device_memory is None else SLACK  # a share of all memory leaves enough beside it
+    return device_budget(config) - slack - (total - free) - needed
 
 
 def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:

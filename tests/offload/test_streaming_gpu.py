@@ -58,7 +58,8 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def offload(place: str, folder: Path) -> dict[str, Any]:
+def offload(place: str, folder: Path, in_memory: int = 6_000_000) -> dict[str, Any]:
+    """Options; in_memory: values of layers that a mixed placement keeps in host memory."""
     zero = {"stage": 3, "max_live_parameters": 0, "param_persistence_threshold": 0}
     param: dict[str, Any] = {"device": "nvme", "nvme_path": str(folder)}
     if place == "not locked":
@@ -66,7 +67,7 @@ def offload(place: str, folder: Path) -> dict[str, Any]:
     if place == "disk":
         return {"zero": {**zero, "offload_param": {**param, "max_in_cpu": 0}}}
     if place == "mixed":
-        return {"zero": {**zero, "offload_param": {**param, "max_in_cpu": 30_000_000}}}
+        return {"zero": {**zero, "offload_param": {**param, "max_in_cpu": in_memory}}}
     return {"offload": PLACES[place]}
 
 
@@ -109,7 +110,8 @@ def test_n8_families(family: str, place: str, tmp_path: Path) -> None:
     vocab = model.config.vocab_size
     with LLM(copy.deepcopy(model), **{**options, "enable_cuda_graph": place == "host"}) as resident:
         wanted = answers_short(resident, vocab)
-    with LLM(model, **options, **offload(place, tmp_path)) as llm:
+    values = sum(weight.numel() for weight in model.parameters())
+    with LLM(model, **options, **offload(place, tmp_path, values // 4)) as llm:
         for _ in range(2):
             assert answers_short(llm, vocab) == wanted
 
@@ -154,7 +156,7 @@ def test_f9_a_damaged_file_ends_in_an_error(tmp_path: Path) -> None:
         (path,) = (tmp_path / "files").iterdir()
         kept = path.read_bytes()
         path.write_bytes(kept[: len(kept) // 2] + bytes(4096) + kept[len(kept) // 2 + 4096 :])
-        with pytest.raises(OffloadError, match="wrong checksum"):
+        with pytest.raises(OffloadError, match="wrong checksum|too early"):
             answers(llm, 1000)
         path.write_bytes(kept)
         assert answers(llm, 1000) == wanted
