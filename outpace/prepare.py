@@ -16,7 +16,7 @@ from outpace.cache.kv_cache import check_page_dtype
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, as_field
 from outpace.inject.make import Maker
-from outpace.inject.paged import BatchModel
+from outpace.inject.paged import MAX_TOKENS, BatchModel, PagedModel
 from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
 from outpace.inject.quantized import Quantized
 from outpace.inject.split import known_splits
@@ -87,6 +87,8 @@ def _streamed(make: Paged, streaming: Streaming, max_positions: int) -> BatchMod
     made.reentrant = False  # layers have their slots in one order
     made.capturable = made.capturable and streaming.capturable
     made.streaming = streaming
+    if isinstance(made, PagedModel):
+        made.max_tokens = MAX_TOKENS
     return made
 
 

@@ -15,7 +15,7 @@ from outpace.errors import ModelError, NotSupported
 from outpace.inject.attention import KEYWORD, PAGED, AttentionLayer, PagedAttention, register, switched
 from outpace.inject.experts_interface import StackedExperts, stacked_experts
 from outpace.inject.make import Maker
-from outpace.inject.paged import Batch, BatchModel
+from outpace.inject.paged import MICRO_TOKENS, Batch, BatchModel
 from outpace.inject.policy import looks_ahead
 from outpace.inject.probe import probe
 from outpace.inject.rope import LENGTH_DEPENDENT, rope_types
@@ -113,6 +113,7 @@ class InterfaceModel:
         self.gives_hidden = model.base_model is not model
         self.ranks, self.vocabulary = ranks, ALL
         self.streaming: Streaming | None = None
+        self.max_tokens = MICRO_TOKENS
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""

@@ -1,6 +1,6 @@
 """The fused modules: a linear with what stands before and after it, a norm, an embedding, and the one layer of all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -286,9 +286,19 @@ class FusedLayer(nn.Module):
         """A logit for each head that takes probability and has no value."""
         return None if self.sink_values is None else self.sink_values._parameters["weight"]
 
-    def run(self, x: Tensor, attend: Attend, *, reuse: bool = False) -> Tensor:
-        """The layer over rows. x: [T, H]; `reuse`: it may be overwritten."""
-        return _PLACEMENTS[self.policy.placement](self, x, attend, reuse)
+    def run(self, x: Tensor, attend: Attend | Sequence[tuple[slice, Attend]], *, reuse: bool = False) -> Tensor:
+        """The layer over rows. x: [T, H]; `reuse`: it may be overwritten.
+
+        attend: for all rows, or for some of them after the other: micro-batches, for which x is overwritten.
+        """
+        place = _PLACEMENTS[self.policy.placement]
+        if not isinstance(attend, Sequence):
+            return place(self, x, attend, reuse)
+        for rows, each in attend:
+            part = x[rows]
+            if (made := place(self, part, each, True)).data_ptr() != part.data_ptr():
+                part.copy_(made)
+        return x
 
     def attention(
         self, x: Tensor, norm: Norm | None, attend: Attend, add: Tensor | None, reuse: bool = False

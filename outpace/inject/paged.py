@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -51,6 +51,26 @@ class Batch:
     mixed: bool = False
     """Sequences of one token may stand among those of many; which is which, the device finds out."""
 
+    def part(self, rows: slice) -> "Batch":
+        """Some of the tokens, of whatever sequences: they see what comes before them, whose keys are in the pages."""
+        cu_q, end = self.cu_q, rows.stop
+        later = (cu_q[1:] - cu_q[:-1].clamp(min=end)).clamp(min=0)  # tokens of each sequence behind these
+        return replace(
+            self, ids=self.ids[rows], positions=self.positions[rows], slots=self.slots[rows],
+            seq_lens=self.seq_lens - later, cu_q=cu_q.clamp(rows.start, end) - rows.start,
+            max_q=min(self.max_q, end - rows.start), fresh=False,
+        )  # fmt: skip
+
+
+MICRO_TOKENS = 8192  # that a layer computes at once: more would only take more memory
+MAX_TOKENS = 8 * MICRO_TOKENS  # of a step whose layers are streamed: each of them is loaded once for all
+
+
+def micro_batches(tokens: int) -> list[slice]:
+    """So many tokens in parts of about equal size."""
+    count = -(-tokens // MICRO_TOKENS)
+    return [slice(part * tokens // count, (part + 1) * tokens // count) for part in range(count)]
+
 
 class BatchModel(Protocol):
     """A causal model that runs batches over pages."""
@@ -73,6 +93,8 @@ class BatchModel(Protocol):
     """Whose logits `forward` gives."""
     streaming: "Streaming | None"
     """Its layers that do not stay on the device; None: all do."""
+    max_tokens: int
+    """Most tokens of a step that make sense: a layer computes so many one after the other."""
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages.
@@ -121,6 +143,7 @@ class PagedModel:
         self.vocabulary = head.vocabulary
         self.capturable, self.reentrant = self.ranks.capturable, self.ranks.size == 1
         self.streaming: Streaming | None = None
+        self.max_tokens = MICRO_TOKENS
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
@@ -156,11 +179,14 @@ class PagedModel:
     def blocks(self, x: Tensor, batch: Batch, pages: Pages, layers: Iterable[FusedLayer]) -> Tensor:
         """These layers over rows [T, H], which they may overwrite: all that this model has, in order, each as it comes.
 
-        A layer's pages and tables are those of its place among them, whatever its number in the whole model.
+        A layer's pages and tables are those of its place among them, whatever its number in the whole model. Many rows
+        go through a layer in micro-batches before the next one, so that a streamed layer is loaded once for all.
         """
+        parts = [(rows, batch.part(rows)) for rows in micro_batches(len(x))] if len(x) > MICRO_TOKENS else []
         for place, layer in enumerate(layers):
-            attend = _PagedAttention(batch, *pages.layer(place), self._tables[place], self._slopes[place])
-            x = layer.run(x, attend, reuse=True)
+            own = *pages.layer(place), self._tables[place], self._slopes[place]
+            attend = [(rows, _PagedAttention(part, *own)) for rows, part in parts]
+            x = layer.run(x, attend or _PagedAttention(batch, *own), reuse=True)
         return x
 
     def head(self, x: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
 from outpace.errors import ConfigError, NotSupported
-from outpace.inject.paged import BatchModel
+from outpace.inject.paged import MICRO_TOKENS, BatchModel
 from outpace.kernels.compile_ahead import compile_ahead
 from outpace.kernels.library import gemm_library
 from outpace.log import chosen
@@ -30,7 +30,6 @@ from outpace.sampling import SamplingBatch, sample
 from outpace.types import Request, SamplingParams
 
 GPU_TOKENS = 2048  # of a step that is timed
-MAX_TOKENS = 8192
 STEP_SECONDS = 0.05
 LEAST_STEPS = 5  # a step may take as long as so many of a token for each request, if that is more
 LEAST_TOKENS = 256  # of such a step, at most
@@ -59,14 +58,15 @@ def choose_limits(model: BatchModel, config: LLMConfig, max_model_len: int) -> L
     """The largest step as it is asked for, or a first guess at it."""
     seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if tokens is None:
-        tokens = max(seqs, GPU_TOKENS if model.device.type == "cuda" else CPU_TOKENS)
+        guess = GPU_TOKENS if model.streaming is None else MICRO_TOKENS  # fewer take as long as the layers' way does
+        tokens = max(seqs, guess if model.device.type == "cuda" else CPU_TOKENS)
     return Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=max_model_len)
 
 
-def fitting_tokens(guess: int, took: float, allowed: float, max_num_seqs: int) -> int:
+def fitting_tokens(guess: int, took: float, allowed: float, max_num_seqs: int, most: int = MICRO_TOKENS) -> int:
     """The tokens of a step that takes at most so long, if `guess` of them took `took`: a power of two times as many."""
     fitting = int(guess * 2.0 ** math.floor(math.log2(allowed / took)))
-    return max(max_num_seqs, min(MAX_TOKENS, fitting))
+    return max(max_num_seqs, min(most, fitting))
 
 
 def allowed_seconds(least: float) -> tuple[float, str]:
@@ -91,7 +91,8 @@ def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> tupl
         return limits, None
     took, least = _step_seconds(model, config, limits)
     allowed, reason = allowed_seconds(least)
-    tokens = model.ranks.least(fitting_tokens(guess, took, allowed, limits.max_num_seqs), model.device)
+    fitting = fitting_tokens(guess, took, allowed, limits.max_num_seqs, model.max_tokens)
+    tokens = model.ranks.least(fitting, model.device)
     chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, {reason}")
     return replace(limits, max_num_batched_tokens=tokens), allowed
 

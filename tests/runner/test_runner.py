@@ -47,6 +47,7 @@ class Counting:
     ranks: Group = ALONE
     vocabulary: Vocabulary = ALL
     streaming: Streaming | None = None
+    max_tokens: int = 8192
     batches: list[Batch] = field(default_factory=list)
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
