@@ -18,8 +18,8 @@ its slot and its blocks, and is LOADING until these are copied: it gets no token
 aborted meanwhile. A copy never waits for a request, so every load ends: then it is a running request, which can be
 preempted. So in (3) the first running request may have to wait for loads too, in (4) the first waiting one for the copy
 of its own blocks to host memory, and a step that finds nothing else to do waits for a copy. A request whose prefix is
-in files leaves the queue until it is read, once, holding nothing, and comes back to its old place: others come in
-before it only during that one read.
+in files leaves the queue until it is read, once, and comes back to its old place: others come in before it only during
+that one read. It holds no blocks of the device meanwhile.
 
 With several callers. (5) The first running request, by rank and arrival, is its caller's first one, so nobody takes its
 place, and one that arrives later is not before it. (6) The caller whose clock is furthest behind comes in next; while
@@ -231,7 +231,7 @@ class Scheduler:
         """Assert every invariant."""
         sequences = self._sequences.values()
         self.pool.check(Counter(block for sequence in sequences for block in sequence.blocks))
-        self.tiers.check(Counter(block for sequence in sequences for block in sequence.host_blocks))
+        self.tiers.check(Counter(block for each in sequences for block in (*each.host_blocks, *each.fetched_blocks)))
         assert self._num_in <= self.max_num_seqs
         for status, queue in self._queues.items():
             there = (each for each in sequences if each.status is status is not Status.ENDED)
@@ -469,6 +469,7 @@ class Scheduler:
             self.tiers.host.release(sequence.host_blocks)
             sequence.host_blocks, sequence.swapping = [], None
         else:
+            self._let_fetched_go(sequence)
             self._count_hits(sequence, len(cached), len(found))
             for block, key in zip(blocks, sequence.hashes[len(cached) :], strict=False):
                 self.pool.register(block, key)  # others that come in now wait for the same load
@@ -500,6 +501,7 @@ class Scheduler:
         """Let those go on that waited for a copy."""
         for sequence in self._awaiting.pop(copy_id, ()):
             if sequence.status is Status.FETCHING:
+                self._hold_fetched(sequence)
                 self._move(sequence, Status.WAITING)
             elif sequence.blocks:
                 sequence.in_flight -= 1
@@ -507,6 +509,16 @@ class Scheduler:
                     self._free(sequence)
                 elif not sequence.in_flight:
                     self._move(sequence, Status.RUNNING)
+
+    def _hold_fetched(self, sequence: Sequence) -> None:
+        """Keep what host memory has of its prompt now until it comes in."""
+        found = (self.tiers.host.find(key) for key in sequence.hashes[: self._most(sequence)])
+        sequence.fetched_blocks = [block for block in found if block is not None]
+        self.tiers.host.share(sequence.fetched_blocks)
+
+    def _let_fetched_go(self, sequence: Sequence) -> None:
+        self.tiers.host.release(sequence.fetched_blocks)
+        sequence.fetched_blocks = []
 
     def _move(self, sequence: Sequence, status: Status) -> None:
         """Put a request into another queue."""
@@ -541,6 +553,7 @@ class Scheduler:
         if not sequence.in_flight:
             self.pool.release(sequence.blocks)
             self.tiers.host.release(sequence.host_blocks)
+            self._let_fetched_go(sequence)
             del self._sequences[sequence.request.request_id]
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:

@@ -13,7 +13,7 @@ class Status(Enum):
     """Where a sequence is."""
 
     WAITING = auto()  # new, or preempted: by recompute (nothing computed) or by swap (its blocks are host blocks)
-    FETCHING = auto()  # what files have of its prompt is being read; it holds nothing, and then waits again
+    FETCHING = auto()  # what files have of its prompt is being read to host memory; then it waits again
     LOADING = auto()  # it has its blocks, and what host memory has of them is on its way
     RUNNING = auto()
     ENDED = auto()  # and kept only for the steps in flight
@@ -54,7 +54,8 @@ class Sequence:
     gave_way_at: int | None = None  # tokens it had when it last gave way to another caller
     passed: int = 0  # blocks of others that came in before it, though it was first
     blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)  # of a preempted one: what its blocks held
+    fetched_blocks: list[int] = field(default_factory=list)  # of host memory: what was read for it from files, and more
     hashes: list[bytes] = field(default_factory=list)
 
     @property

@@ -58,6 +58,7 @@ def test_bits_do_not_depend_on_the_batch(family: str, cache: str) -> None:
         {**ROOMY, "max_num_seqs": 5, "max_num_batched_tokens": 7, "async_scheduling": False},
         {**TIGHT, "max_num_batched_tokens": 40},
         {**TIGHT, "max_num_batched_tokens": 40, "swap_space": 0.01},
+        {**TIGHT, "max_num_batched_tokens": 40, "kv_offloading_size": 0.01},
     ):
         crowd = LLM(model(family), **options, kv_cache_dtype=cache)
         for _ in range(2):  # the second time prefixes are in the cache

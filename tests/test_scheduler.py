@@ -301,9 +301,11 @@ class Simulation:
 
     def check_end(self) -> None:
         assert self.pool.num_free == self.num_blocks
+        slow, self.runner.slow = self.runner.slow, None
         while self.runner.copying or self.runner.copied:  # what goes down need not be over when the last request is
             self.schedule()
             self.update()
+        self.runner.slow = slow
         assert self.tiers.host.num_free == self.tiers.host.num_blocks
         assert self.tiers.files.num_free == self.kv_files
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0

@@ -201,13 +201,15 @@ def test_others_say_what_they_say_alone(llm: LLM, overlap: bool) -> None:
     assert [output.outputs[0].token_ids for output in together] == alone
 
 
-@pytest.mark.parametrize("swap", [0.0, 0.001], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "host", [{}, {"swap_space": 0.001}, {"kv_offloading_size": 0.001}], ids=["recompute", "swap", "tier"]
+)
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in-turn"])
-def test_a_request_that_gave_way_goes_on(llm: LLM, swap: float, overlap: bool) -> None:
+def test_a_request_that_gave_way_goes_on(llm: LLM, host: dict[str, Any], overlap: bool) -> None:
     prompts = [f"number {number} of several" for number in range(6)]
     params = held(70, HOT, regex="([a-z]{3}[0-9]){15}")
     expected = [output.outputs[0].token_ids for output in ask(llm, prompts, params)]
-    with make(num_blocks=16, block_size=16, swap_space=swap, async_scheduling=overlap, max_model_len=128) as small:
+    with make(num_blocks=16, block_size=16, **host, async_scheduling=overlap, max_model_len=128) as small:
         found = ask(small, prompts, params)
         assert small.engine.totals.preemptions > 0
     assert [output.outputs[0].token_ids for output in found] == expected

@@ -205,7 +205,7 @@ class Tiers:
     def _write_idle(self, step: Step) -> None:
         """Write those blocks to files that host memory will evict next."""
         room = min(MAX_WRITING - self._num_on(Way.WRITE), self.files.num_free)
-        window = min(MAX_CLEAN, -(-self.host.num_blocks // 4)) - self.host.num_empty
+        window = min(MAX_CLEAN, -(-self.host.num_blocks // 2)) - self.host.num_empty
         if room <= 0 or window <= 0:
             return
         next_ones = islice(self.host.idle(), window)

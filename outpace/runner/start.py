@@ -15,7 +15,7 @@ from outpace.cache.file_blocks import SECTOR, FileBlocks
 from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
-from outpace.errors import ConfigError, NotSupported
+from outpace.errors import ConfigError
 from outpace.inject.paged import MICRO_TOKENS, BatchModel
 from outpace.kernels.compile_ahead import compile_ahead
 from outpace.kernels.library import gemm_library
@@ -213,9 +213,8 @@ def _host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
     num_blocks = model.ranks.least(wanted // model.ranks.size // row, model.device)
     files = None
     if offload.kv_files:
-        if model.ranks.size > 1:
-            raise NotSupported("offload.kv_files: with several ranks pages stay in host memory; leave it out")
         assert offload.nvme is not None, "a rule says so"
+        assert model.ranks.size == 1, "a rule says so"
         files = FileBlocks(offload.nvme, offload.kv_files // row, row)
     memory = aligned(num_blocks * row, pinned=model.device.type == "cuda")[: num_blocks * row]
     chosen("host pages", num_blocks, f"{what}, {row / (1 << 20):.3g} MiB each")

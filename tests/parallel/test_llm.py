@@ -31,7 +31,7 @@ from tests.patience import PATIENCE
 TEXTS = ["The sky is", "Bread", "Two and two make four, and three and three", "a"]
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "fp32", "max_model_len": 96, "block_size": 16, "num_blocks": 10, "max_num_seqs": 4,
-    "max_num_batched_tokens": 24, "swap_space": 1e-4, "max_logprobs": -1,
+    "max_num_batched_tokens": 24, "kv_offloading_size": 1e-4, "max_logprobs": -1,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
