@@ -25,7 +25,7 @@ class Stream:
     all: list["Stream"] = []  # noqa: RUF012
 
     def __init__(self, device: object = None) -> None:
-        self.work: list[Callable[[], None]] = []
+        self.work: list[Callable[[], object]] = []
         Stream.all.append(self)
 
     def wait_event(self, event: "Event") -> None:
@@ -165,7 +165,7 @@ def test_a_step_runs_after_the_copies_that_read_its_blocks(gpu: Stream) -> None:
     wanted[3][0].fill_(5.0)
     copies.begin(Step(0, copies=[Copy(0, Way.STORE, tuple((index, index) for index in range(16)))], after=[0]))
     assert not copies._lanes[Way.STORE]._waiting, "the step would wait for what was never launched"
-    gpu.work.append(lambda: [tensor.zero_() for tensor in pages.tensors()] and None)  # the step
+    gpu.work.append(lambda: [tensor.zero_() for tensor in pages.tensors()])  # the step
     gpu.synchronize()
     assert not pages.keys[0].any()
     copies.begin(Step(1, copied=[0], copies=[Copy(1, Way.LOAD, tuple((index, index) for index in range(16)))]))
