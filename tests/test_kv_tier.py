@@ -107,10 +107,6 @@ def test_f_10_memory_that_is_not_there_is_said_before_anything_is_made(monkeypat
             {"offload": {"kv_files": "1GB", "kv": "1GB", "nvme": "."}, "enable_prefix_caching": False},
             "files hold prefixes",
         ),
-        (
-            {"offload": {"kv_files": "1GB", "kv": "1GB", "nvme": "."}, "tensor_parallel_size": 2},
-            "kv_files with several ranks",
-        ),
         ({"offload": {"kv": 10}}, "offload.kv: less than one page"),
     ],
 )

@@ -214,7 +214,8 @@ def _host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
     files = None
     if offload.kv_files:
         assert offload.nvme is not None, "a rule says so"
-        assert model.ranks.size == 1, "a rule says so"
+        if model.ranks.size > 1:
+            raise ConfigError("offload.kv_files with several ranks: their pages stay in host memory; leave it out")
         files = FileBlocks(offload.nvme, offload.kv_files // row, row)
     memory = aligned(num_blocks * row, pinned=model.device.type == "cuda")[: num_blocks * row]
     chosen("host pages", num_blocks, f"{what}, {row / (1 << 20):.3g} MiB each")
