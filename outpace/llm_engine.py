@@ -103,6 +103,33 @@ class LLMEngine:
         return SamplingParams(**self.sampling_defaults)
 
     @property
+    def levels(self) -> dict[str, int]:
+        """Numbers of the levels of the prefix cache, by name; empty: the device's pages are the only one.
+
+        Blocks of "host" and "file" and those in use, blocks on their way up; then totals: tokens looked for and found
+        on each level, bytes by the way they were copied, blocks of files that failed.
+        """
+        tiers, started, totals = self._scheduler.tiers, self._started, self.totals
+        if not started.num_host_blocks:
+            return {}
+        found, size = totals.tiers, started.host_block_bytes * self.ranks.size
+        return {
+            "host_blocks": tiers.host.num_blocks,
+            "host_used": tiers.host.num_used,
+            "file_blocks": tiers.files.num_blocks,
+            "file_used": tiers.files.num_used,
+            "loading": tiers.num_loading,
+            "device_queries": totals.prefix_queries,
+            "device_hits": totals.prefix_hits - found.host_hits - found.file_hits,
+            "host_queries": found.host_queries,
+            "host_hits": found.host_hits,
+            "file_queries": found.file_queries,
+            "file_hits": found.file_hits,
+            **{f"{way.value}_bytes": blocks * size for way, blocks in found.copied.items()},
+            "failed": found.failed,
+        }
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work

@@ -123,6 +123,10 @@ def test_cached_tokens_of_every_level_are_told() -> None:
     (again,) = llm.generate(prompt, params)
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 48)
     assert llm.engine.totals.tiers.host_hits == 48
+    levels = llm.engine.levels
+    assert (levels["host_hits"], levels["load_bytes"], levels["host_blocks"]) == (48, 3 * PAGE, 300)
+    assert levels["device_queries"] == llm.engine.totals.prefix_queries
+    assert LLM(model("llama"), device="cpu", num_blocks=9).engine.levels == {}
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
 
 

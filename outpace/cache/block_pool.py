@@ -46,6 +46,11 @@ class BlockPool:
         """Free blocks that hold nothing."""
         return len(self._empty)
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that hold something: somebody's, or a prefix that can be found."""
+        return self.num_blocks - len(self._empty)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)

@@ -48,6 +48,8 @@ class Started:
     num_blocks: int
     num_host_blocks: int
     num_file_blocks: int = 0
+    host_block_bytes: int = 0
+    """Of one block in host memory or in files, of this rank."""
     step_seconds: float | None = None
     """What the tokens of a step were chosen for; None: they were not chosen for a time."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -160,9 +162,12 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
         captured = all(runner.capture(shape, compiled=True) for shape in wanted)
     if wanted and captured:
         chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
-    num_host = copies.host.num_blocks if copies is not None else 0
-    num_files = copies.files.num_blocks if copies is not None and copies.files is not None else 0
-    return Started(runner, limits, num_blocks, num_host, num_files, step_seconds, seconds)
+    started = Started(runner, limits, num_blocks, 0, step_seconds=step_seconds, seconds=seconds)
+    if copies is None:
+        return started
+    num_files = 0 if copies.files is None else copies.files.num_blocks
+    host = copies.host
+    return replace(started, num_host_blocks=host.num_blocks, num_file_blocks=num_files, host_block_bytes=host.row_bytes)
 
 
 def _pages(model: BatchModel, config: LLMConfig, num_blocks: int) -> Pages:

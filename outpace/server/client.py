@@ -236,6 +236,7 @@ class EngineClient:
             cache_config=self.ready.cache_config,
             step_sizes=list(last.step_sizes),
             step_tokens=last.step_tokens,
+            levels=dict(last.levels),
             expert_layers=self.ready.expert_layers,
             expert_load=self._expert_load,
         )

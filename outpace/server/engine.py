@@ -128,6 +128,10 @@ class StepRecord(NamedTuple):
     milliseconds: float
 
 
+LEVEL_TOTALS = ("_queries", "_hits", "_bytes", "failed")
+"""How those names of `EngineStatus.levels` end that are totals."""
+
+
 @dataclass(slots=True)
 class EngineStatus:
     """Numbers of the engine, refreshed several times a second while there is work."""
@@ -161,6 +165,8 @@ class EngineStatus:
     """Steps so far by their tokens (prefill and new ones, as vLLM counts): for each of `STEP_SIZES`, and more."""
     step_tokens: int = 0
     """Tokens of all these steps."""
+    levels: dict[str, int] = field(default_factory=dict)
+    """Numbers of the levels of the prefix cache, see `LLMEngine.levels`; empty: the device's pages are the only one."""
     expert_layers: list[int] = field(default_factory=list)
     """Numbers of the layers that have experts; none: the model has no experts that are counted."""
     expert_load: list[list[int]] = field(default_factory=list)

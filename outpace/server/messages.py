@@ -164,6 +164,7 @@ class Numbers(msgspec.Struct, array_like=True):
     step_sizes: list[int] = []
     """Steps by their tokens, see `EngineStatus`."""
     step_tokens: int = 0
+    levels: dict[str, int] = {}
 
 
 class News(msgspec.Struct, array_like=True, tag=True):

@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, with `outpace:` for a prefix. Each server has a registry of its own."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,6 +18,7 @@ _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _FEW = (1, 2, 5, 10, 20)
+_PLACES = ("device", "host", "file")
 
 
 def _used(status: EngineStatus) -> float:
@@ -39,6 +40,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStatus], float]], ...] = (
     ("engine_steps", "Steps of the engine.", lambda status: status.steps),
     ("engine_restarts", "Engine processes that had to be replaced.", lambda status: status.restarts),
 )
+
+
+_LEVELS: tuple[tuple[str, str, str, bool, str, tuple[str, ...]], ...] = (
+    ("prefix_cache_level_queries", "Tokens looked for on a level.", "level", True, "_queries", _PLACES),
+    ("prefix_cache_level_hits", "Tokens found on a level.", "level", True, "_hits", _PLACES),
+    ("kv_offload_bytes", "Bytes copied between levels.", "way", True, "_bytes", ("store", "load", "write", "read")),
+    ("kv_offload_blocks", "Blocks of a level.", "level", False, "_blocks", _PLACES[1:]),
+    ("kv_offload_used_blocks", "Blocks of a level that hold something.", "level", False, "_used", _PLACES[1:]),
+)
+"""Name, text, label, whether it is a total, how the numbers of `EngineStatus.levels` end, and values of the label."""
 
 
 class _Engine(Collector):
@@ -74,7 +85,26 @@ class _Engine(Collector):
         yield _family(
             "iteration_tokens_total", "Tokens of a step.", self._model, STEP_SIZES, counts, status.step_tokens
         )
+        yield from self._of_levels(status.levels)
         yield from self._of_experts(status)
+
+    def _of_levels(self, levels: Mapping[str, int]) -> Iterator[Metric]:
+        """Levels of the prefix cache, where there are others than the device's pages."""
+        for name, text, label, counts, ending, values in _LEVELS if levels else ():
+            kind = CounterMetricFamily if counts else GaugeMetricFamily
+            family = kind(f"outpace:{name}", text, labels=(*_LABELS, label))
+            for value in values:
+                family.add_metric([self._model, value], float(levels.get(f"{value}{ending}", 0)))
+            yield family
+        if levels:
+            loading = GaugeMetricFamily("outpace:kv_offload_loading_blocks", "Blocks on their way up.", labels=_LABELS)
+            loading.add_metric([self._model], float(levels["loading"]))
+            yield loading
+            failed = CounterMetricFamily(
+                "outpace:kv_offload_failed_blocks", "Blocks of files that could not be read or written.", labels=_LABELS
+            )
+            failed.add_metric([self._model], float(levels["failed"]))
+            yield failed
 
     def _of_experts(self, status: EngineStatus) -> Iterator[Metric]:
         """How evenly tokens go to experts; each expert alone only if that is wanted, since there may be thousands."""

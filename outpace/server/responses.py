@@ -339,6 +339,8 @@ class Status(TypedDict):
     step_sizes: list[int]
     """Steps by their tokens, prefill and new ones: at most 1, 8, 16, 32, ... 16384, and more."""
     step_tokens: int
+    levels: dict[str, int]
+    """Numbers of the levels of the prefix cache; empty: the device's pages are the only one."""
     expert_layers: list[int]
     """Numbers of the layers that have experts; their load is at /status/experts."""
 

@@ -26,7 +26,7 @@ from outpace.errors import EngineDead, EngineUnavailable, OutpaceError, StateErr
 from outpace.log import logger
 from outpace.server.admission import Admission
 from outpace.server.client import EngineClient
-from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard
+from outpace.server.engine import LEVEL_TOTALS, Delta, EngineRequest, EngineStatus, ModelCard
 from outpace.server.messages import Start
 
 GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
@@ -160,6 +160,9 @@ class Supervisor:
         now.expert_load = [_added(*each) for each in zip_longest(now.expert_load, past.expert_load, fillvalue=())]
         for name in _TOTALS:
             setattr(now, name, getattr(now, name) + getattr(past, name))
+        for name in now.levels:
+            if name.endswith(LEVEL_TOTALS):
+                now.levels[name] += past.levels.get(name, 0)
         return now
 
     def drain(self) -> None:

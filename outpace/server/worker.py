@@ -331,6 +331,7 @@ class Worker:
             new_steps=records,
             step_sizes=self._step_sizes,
             step_tokens=totals.iteration_tokens,
+            levels=self._engine.levels,
         )
 
 

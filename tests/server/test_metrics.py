@@ -100,6 +100,18 @@ def test_gaps_and_steps_are_histograms(metrics: Metrics, status: EngineStatus) -
     assert (found[f"{name}_count",], found[f"{name}_sum",]) == (7, 90_000)
 
 
+def test_the_levels_of_the_prefix_cache(metrics: Metrics, status: EngineStatus) -> None:
+    assert not [name for name in samples(metrics) if "level" in name[0] or "offload" in name[0]]
+    status.levels = {"host_blocks": 40, "host_used": 30, "loading": 2, "failed": 1}
+    status.levels |= {"device_hits": 5, "host_hits": 6, "host_queries": 9, "load_bytes": 4096}
+    found = samples(metrics)
+    assert [found["outpace:prefix_cache_level_hits_total", level] for level in ("device", "host", "file")] == [5, 6, 0]
+    assert found["outpace:prefix_cache_level_queries_total", "host"] == 9
+    assert found["outpace:kv_offload_bytes_total", "load"] == 4096
+    assert (found["outpace:kv_offload_blocks", "host"], found["outpace:kv_offload_used_blocks", "host"]) == (40, 30)
+    assert (found["outpace:kv_offload_loading_blocks",], found["outpace:kv_offload_failed_blocks_total",]) == (2, 1)
+
+
 def test_how_the_cache_was_made_is_told_in_labels(metrics: Metrics, status: EngineStatus) -> None:
     status.cache_config = {"block_size": "64", "num_gpu_blocks": "512"}
     assert samples(metrics)["outpace:cache_config_info", "64", "512"] == 1
