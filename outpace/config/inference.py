@@ -63,6 +63,13 @@ class InferenceConfig(ConfigModel):
         "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; leave it out",
         "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
         "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
+        "kv_offloading_size": _KEEPS_PAGES,
+        "cpu_offload_gb": "a name of outpace.LLM alone; use offload.cpu_offload_gb",
+        **{
+            f"offload_{name}": f"a name of outpace.LLM alone; use offload.{name}"
+            for name in OffloadConfig.model_fields
+            if name not in ("cpu_offload_gb", "kv_offloading_size", "slots")
+        },
     }
     keeps_auto = frozenset({"replace_method", "offload"})
     switches = frozenset({"moe"})

@@ -24,7 +24,7 @@ class LLMConfig(InferenceConfig):
         **{
             f"offload_{name}": f"offload.{name}"
             for name in OffloadConfig.model_fields
-            if name not in ("cpu_offload_gb", "kv_offloading_size")
+            if name not in ("cpu_offload_gb", "kv_offloading_size", "slots")
         },
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},

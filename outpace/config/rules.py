@@ -9,7 +9,7 @@ from outpace.config.quant_rules import QUANT_COMPOSITIONS, changed, says_int8
 if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
     from outpace.config.llm import LLMConfig
-    from outpace.config.sections import MoEConfig, QuantizationConfig
+    from outpace.config.sections import MoEConfig, OffloadConfig, QuantizationConfig
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
@@ -39,12 +39,19 @@ def _says_experts(moe: "MoEConfig") -> bool:
 
 _PAGES = ("kv", "kv_files", "kv_offloading_size")
 """Fields of `offload` that concern pages, and not weights."""
+_WEIGHTS = ("auto", "device_memory", "host_memory", "cpu_offload_gb")
+"""Fields of `offload` that concern weights; each of them turns streaming on."""
 
 
-def _places_weights(config: "InferenceConfig") -> bool:
-    """Whether `offload` says where weights live."""
-    pages = {*_PAGES, "nvme"} if config.offload.kv_files else {*_PAGES}
-    return bool(config.offload.model_fields_set - pages)
+def places_weights(config: "InferenceConfig") -> bool:
+    """Whether layers may live elsewhere than on the device. A folder alone may be one for pages."""
+    names = _WEIGHTS if config.offload.kv_files else (*_WEIGHTS, "nvme")
+    return config.zero.stage == 3 or changed(config.offload, *names)
+
+
+def _concern_nothing(offload: "OffloadConfig") -> bool:
+    """Whether `slots` is given without anything that is streamed."""
+    return changed(offload, "slots") and not changed(offload, *_WEIGHTS, "nvme")
 
 
 def _keeps_pages(config: "InferenceConfig") -> bool:
@@ -125,7 +132,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
     ),
     (
-        lambda c: _places_weights(c) and bool(c.zero.model_fields_set),
+        lambda c: changed(c.offload, *_WEIGHTS, "nvme") and c.zero != type(c.zero)(),
         "offload with zero: both say where weights live; give one",
     ),
     (
@@ -138,7 +145,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "tensor_parallel to divide them over GPUs",
     ),
     (
-        lambda c: c.zero.stage != 3 and bool(c.zero.model_fields_set - {"stage"}),
+        lambda c: c.zero.stage == 0 and c.zero != type(c.zero)(),
         "zero: its fields concern stage 3; give stage 3, or leave them out",
     ),
     (
@@ -153,7 +160,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "zero.offload_param: buffer_count, buffer_size and max_in_cpu concern device nvme; leave them out",
     ),
     (
-        lambda c: c.zero.offload_param.device != "nvme" and bool(c.zero.aio.model_fields_set),
+        lambda c: c.zero.offload_param.device != "nvme" and c.zero.aio != type(c.zero.aio)(),
         "zero.aio: it concerns zero.offload_param.device nvme; leave it out",
     ),
     (
@@ -166,7 +173,12 @@ COMPOSITIONS: tuple[Rule, ...] = (
         "offload.cpu_offload_gb with offload.host_memory: both say how much lives in host memory; give one",
     ),
     (
-        lambda c: (_places_weights(c) or c.zero.stage == 3) and c.keep_module_on_host,
+        lambda c: _concern_nothing(c.offload),
+        "offload.slots concerns layers that are streamed: say which with offload.device_memory or another field, or "
+        "leave it out",
+    ),
+    (
+        lambda c: places_weights(c) and c.keep_module_on_host,
         "keep_module_on_host with offload or zero: both say where weights live; give one",
     ),
     (

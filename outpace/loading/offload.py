@@ -9,12 +9,13 @@ from torch import nn
 
 from outpace._version import __version__
 from outpace.config import InferenceConfig, LLMConfig
+from outpace.config.rules import places_weights
 from outpace.errors import ConfigError
 from outpace.inject.recipe import Recipe
 from outpace.loading.fill import Before, Target, targets
 from outpace.loading.weights import Extent, Source
 from outpace.log import chosen
-from outpace.offload.asked import Layers, Room, folder, is_asked, pinned, room_for
+from outpace.offload.asked import Layers, Room, folder, pinned, room_for
 from outpace.offload.place import Placement, spread
 from outpace.offload.store import ReadOptions
 from outpace.offload.streaming import Folder, Streaming
@@ -36,7 +37,7 @@ def plan_streaming(
     mesh: Mesh,
 ) -> Streaming | None:
     """How layers are streamed, as the config asks; None: they all stay."""
-    if not is_asked(config):
+    if not places_weights(config):
         return None
     found = find_layers(model)
     if not found:
@@ -47,7 +48,11 @@ def plan_streaming(
     every = targets(model, before)
     stay = _staying(every, config)
     parts = _by_layer(every, found, stay)
-    layers = _layers(parts, len(found))
+    if len(parts) == 1:
+        chosen("layers", f"all {len(found)} on {device}", "their parameters are smaller than those that are streamed")
+        return None
+    found = [layer for number, layer in enumerate(found) if number in parts]
+    layers = _layers(parts)
     reserved = _reserved(model, config, before) if device.type == "cuda" else 0
     room = room_for(config, layers, reserved)
     placement = _placed(layers, room, mesh, device)
@@ -92,8 +97,8 @@ def _by_layer(
     return parts
 
 
-def _layers(parts: Mapping[int | None, list[Target]], count: int) -> Layers:
-    own = [parts.get(number, []) for number in range(count)]
+def _layers(parts: Mapping[int | None, list[Target]]) -> Layers:
+    own = [part for number, part in sorted(parts.items(), key=lambda item: item[0] or 0) if number is not None]
     sizes = tuple(unit_bytes(size for target in part for size in _kept(target)) for part in own)
     values = sum(torch.Size(target.recipe.shape).numel() for part in own for target in part)
     return Layers(sizes, values, sum(size for target in parts[None] for size in _kept(target)))

@@ -54,15 +54,6 @@ class Room:
     """Layers in host memory on their way from a file to a GPU."""
 
 
-def is_asked(config: InferenceConfig) -> bool:
-    """Whether layers may live elsewhere than on the device."""
-    return bool(config.offload.model_fields_set & WEIGHTS) or config.zero.stage == 3
-
-
-WEIGHTS = frozenset({"auto", "device_memory", "host_memory", "nvme", "cpu_offload_gb"})
-"""Fields of `offload` that concern weights; each of them turns offload of layers on."""
-
-
 def folder(config: InferenceConfig) -> Path | None:
     """Where files of layers go."""
     named = config.zero.offload_param.nvme_path if config.zero.stage == 3 else config.offload.nvme

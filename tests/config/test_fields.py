@@ -17,10 +17,16 @@ import outpace
 from outpace import ConfigError, InferenceConfig, InputError, ModelError, NotSupported, NotSupportedYet
 from outpace.cache.kv_cache import allocate
 from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER
+from outpace.config.sections import AioConfig, ZeroConfig
 from outpace.inject.quantized import PackedLinear
 from outpace.inject.split import split_model
+from outpace.offload import asked
+from outpace.offload.asked import Layers
+from outpace.offload.store import ReadOptions
+from outpace.offload.streaming import Streaming
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
 from tests.models import prompts, tiny
+from tests.offload.placed import deep, offload_at
 
 IDS = prompts(6)[0][None]
 
@@ -399,7 +405,123 @@ def save_mp_checkpoint_path_acts() -> None:
             assert (found["tp_size"], found["dtype"]) == (1, dtype)
 
 
+ZERO = {"stage": 3, "offload_param": {"device": "cpu"}, "param_persistence_threshold": 0}
+
+
+def streamed(**config: Any) -> Streaming | None:
+    made = outpace.init_inference(deep("llama"), device="cpu", **config)
+    made(IDS)
+    return made.streaming
+
+
+def zero_streams(**more: Any) -> Streaming:
+    """With everything away, unless told otherwise."""
+    zero = {**ZERO, "max_live_parameters": 0, **more}
+    found = streamed(zero=zero)
+    assert found is not None
+    return found
+
+
+def zero_nvme(aio: Mapping[str, Any] | None = None, **more: Any) -> Streaming:
+    with tempfile.TemporaryDirectory() as folder:
+        param = {"device": "nvme", "nvme_path": folder, **more}
+        return zero_streams(offload_param=param, **({} if aio is None else {"aio": dict(aio)}))
+
+
+def zero_acts() -> None:
+    assert streamed(zero={"stage": 0}) is None
+    assert set(zero_streams().placement.tiers) == {"host"}
+    raises("zero.stage: 1 and 2", zero={"stage": 2})
+    raises("zero.offload_param: device nvme and nvme_path", zero={"stage": 3, "offload_param": {"device": "nvme"}})
+    assert set(zero_nvme(max_in_cpu=0).placement.tiers) == {"disk"}
+    assert set(zero_nvme(max_in_cpu=20_000).placement.tiers) == {"disk", "host"}
+    assert zero_streams(offload_param={"device": "cpu", "pin_memory": False}).num_loads
+
+
+def zero_buffers_act() -> None:
+    with a_gpu():
+        config = InferenceConfig.of(zero={"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "x"}})
+    layers = Layers((1000,) * 100, 100_000, 0)
+    few = config.zero.offload_param.model_copy(update={"buffer_count": 3, "buffer_size": 4000})
+    changed = config.model_copy(update={"zero": config.zero.model_copy(update={"offload_param": few})})
+    with mock.patch.object(InferenceConfig, "device_type", "cuda"):
+        assert asked._zero_room(changed, layers, 10**9).buffers == 12
+        assert asked._zero_room(config, layers, 10**9).buffers == 50
+    raises("zero.offload_param: buffer_count", zero={**ZERO, "offload_param": {"device": "cpu", "buffer_count": 2}})
+    raises("zero.offload_param: .*buffer_size", zero={**ZERO, "offload_param": {"device": "cpu", "buffer_size": 2}})
+
+
+def zero_aio_acts() -> None:
+    aio = {"thread_count": 5, "queue_depth": 3, "block_size": 8192}
+    reads = ReadOptions.of_aio(**aio)
+    assert (reads.threads, reads.block) == (3, 8192)
+    with mock.patch("outpace.loading.offload.ReadOptions.of_aio", return_value=reads) as made:
+        zero_nvme(aio, max_in_cpu=0)
+    assert made.call_args.args == (5, 8192, 3)
+    raises("zero.aio: it concerns", zero={**ZERO, "aio": aio})
+    for name in ("single_submit", "use_gds"):
+        raises(f"zero.aio: .*{name}", zero={**ZERO, "aio": {name: True}})
+    raises("zero.aio: .*overlap_events", zero={**ZERO, "aio": {"overlap_events": False}})
+
+
+def zero_counts_act() -> None:
+    assert zero_streams(prefetch_bucket_size=0).placement.slots == 1
+    assert zero_streams(prefetch_bucket_size=1).placement.slots == 2
+    few = zero_streams(param_persistence_threshold=0), zero_streams(param_persistence_threshold=100)
+    assert len(few[0].units[0].held) > len(few[1].units[0].held)
+    kept = zero_streams(param_persistence_threshold=100, model_persistence_threshold=0)
+    assert len(kept.units[0].held) == len(few[0].units[0].held)
+    assert streamed(zero={**ZERO, "max_live_parameters": 10**9}) is None
+    assert streamed(zero={**ZERO, "max_live_parameters": 0, "param_persistence_threshold": 10**6}) is None
+    assert streamed(zero={**ZERO, "max_live_parameters": 10**9, "max_reuse_distance": 5}) is not None
+
+
+def offload_acts() -> None:
+    assert streamed(offload="auto") is None
+    assert streamed(offload={"auto": True}) is None
+    whole = streamed(offload={"cpu_offload_gb": 1.0})
+    assert whole is not None
+    assert set(whole.placement.tiers) == {"host"}
+    raises("offload.slots concerns", offload={"slots": 3})
+    slots = streamed(offload={"cpu_offload_gb": 1.0, "slots": 3})
+    assert slots is not None
+    assert slots.placement.slots == 3
+
+
+def offload_budgets_act() -> None:
+    refused("offload.device_memory: .* are left", offload={"device_memory": 1000})
+    with pytest.raises(ConfigError, match="host memory takes 0 bytes"):
+        streamed(offload=offload_at("host", deep("llama"), Path()) | {"host_memory": 0})
+    with tempfile.TemporaryDirectory() as folder:
+        found = streamed(offload=offload_at("disk", deep("llama"), Path(folder)))
+    assert found is not None
+    assert set(found.placement.tiers) == {"disk"}
+
+
+def pages_are_llms() -> None:
+    for name in ("kv", "kv_files", "kv_offloading_size"):
+        raises("offload.kv, kv_files and kv_offloading_size concern the pages of LLM", offload={name: 1})
+
+
+@contextmanager
+def a_gpu() -> Iterator[None]:
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        yield
+
+
 EFFECTS: Mapping[str, Callable[[], None]] = {
+    **{f"offload.{name}": offload_acts for name in ("auto", "cpu_offload_gb", "slots")},
+    **{f"offload.{name}": offload_budgets_act for name in ("device_memory", "host_memory", "nvme")},
+    **{f"offload.{name}": pages_are_llms for name in ("kv", "kv_files", "kv_offloading_size")},
+    "zero.stage": zero_acts,
+    **{f"zero.offload_param.{name}": zero_acts for name in ("device", "nvme_path", "pin_memory", "max_in_cpu")},
+    **{f"zero.offload_param.{name}": zero_buffers_act for name in ("buffer_count", "buffer_size")},
+    **{f"zero.aio.{name}": zero_aio_acts for name in AioConfig.model_fields},
+    **{
+        f"zero.{name}": zero_counts_act
+        for name in ZeroConfig.model_fields
+        if name not in ("stage", "offload_param", "aio")
+    },
     "checkpoint": checkpoint_acts,
     "base_dir": lambda: base_dir_acts(nested=False),
     "checkpoint_config.base_dir": lambda: base_dir_acts(nested=True),
@@ -627,10 +749,43 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ),
     ({"min_out_tokens": 9, "max_out_tokens": 9}, ("min_out_tokens", "max_out_tokens"), "raise max_out_tokens"),
     (
-        {"offload": {"device": "cpu"}, "zero": {"offload_param": {"device": "cpu"}}},
-        ("offload", "zero.offload_param"),
+        {"offload": {"auto": True}, "zero": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        ("offload", "zero"),
         "where weights live; give one",
     ),
+    ({"zero": {"stage": 1}}, ("zero.stage",), "give 3, or leave it out"),
+    ({"zero": {"stage": 3}}, ("zero.stage", "zero.offload_param.device"), "give cpu or nvme"),
+    ({"zero": {"offload_param": {"device": "cpu"}}}, ("zero",), "give stage 3, or leave them out"),
+    ({"zero": {"stage": 3, "offload_param": {"device": "nvme"}}}, ("zero.offload_param",), "give both, or neither"),
+    (
+        {"zero": {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 1}}},
+        ("zero.offload_param", "max_in_cpu"),
+        "leave them out",
+    ),
+    (
+        {"zero": {"stage": 3, "offload_param": {"device": "cpu"}, "aio": {"thread_count": 1}}},
+        ("zero.aio",),
+        "leave it out",
+    ),
+    (
+        {
+            "zero": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "x"},
+                "aio": {"use_gds": True},
+            }
+        },
+        ("zero.aio", "use_gds"),
+        "leave them out",
+    ),
+    (
+        {"offload": {"cpu_offload_gb": 1, "host_memory": 5}},
+        ("offload.cpu_offload_gb", "offload.host_memory"),
+        "give one",
+    ),
+    ({"offload": {"slots": 2}}, ("offload.slots", "offload.device_memory"), "leave it out"),
+    ({"offload": "auto", "keep_module_on_host": True}, ("keep_module_on_host", "offload"), "give one"),
+    ({"offload": {"kv": "1GB"}}, ("offload.kv", "kv_files"), "use LLM"),
     (
         {"save_mp_checkpoint_path": "a", "ckpt_config": {"save_mp_checkpoint_path": "a"}},
         ("save_mp_checkpoint_path", "checkpoint_config.save_mp_checkpoint_path"),

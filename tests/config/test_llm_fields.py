@@ -224,6 +224,15 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"num_blocks": 4, "cpu_cache_space": 2}, ("cache.num_blocks", "cache.cpu_cache_space"), "give one"),
     ({"gpu_memory_utilization": 0.5}, ("cache.gpu_memory_utilization",), "give cache.cpu_cache_space instead"),
     ({"save_mp_checkpoint_path": "x"}, ("save_mp_checkpoint_path",), "run `outpace shard`, or use init_inference"),
+    ({"offload": {"kv": 5}, "kv_offloading_size": 1}, ("offload.kv", "kv_offloading_size"), "give one"),
+    ({"offload": {"kv": 5}, "swap_space": 1}, ("swap_space", "offload.kv"), "leave swap_space out"),
+    ({"offload": {"kv_files": 5, "nvme": "x"}}, ("offload.kv_files", "offload.kv"), "give offload.kv too"),
+    ({"offload": {"kv_files": 5, "kv": 5}}, ("offload.kv_files", "offload.nvme"), "offload.nvme"),
+    (
+        {"offload": {"kv_files": 5, "kv": 5, "nvme": "x"}, "enable_prefix_caching": False},
+        ("offload.kv_files", "enable_prefix_caching"),
+        "leave kv_files out",
+    ),
 )
 WRONG_ON_A_GPU: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"cpu_cache_space": 2}, ("cache.cpu_cache_space",), "give cache.gpu_memory_utilization instead"),

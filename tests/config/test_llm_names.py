@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import CacheConfig, InferenceConfig, LLMConfig, SchedulerConfig
+from outpace.config.sections import OffloadConfig
 from outpace.errors import ConfigError
 from tests.config.walk import nested
 
@@ -27,6 +28,8 @@ VLLM_NAMES: dict[str, tuple[str, Any]] = {
     "gpu_memory_utilization": ("cache.gpu_memory_utilization", 0.5),
     "tensor_parallel_size": ("tensor_parallel.tp_size", 2),
     "quantization": ("quant.scheme", "int4"),
+    "cpu_offload_gb": ("offload.cpu_offload_gb", 2.5),
+    "kv_offloading_size": ("offload.kv_offloading_size", 2.5),
 }
 OUR_NAMES: dict[str, tuple[str, Any]] = {
     "expert_parallel_size": ("moe.ep_size", 2),
@@ -34,10 +37,17 @@ OUR_NAMES: dict[str, tuple[str, Any]] = {
     "cpu_cache_space": ("cache.cpu_cache_space", 2.5),
     "max_waiting": ("scheduler.max_waiting", 3),
     "max_chunk_beside_decodes": ("scheduler.max_chunk_beside_decodes", 5),
+    "offload_auto": ("offload.auto", True),
+    "offload_device_memory": ("offload.device_memory", 0.5),
+    "offload_host_memory": ("offload.host_memory", 10_000),
+    "offload_nvme": ("offload.nvme", "somewhere"),
+    "offload_kv": ("offload.kv", 10_000),
+    "offload_kv_files": ("offload.kv_files", 10_000),
 }
 FLAT = VLLM_NAMES | OUR_NAMES
-ACCEPTED = {name: row for name, row in FLAT.items() if name not in {"gpu_memory_utilization", "tensor_parallel_size"}}
-"""Those that a CPU can have."""
+NEEDS_MORE = {"gpu_memory_utilization", "tensor_parallel_size", "offload_kv_files"}
+ACCEPTED = {name: row for name, row in FLAT.items() if name not in NEEDS_MORE}
+"""Those that a CPU can have, alone."""
 
 
 def of(*config: Any, **options: Any) -> LLMConfig:
@@ -64,6 +74,7 @@ def test_every_option_of_the_runtime_goes_without_its_section() -> None:
         "quant.kv_cache_dtype",
         *(f"cache.{name}" for name in CacheConfig.model_fields),
         *(f"scheduler.{name}" for name in SchedulerConfig.model_fields),
+        *(f"offload.{name}" for name in OffloadConfig.model_fields if name != "slots"),
     }
     assert not FLAT.keys() & (LLMConfig.model_fields.keys() | InferenceConfig.aliases.keys())
 
