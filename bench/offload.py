@@ -7,7 +7,9 @@ Weights are random, made while a model is loaded, so that nothing has to be on a
   int4    the same with int4 weights, which travel as they are
   batch   96 requests of 512 prompt and 32 new tokens on both
   disk    some layers of the 8B from a file
-  plan    placements of several models beside what the planner says of them
+  plan    placements that the planner's efficiencies were taken from (with those above)
+  frozen  placements that were chosen after that
+What the planner says of each run stands beside it.
 Each case is a process of its own. Rates of link, disk and device are measured in it, before the model.
 """
 
@@ -33,17 +35,21 @@ from outpace.bench.drive import Run, run
 from outpace.bench.shapes import DEVIATION, SHAPES, config_of
 from outpace.bench.workload import Item
 from outpace.config import LLMConfig
+from outpace.inject.paged import MICRO_TOKENS
 from outpace.kernels import limits
 from outpace.llm_engine import LLMEngine
 from outpace.loading.build import Found
+from outpace.loading.numbers import numbers_of, precisions
 from outpace.loading.skeleton import skeleton
 from outpace.loading.weights import Piece, Source, Weights
-from outpace.offload.disk import measure_disk
+from outpace.offload.disk import read_rate
+from outpace.offload.numbers import Rates, Work
+from outpace.offload.place import Placement, everywhere
+from outpace.offload.predict import Schedule, predict
 from outpace.offload.store import aligned
 from outpace.prepare import load_paged
 
 GB = 1e9
-DISK_BYTES = 2 << 30  # that are read to measure a disk
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Case:
 
 ALL_AWAY = {"cpu_offload_gb": 1e6}
 SMALL = {"max_model_len": 1024}
+FEW = {"max_num_seqs": 8, "max_num_batched_tokens": 1024}
 CASES: Mapping[str, Sequence[Case]] = {
     "host": (
         Case("70B x 40, bf16", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
@@ -75,6 +82,21 @@ CASES: Mapping[str, Sequence[Case]] = {
     "disk": (
         Case("8B x 12, bf16, disk", "llama-3.1-8b", 12, {"device_memory": "6GB", "host_memory": "1.6GB"},
              ((8, 64, 5),), options={**SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 1024}),
+    ),
+    "plan": (
+        Case("8B, bf16, all away, alone", "llama-3.1-8b", 32, ALL_AWAY, ((1, 128, 32),), options={**SMALL, **FEW}),
+        Case("8B, bf16, half stays", "llama-3.1-8b", 32, {"device_memory": "16GB"}, ((32, 512, 32),),
+             options={**SMALL, "max_num_seqs": 32}),
+    ),
+    "frozen": (
+        Case("8B, int8, all away", "llama-3.1-8b", 32, ALL_AWAY, ((64, 256, 32),), "int8",
+             {**SMALL, "max_num_seqs": 64}),
+        Case("8B, bf16, most stays", "llama-3.1-8b", 32, {"device_memory": "18GB"}, ((16, 512, 64),),
+             options={**SMALL, "max_num_seqs": 16}),
+        Case("70B x 20, bf16, some stay", "llama-3.1-70b", 20, {"device_memory": "30GB"}, ((16, 256, 16),),
+             options={**SMALL, "max_num_seqs": 16}),
+        Case("8B x 16, bf16, host and disk", "llama-3.1-8b", 16, {"device_memory": "6GB", "host_memory": "4GB"},
+             ((8, 128, 8),), options={**SMALL, **FEW}),
     ),
     "tiny": (
         Case("tiny", "tiny", 6, ALL_AWAY, ((3, 8, 4),), options={**SMALL, "max_num_seqs": 4, "num_blocks": 16}),
@@ -215,7 +237,7 @@ def measure(case: Case) -> dict[str, Any]:
             facts["link"] = link_rate(device)
             torch.cuda.empty_cache()
         if "disk" in case.name:
-            facts["disk"], offload["nvme"] = measure_disk(Path(folder), DISK_BYTES), folder
+            offload["nvme"] = folder
         watch = Watch(device) if device.type == "cuda" else None
         given: dict[str, Any] = {**case.options, "offload": offload, "enable_prefix_caching": False, "dtype": dtype}
         if case.quantization is not None:
@@ -229,13 +251,47 @@ def measure(case: Case) -> dict[str, Any]:
         facts |= _placed(engine, config)
         vocab = SHAPES[case.shape]["vocab_size"]
         run(engine, items_of(4, 16, 3, vocab))
+        if facts["bytes"].get("disk"):
+            facts["disk"] = read_rate(_open_file())
         facts["runs"] = [_run(engine, each, vocab, facts) for each in case.work]
+        for each in facts["runs"]:
+            each |= predicted(case, engine, each, facts, dtype)
         if case.traced:
             facts["trace"] = overlap(engine, items_of(8, 16, 3, vocab))
         if watch is not None:
             facts["most_device_bytes"] = watch.end()
         engine.close()
     return facts
+
+
+def _open_file() -> str:
+    """The file of layers that this process has open, which has no name."""
+    for path in Path("/proc/self/fd").iterdir():
+        if path.exists() and ".writing (deleted)" in str(path.readlink()):
+            return str(path)
+    raise FileNotFoundError("no file of layers is open")
+
+
+def predicted(
+    case: Case, engine: LLMEngine, found: Mapping[str, Any], facts: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, float]:
+    """What the planner says of a run, and of one of its decode steps, from the rates of this process."""
+    config = config_of({**SHAPES[case.shape], "num_hidden_layers": case.layers})
+    numbers = numbers_of(skeleton(config, dtype), dtype)
+    streaming = engine.streaming
+    placement = Placement(everywhere("device", case.layers), 0) if streaming is None else streaming.placement
+    count, tokens = found["requests"], engine.scheduler.max_num_batched_tokens
+    micro = min(tokens, MICRO_TOKENS)
+    rates = Rates(facts["bandwidth"], facts["flops"], facts.get("link"), facts.get("disk"))
+    work = Work(found["prompt"], found["new"], count)
+    precision = case.quantization or precisions(dtype)[0]
+    said = predict(numbers, precision, placement, Schedule(count, micro, -(-tokens // micro)), rates, work)
+    return {
+        "predicted_seconds": said.seconds,
+        "predicted_step_seconds": said.decode.total,
+        "predicted_of_measured": said.seconds / found["seconds"],
+        "max_num_batched_tokens": tokens,
+    }
 
 
 def _placed(engine: LLMEngine, config: LLMConfig) -> dict[str, Any]:
@@ -279,6 +335,7 @@ def rows_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
             "link GB/s": facts.get("link", 0.0) / GB,
             "of link": each.get("of_link", 0.0),
             "of disk": each.get("of_disk", 0.0),
+            "said/was": each["predicted_of_measured"],
             "device GB": facts.get("most_device_bytes", 0) / GB,
             "budget GB": facts["budget"] / GB,
             "streamed GB": sum(size for place, size in facts["bytes"].items() if place != "slots") / GB,
