@@ -7,6 +7,7 @@ Weights are random, made while a model is loaded, so that nothing has to be on a
   int4    the same with int4 weights, which travel as they are
   batch   96 requests of 512 prompt and 32 new tokens on both
   disk    some layers of the 8B from a file
+  context a long context with the pages of most layers in host memory, beside one with all on the device
   plan    placements that the planner's efficiencies were taken from (with those above)
   frozen  placements that were chosen after that
 What the planner says of each run stands beside it.
@@ -70,6 +71,7 @@ class Case:
 ALL_AWAY = {"cpu_offload_gb": 1e6}
 SMALL = {"max_model_len": 1024}
 FEW = {"max_num_seqs": 8, "max_num_batched_tokens": 1024}
+LONG = {"max_model_len": 32768, "max_num_seqs": 1, "max_num_batched_tokens": 4096}
 CASES: Mapping[str, Sequence[Case]] = {
     "host": (
         Case("70B x 40, bf16", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
@@ -82,6 +84,12 @@ CASES: Mapping[str, Sequence[Case]] = {
     "disk": (
         Case("8B x 12, bf16, disk", "llama-3.1-8b", 12, {"device_memory": "6GB", "host_memory": "1.6GB"},
              ((8, 64, 5),), options={**SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 1024}),
+    ),
+    "context": (
+        Case("8B, 32k tokens, pages on the device", "llama-3.1-8b", 32, {"device_memory": "40GB"}, ((1, 32000, 8),),
+             options=LONG),
+        Case("8B, 32k tokens, pages of most layers in host memory", "llama-3.1-8b", 32,
+             {"device_memory": "20GB", "host_pages": "6GB"}, ((1, 32000, 8),), options=LONG),
     ),
     "plan": (
         Case("8B, bf16, all away, alone", "llama-3.1-8b", 32, ALL_AWAY, ((1, 128, 32),), options={**SMALL, **FEW}),

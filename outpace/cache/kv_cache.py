@@ -1,7 +1,7 @@
 """Keys and values of every layer, in pages of a fixed number of tokens."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,23 +52,31 @@ class Pages:
         return self.keys[0].shape[1]
 
 
+Make = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+"""Makes a tensor of zeros for a device."""
+
+
 def allocate(
     heads: Sequence[tuple[int, int, int]],
     num_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
     block_size: int = BLOCK_SIZE,
+    *,
+    elsewhere: Mapping[int, Make] | None = None,
 ) -> Pages:
-    """Pages for layers with these (kv heads, size of a key, size of a value); int8 and fp8 ones with scales."""
+    """Pages for layers with these (kv heads, size of a key, size of a value); int8 and fp8 ones with scales.
 
-    def pages(count: int, size: int) -> Tensor:
-        return _zeros((num_blocks, block_size, count, size), dtype, device)
-
-    def scales(count: int) -> Tensor:
-        return _zeros((num_blocks, 2, count, block_size), torch.float32, device)
-
-    keys, values = [pages(count, size) for count, size, _ in heads], [pages(count, size) for count, _, size in heads]
-    return Pages(keys, values, [scales(count) for count, _, _ in heads] if dtype in LIMITS else [])
+    elsewhere: layers whose pages are not in the device's memory, and what makes those.
+    """
+    makes = [(elsewhere or {}).get(layer, _zeros) for layer in range(len(heads))]
+    keys, values, scales = [], [], []
+    for make, (count, key, value) in zip(makes, heads, strict=True):
+        keys.append(make((num_blocks, block_size, count, key), dtype, device))
+        values.append(make((num_blocks, block_size, count, value), dtype, device))
+        if dtype in LIMITS:
+            scales.append(make((num_blocks, 2, count, block_size), torch.float32, device))
+    return Pages(keys, values, scales)
 
 
 def page_dtype(asked: str, own: torch.dtype) -> torch.dtype:

@@ -37,7 +37,7 @@ def _says_experts(moe: "MoEConfig") -> bool:
     return changed(moe, "moe_experts", "type")
 
 
-_PAGES = ("kv", "kv_files", "kv_offloading_size")
+_PAGES = ("kv", "kv_files", "kv_offloading_size", "host_pages")
 """Fields of `offload` that concern pages, and not weights."""
 _WEIGHTS = ("auto", "device_memory", "host_memory", "cpu_offload_gb")
 """Fields of `offload` that concern weights; each of them turns streaming on."""
@@ -208,7 +208,7 @@ COMPOSITIONS: tuple[Rule, ...] = (
 INFERENCE_COMPOSITIONS: tuple[Rule, ...] = (
     (
         lambda c: changed(c.offload, *_PAGES),
-        "offload.kv, kv_files and kv_offloading_size concern the pages of LLM; leave them out, or use LLM",
+        "offload.kv, kv_files, kv_offloading_size and host_pages concern the pages of LLM; leave them out, or use LLM",
     ),
     (
         lambda c: c.enable_cuda_graph and c.keep_module_on_host,

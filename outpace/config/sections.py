@@ -303,5 +303,8 @@ class OffloadConfig(ConfigModel):
     """The same in GiB, as vLLM has it."""
     kv_files: Size | None = None
     """Bytes in a file in `nvme` for pages that host memory (`kv`) has no room for."""
+    host_pages: Budget | None = None
+    """Host memory for pages of running requests, beside the device's: attention reads them over the link. For contexts
+    longer than the device has pages for; it is slow, and used for as few layers as possible."""
     slots: int | None = Field(default=None, ge=1, le=16)
     """Layers on the device at a time of those that are streamed; None: 2, or 3 where they come from NVMe."""

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,8 @@ from outpace.kernels.compile_ahead import compile_ahead
 from outpace.kernels.library import gemm_library
 from outpace.log import chosen
 from outpace.offload.asked import device_budget
+from outpace.offload.mapped import mapped
+from outpace.offload.place import even
 from outpace.offload.store_memory import aligned, free_memory
 from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 from outpace.runner.copies import Copies
@@ -148,12 +150,18 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     wanted, dtype = _graph_shapes(model, config, limits), page_dtype(config.kv_cache_dtype, model.dtype)
     per_block = block_bytes(model.kv_heads, dtype, cache.block_size)
     with _timed(seconds, "memory"):
-        num_blocks, reason = _num_blocks(model, config, limits, per_block, wanted)
+        room, what = _page_room(model, config, limits, wanted)
+        num_blocks, reason = _num_blocks(model, config, limits, per_block, room, what)
         num_blocks = model.ranks.least(num_blocks, model.device)
+        away = layers_on_host(model.kv_heads, dtype, cache.block_size, num_blocks, room) if _host_pages(config) else ()
     chosen("num_blocks", num_blocks, reason)
-    _check_memory(model, config, limits, num_blocks, per_block)
+    if away:
+        chosen("pages in host memory", f"those of {len(away)} layers", "attention reads them over the link")
+    _check_memory(
+        model, config, limits, num_blocks, per_block * (len(model.kv_heads) - len(away)) // len(model.kv_heads)
+    )
     with _timed(seconds, "pages"):
-        pages = _pages(model, config, num_blocks)
+        pages = _pages(model, config, num_blocks, away)
         if copies is not None:
             copies.host.bind(pages)
             copies.warm_up()
@@ -170,9 +178,28 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     return replace(started, num_host_blocks=host.num_blocks, num_file_blocks=num_files, host_block_bytes=host.row_bytes)
 
 
-def _pages(model: BatchModel, config: LLMConfig, num_blocks: int) -> Pages:
-    dtype = page_dtype(config.kv_cache_dtype, model.dtype)
-    return allocate(model.kv_heads, num_blocks, dtype, model.device, config.cache.block_size)
+def _pages(model: BatchModel, config: LLMConfig, num_blocks: int, away: Sequence[int] = ()) -> Pages:
+    """away: layers whose pages are in host memory."""
+    dtype, elsewhere = page_dtype(config.kv_cache_dtype, model.dtype), dict.fromkeys(away, mapped)
+    return allocate(model.kv_heads, num_blocks, dtype, model.device, config.cache.block_size, elsewhere=elsewhere)
+
+
+def layers_on_host(
+    heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block_size: int, num_blocks: int, room: int
+) -> tuple[int, ...]:
+    """The fewest layers whose pages have to be elsewhere, if the device has `room` bytes for pages; spread evenly."""
+    sizes = [num_blocks * block_bytes([each], dtype, block_size) for each in heads]
+    for count in range(len(sizes)):
+        away = even(count, len(sizes)) if count else ()
+        if sum(sizes) - sum(sizes[layer] for layer in away) <= room:
+            return away
+    return tuple(range(len(sizes)))
+
+
+def _host_pages(config: LLMConfig) -> int:
+    """Bytes of host memory for pages of requests that run, of all ranks together."""
+    asked = config.offload.host_pages
+    return int(asked * (free_memory() or 0)) if isinstance(asked, float) else asked or 0
 
 
 def _on_host(gib: float, model: BatchModel) -> int:
@@ -292,24 +319,36 @@ def _sample_once(logits: torch.Tensor, params: SamplingParams) -> None:
     sample(logits[:1], batch, history, torch.ones(1, dtype=torch.int64, device=logits.device))
 
 
+def _page_room(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> tuple[int, str]:
+    """Bytes of the device for pages, and what says so; not looked at where nobody needs it."""
+    cache = config.cache
+    if cache.num_blocks is not None and not _host_pages(config):
+        return 0, "asked for"
+    if model.device.type != "cuda":
+        return _on_host(cache.cpu_cache_space, model), f"cpu_cache_space={cache.cpu_cache_space:g} GiB"
+    return _free_memory(model, config, limits, wanted), "memory measured free beside model, steps and graphs"
+
+
 def _num_blocks(
-    model: BatchModel, config: LLMConfig, limits: Limits, per_block: int, wanted: tuple[Shape, ...]
+    model: BatchModel, config: LLMConfig, limits: Limits, per_block: int, room: int, what: str
 ) -> tuple[int, str]:
     """How many pages there are, and why."""
-    cache = config.cache
+    cache, more = config.cache, _host_pages(config) // model.ranks.size
     if cache.num_blocks is not None:
+        if more and cache.num_blocks * per_block > room + more:
+            raise ConfigError(
+                f"num_blocks={cache.num_blocks}: {cache.num_blocks * per_block / GIB:.1f} GiB, and the device has "
+                f"{room / GIB:.1f} and offload.host_pages {more / GIB:.1f}; give less, or raise host_pages"
+            )
         return cache.num_blocks, "asked for"
     most = limits.max_num_seqs * -(-limits.max_model_len // cache.block_size)
-    if model.device.type != "cuda":
-        room, what = _on_host(cache.cpu_cache_space, model), f"cpu_cache_space={cache.cpu_cache_space:g} GiB"
-    else:
-        room, what = _free_memory(model, config, limits, wanted), "memory measured free beside model, steps and graphs"
-    if room < per_block:
+    if room + more < per_block:
         raise ConfigError(
             f"cache: no room for a single page of {per_block / GIB:.2f} GiB ({what}); "
             "raise gpu_memory_utilization or cpu_cache_space, or lower max_num_batched_tokens or max_num_seqs"
         )
-    fitting = room // per_block
+    fitting = (max(0, room) + more) // per_block
+    what = f"{what}, and offload.host_pages" if more else what
     return (most, "max_num_seqs requests of max_model_len tokens") if most <= fitting else (fitting, what)
 
 

@@ -499,8 +499,8 @@ def offload_budgets_act() -> None:
 
 
 def pages_are_llms() -> None:
-    for name in ("kv", "kv_files", "kv_offloading_size"):
-        raises("offload.kv, kv_files and kv_offloading_size concern the pages of LLM", offload={name: 1})
+    for name in ("kv", "kv_files", "kv_offloading_size", "host_pages"):
+        raises("offload.kv, kv_files, .* concern the pages of LLM", offload={name: 1})
 
 
 @contextmanager
@@ -512,7 +512,7 @@ def a_gpu() -> Iterator[None]:
 EFFECTS: Mapping[str, Callable[[], None]] = {
     **{f"offload.{name}": offload_acts for name in ("auto", "cpu_offload_gb", "slots")},
     **{f"offload.{name}": offload_budgets_act for name in ("device_memory", "host_memory", "nvme")},
-    **{f"offload.{name}": pages_are_llms for name in ("kv", "kv_files", "kv_offloading_size")},
+    **{f"offload.{name}": pages_are_llms for name in ("kv", "kv_files", "kv_offloading_size", "host_pages")},
     "zero.stage": zero_acts,
     **{f"zero.offload_param.{name}": zero_acts for name in ("device", "nvme_path", "pin_memory", "max_in_cpu")},
     **{f"zero.offload_param.{name}": zero_buffers_act for name in ("buffer_count", "buffer_size")},

@@ -42,6 +42,7 @@ OUR_NAMES: dict[str, tuple[str, Any]] = {
     "offload_host_memory": ("offload.host_memory", 10_000),
     "offload_nvme": ("offload.nvme", "somewhere"),
     "offload_kv": ("offload.kv", 10_000),
+    "offload_host_pages": ("offload.host_pages", 10_000),
     "offload_kv_files": ("offload.kv_files", 10_000),
 }
 FLAT = VLLM_NAMES | OUR_NAMES
