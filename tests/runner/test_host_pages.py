@@ -32,13 +32,15 @@ def test_a_context_longer_than_the_device_has_pages_for() -> None:
     wanted = model.generate(torch.tensor([text]), max_new_tokens=9, do_sample=False)[0, 150:].tolist()
     page = block_bytes([(2, 8, 8)] * 7, torch.float32, 16)
     options: dict[str, Any] = {"device": "cpu", "block_size": 16, "cpu_cache_space": 5 * page / 2**30}
-    with outpace.LLM(deep("llama", max_position_embeddings=256), **options) as llm:
-        with pytest.raises(outpace.InputError, match="do not fit the cache of 80 tokens"):
-            llm.generate([text], PARAMS, use_tqdm=False)
+    with (
+        outpace.LLM(deep("llama", max_position_embeddings=256), **options) as llm,
+        pytest.raises(outpace.InputError, match="do not fit the cache of 80 tokens"),
+    ):
+        llm.generate([text], PARAMS, use_tqdm=False)
     with outpace.LLM(model, **options, offload={"host_pages": 10 * page}) as llm:
         assert llm.generate([text], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted
 
 
 def test_too_many_pages_are_refused_with_the_bytes() -> None:
-    with pytest.raises(ConfigError, match="num_blocks=99999.*offload.host_pages.*give less, or raise host_pages"):
+    with pytest.raises(ConfigError, match=r"num_blocks=99999.*offload.host_pages.*give less, or raise host_pages"):
         outpace.LLM(tiny("llama"), device="cpu", num_blocks=99999, offload={"host_pages": "1MB"})
