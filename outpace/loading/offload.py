@@ -19,7 +19,7 @@ from outpace.offload.asked import Layers, Room, folder, pinned, room_for
 from outpace.offload.place import Placement, spread
 from outpace.offload.store import ReadOptions
 from outpace.offload.streaming import Folder, Streaming
-from outpace.offload.units import find_layers, unit_bytes
+from outpace.offload.units import Form, experts_of, find_layers, is_stacked
 from outpace.parallel.mesh import Mesh
 
 CONTEXT = 1 << 30  # what CUDA and its libraries take of a device beside everything that is allocated
@@ -52,7 +52,7 @@ def plan_streaming(
         chosen("layers", f"all {len(found)} on {device}", "their parameters are smaller than those that are streamed")
         return None
     found = [layer for number, layer in enumerate(found) if number in parts]
-    layers = _layers(parts)
+    layers = _layers(parts, found)
     reserved = _reserved(model, config, before) if device.type == "cuda" else 0
     room = room_for(config, layers, reserved)
     placement = _placed(layers, room, mesh, device)
@@ -61,7 +61,9 @@ def plan_streaming(
         return None
     files = _folder(config, sources, every, before, room, mesh, device)
     locked = pinned(config)
-    return Streaming(found, layers.sizes, placement, device, pinned=locked, folder=files, stay=stay)
+    return Streaming(
+        found, layers.forms, placement, device, pinned=locked, folder=files, stay=stay, for_experts=room.experts
+    )
 
 
 def _placed(layers: Layers, room: Room, mesh: Mesh, device: torch.device) -> Placement:
@@ -97,15 +99,29 @@ def _by_layer(
     return parts
 
 
-def _layers(parts: Mapping[int | None, list[Target]]) -> Layers:
+def _layers(parts: Mapping[int | None, list[Target]], found: list[tuple[str, nn.Module]]) -> Layers:
+    """found: the layers that have some of the weights."""
     own = [part for number, part in sorted(parts.items(), key=lambda item: item[0] or 0) if number is not None]
-    sizes = tuple(unit_bytes(size for target in part for size in _kept(target)) for part in own)
+    forms = tuple(_form(part, layer) for part, (_, layer) in zip(own, found, strict=True))
     values = sum(torch.Size(target.recipe.shape).numel() for part in own for target in part)
-    return Layers(sizes, values, sum(size for target in parts[None] for size in _kept(target)))
+    return Layers(forms, values, sum(size for target in parts[None] for _, size in _kept(target)))
 
 
-def _kept(target: Target) -> list[int]:
-    return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in target.kept.values()]
+def _form(part: list[Target], layer: nn.Module) -> Form:
+    """How the weights of a layer lie in a unit."""
+    experts = experts_of(layer)
+    stacked = [
+        (experts is not None and target.owners[0][0] is experts and is_stacked(experts, shape), size)
+        for target in part
+        for shape, size in _kept(target)
+    ]
+    dense, stacks = ([size for is_one, size in stacked if is_one == wanted] for wanted in (False, True))
+    return Form.of(dense, stacks, 0 if experts is None else experts.num_experts)
+
+
+def _kept(target: Target) -> list[tuple[tuple[int, ...], int]]:
+    """Shapes and bytes of what becomes of a weight."""
+    return [(shape, torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in target.kept.values()]
 
 
 def _reserved(model: nn.Module, config: InferenceConfig, before: Before) -> int:

@@ -10,11 +10,14 @@ import torch
 
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError
+from outpace.log import size_text
 from outpace.offload.store import free_memory
+from outpace.offload.units import Form
 
 GIB = 1 << 30
 HOST_FRACTION = 0.8  # of free memory, unless told otherwise
 SLOTS = 2  # one layer is computed while another one comes
+EXPERTS_FRACTION = 0.25  # of what the device has for layers, unless told otherwise: for experts that were used last
 BUFFERS = 3  # in host memory, for layers on their way from a file to a GPU
 
 
@@ -22,12 +25,22 @@ BUFFERS = 3  # in host memory, for layers on their way from a file to a GPU
 class Layers:
     """What is known of the layers of a model before they are placed."""
 
-    sizes: tuple[int, ...]
-    """Bytes of each as a unit."""
+    forms: tuple[Form, ...]
+    """Each as a unit."""
     values: int
     """Weights in all of them, however many bits each has."""
     others: int
     """Bytes of what stays on the device in any case."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each."""
+        return tuple(form.nbytes for form in self.forms)
+
+    @property
+    def experts(self) -> int:
+        """Bytes of all their experts."""
+        return self.total - sum(form.dense for form in self.forms)
 
     @property
     def largest(self) -> int:
@@ -52,6 +65,8 @@ class Room:
     slots: int
     buffers: int
     """Layers in host memory on their way from a file to a GPU."""
+    experts: int
+    """Beside `device`, for experts that were used last."""
 
 
 def folder(config: InferenceConfig) -> Path | None:
@@ -96,10 +111,34 @@ def room_for(config: InferenceConfig, layers: Layers, reserved: int) -> Room:
     device = device_budget(config) - layers.others - reserved
     if config.device_type == "cuda" and offload.device_memory is None:
         device = min(device, torch.cuda.mem_get_info(config.torch_device)[0] - layers.others - reserved)
+    experts = _for_experts(config, layers, device, slots)
     if (least := int(offload.cpu_offload_gb * GIB)) > 0:
-        device = min(device, max(0, layers.total - least) + slots * layers.largest)
+        device = min(device, max(0, layers.total - least) + slots * layers.largest + experts)
     host = _bytes(HOST_FRACTION if offload.host_memory is None else offload.host_memory, _free())
-    return Room(device, host, disk, slots, BUFFERS if config.device_type == "cuda" else 0)
+    return _room(layers, device, host, disk, slots, BUFFERS if config.device_type == "cuda" else 0, experts)
+
+
+def _room(layers: Layers, device: int, host: int, disk: int | None, slots: int, buffers: int, experts: int) -> Room:
+    """Where layers have to be streamed, some of the device is for experts, and a buffer if they come from a file."""
+    if layers.total <= device:
+        return Room(device, host, disk, slots, buffers, 0)
+    return Room(device - experts, host, disk, slots, buffers + (1 if buffers and layers.experts else 0), experts)
+
+
+def _for_experts(config: InferenceConfig, layers: Layers, device: int, slots: int) -> int:
+    """Bytes of the device for experts that were used last, of those that layers may take."""
+    asked, left = config.offload.expert_cache, device - slots * layers.largest
+    if asked is None:
+        return max(0, min(int(device * EXPERTS_FRACTION), left, layers.experts))
+    if not layers.experts:
+        raise ConfigError("offload.expert_cache: no layer of this model has fused experts; leave it out")
+    wanted = min(_bytes(asked, device_budget(config)), layers.experts)
+    if wanted > left and layers.total > device:
+        raise ConfigError(
+            f"offload.expert_cache: {size_text(wanted)} wanted, and beside {slots} slots for streamed layers "
+            f"{size_text(max(0, left))} are left; give less, or raise offload.device_memory"
+        )
+    return wanted
 
 
 def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Room:
@@ -118,7 +157,9 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Roo
             wanted = math.ceil(param.buffer_count * param.buffer_size * per_value / largest)
             buffers = max(2, min(wanted, len(layers.sizes) // 2))
         host = min(host, int(param.max_in_cpu * per_value) + buffers * largest)
-    return Room(max(live, slots * largest), host, disk if param.device == "nvme" else None, slots, buffers)
+    device = max(live, slots * largest)
+    experts = _for_experts(config, layers, device, slots)
+    return _room(layers, device, host, disk if param.device == "nvme" else None, slots, buffers, experts)
 
 
 def _free() -> int:

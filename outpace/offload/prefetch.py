@@ -4,31 +4,41 @@ Streamed layer k has slot k mod S for good, so that its parameters are views wit
 its slot is filled with the next one that has this slot; after the last layers come the first ones, for the next step.
 The last layer of the model waits for these copies, so every step begins with the first S layers in their slots, and a
 step, its copies included, can be captured in a CUDA graph. A layer that comes out of order is fetched when it is run.
+
+Of a layer with experts only the rest is fetched ahead, unless the step has so many tokens that all of them are needed.
+When its router has run, the host looks which experts were chosen, and those are copied to their places in the slot:
+from the device, if they are among those kept there, or from where the layer is. Such a step cannot be captured.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outpace.inject.experts import Experts
 from outpace.inject.modules import FusedLayer
-from outpace.offload.units import Unit
+from outpace.offload.experts import ALL, Counts, Kept
+from outpace.offload.units import Unit, experts_of
 from outpace.offload.ways import Way
 
 
 class Ring:
     """Slots and what is in them. For one thread at a time."""
 
-    def __init__(self, units: Sequence[Unit], slots: Sequence[Tensor], way: Way) -> None:
+    def __init__(self, units: Sequence[Unit], slots: Sequence[Tensor], way: Way, kept: Mapping[int, Kept]) -> None:
+        """kept: the experts that stay for a while, of each unit that has experts."""
         assert len(units) > len(slots) >= 1, "with a slot for each layer they would stay"
         self.way = way
         self._count, self._size = len(units), len(slots)
+        self._forms, self._kept = [unit.form for unit in units], kept
         self._holds: list[int | None] = [None] * len(slots)
+        self._experts: list[set[int]] = [set() for _ in slots]  # those of its unit that are in each slot
+        self._all = False  # whether steps need all experts, as far as is known
         self._capturing = False  # a capture began and has not ended
-        self.num_loads = 0
-        """Units that have been fetched."""
+        self.counts = Counts()
+        """What has been fetched."""
         for number, unit in enumerate(units):
             unit.bind(slots[number % len(slots)])
 
@@ -48,6 +58,33 @@ class Ring:
             self._holds[slot] = None
             raise
 
+    def need(self, number: int, chosen: Tensor) -> None:
+        """The layer that runs is about to run its experts, those in `chosen` [T, K]; ids of others are nobody's."""
+        slot, every = number % self._size, range(self._forms[number].experts)
+        assert self._holds[slot] == number, "the layer was entered"
+        self._all = chosen.numel() >= ALL * len(every)
+        there = self._experts[slot]
+        if len(there) == len(every):
+            return
+        used = set(every) if self._all else set(every).intersection(chosen.flatten().tolist())
+        wanted, kept = sorted(used - there), self._kept[number]
+        if not wanted:
+            return
+        found, fresh = kept.find(wanted), dict[int, Tensor]()
+        missing = [expert for expert in wanted if expert not in found]
+        try:
+            self.way.bring(number, slot, found, missing)
+            fresh = kept.take(missing, used)
+            self.way.keep(number, slot, fresh)
+        except BaseException:
+            kept.forget(fresh)
+            raise
+        kept.put(fresh)
+        there.update(wanted)
+        self.counts.hits += len(found)
+        self.counts.misses += len(missing)
+        self.counts.nbytes += len(missing) * self._forms[number].piece
+
     def leave(self, number: int) -> None:
         """It has been launched: its slot can be filled again once it has run."""
         slot = number % self._size
@@ -59,7 +96,7 @@ class Ring:
 
         Where no graph is captured each layer waits for itself, and copies go on beside what follows.
         """
-        if not self.way.capturable:
+        if self._kept or not self.way.capturable:
             return
         for slot, unit in enumerate(self._holds):
             if unit is not None:
@@ -80,21 +117,39 @@ class Ring:
         self._capturing = False
 
     def _load(self, unit: int, slot: int) -> None:
+        form = self._forms[unit]
+        whole = self._all or not form.experts
         self._holds[slot] = None
-        self.way.load(unit, slot)
+        self.way.load(unit, slot, whole)
         self._holds[slot] = unit
-        self.num_loads += 1
+        self._experts[slot] = set(range(form.experts)) if whole else set()
+        self.counts.loads += 1
+        self.counts.nbytes += form.nbytes if whole else form.dense
 
 
 def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:
     """Let layers be fetched when they run, and the last layer of the model end the step."""
     for number, unit in enumerate(units):
         _wrap(unit.layer, functools.partial(ring.enter, number), functools.partial(ring.leave, number))
+        if unit.form.experts and (experts := experts_of(unit.layer)) is not None:
+            _ask(experts, functools.partial(ring.need, number))
     _wrap(last, _nothing, ring.end)
 
 
 def _nothing() -> None:
     pass
+
+
+def _ask(experts: Experts, need: Callable[[Tensor], None]) -> None:
+    """Let experts say which of them are chosen before they run."""
+    run = experts.forward
+
+    @functools.wraps(run)
+    def call(x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
+        need(chosen)
+        return run(x, weights, chosen, add)
+
+    experts.__dict__["forward"] = call
 
 
 def _wrap(layer: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:

@@ -4,20 +4,21 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outpace.errors import OffloadError
 from outpace.inject.quantized import PackedExperts, PackedLinear
 from outpace.inject.recipe import Recipe
-from outpace.log import chosen, size_text
+from outpace.log import chosen, logger, size_text
+from outpace.offload.experts import Counts, Kept, shares
 from outpace.offload.place import Placement
 from outpace.offload.prefetch import Ring, attach
 from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned
-from outpace.offload.units import Unit
+from outpace.offload.units import Form, Unit
 from outpace.offload.ways import Stores, ToDevice, ToDeviceFromFile, ToHost, Way
 
 
@@ -39,23 +40,30 @@ class Streaming:
     def __init__(
         self,
         layers: Sequence[tuple[str, nn.Module]],
-        sizes: Sequence[int],
+        forms: Sequence[Form],
         placement: Placement,
         device: torch.device,
         *,
         pinned: bool,
         folder: Folder | None = None,
         stay: frozenset[Recipe] = frozenset(),
+        for_experts: int = 0,
     ) -> None:
-        """layers: all of them, by path; sizes: what each takes as a unit; stay: weights that layers leave behind."""
+        """layers: all of them, by path; forms: what each is as a unit; stay: weights that layers leave behind.
+
+        for_experts: bytes of the device for experts that were used last.
+        """
         self.placement, self.device = placement, device
         self._last, self._pinned, self._folder, self._stay = layers[-1][1], pinned, folder, stay
         streamed = [number for number, tier in enumerate(placement.tiers) if tier != "device"]
-        self.units = [Unit(*layers[number], number) for number in streamed]
+        self.units = [Unit(*layers[number], number, forms[number]) for number in streamed]
         """Those that are streamed."""
-        self._sizes = [sizes[number] for number in streamed]
+        self._largest = max(unit.form.nbytes for unit in self.units)
+        self._divided = [index for index, unit in enumerate(self.units) if unit.form.experts]
+        self._pieces = shares([self.units[index].form for index in self._divided], for_experts)
         on_disk = [index for index, number in enumerate(streamed) if placement.tiers[number] == "disk"]
-        self._in_file = {index: place for place, index in enumerate(on_disk)}
+        starts = accumulate((len(self.units[index].form.parts) for index in on_disk), initial=0)
+        self._in_file = dict(zip(on_disk, starts, strict=False))
         self._memory: dict[int, Tensor] = {}
         self._of = {id(module): index for index, unit in enumerate(self.units) for module in unit.layer.modules()}
         self._ring: Ring | None = None
@@ -67,12 +75,32 @@ class Streaming:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold a step."""
-        return not self._in_file and self._pinned
+        return not self._in_file and not self._divided and self._pinned
+
+    @property
+    def counts(self) -> Counts:
+        """What has been fetched so far."""
+        return Counts() if self._ring is None else self._ring.counts
 
     @property
     def num_loads(self) -> int:
         """Units that have been fetched so far."""
-        return 0 if self._ring is None else self._ring.num_loads
+        return self.counts.loads
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have come from host memory and from files so far."""
+        return self.counts.nbytes
+
+    @property
+    def expert_hits(self) -> int:
+        """Experts that a step needed and that were still on the device."""
+        return self.counts.hits
+
+    @property
+    def expert_misses(self) -> int:
+        """Experts that a step needed and that were fetched for it."""
+        return self.counts.misses
 
     def index_of(self, recipe: Recipe, modules: Iterable[nn.Module]) -> int | None:
         """The unit that a weight goes away with, by the modules that have it; None: it stays."""
@@ -87,7 +115,7 @@ class Streaming:
 
     def find(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
         """These are the parameters of a unit that is in the file already; they have no values."""
-        self.units[index].held_as(parameters, self._layouts[self._in_file[index]])
+        self.units[index].held_as(parameters, self._layouts[list(self._in_file).index(index)])
 
     def keep(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
         """These are the parameters of a unit, filled, on the device: put them away."""
@@ -96,33 +124,34 @@ class Streaming:
             if isinstance(module, PackedLinear | PackedExperts):
                 module.arrange()
         unit.lay_out(parameters)
-        if unit.nbytes != self._sizes[index]:
-            raise OffloadError(
-                f"offload: {unit.path} takes {unit.nbytes} bytes, and {self._sizes[index]} were expected"
-            )
         if index not in self._in_file:
-            self._memory[index] = aligned(unit.nbytes, pinned=self._pinned)
+            self._memory[index] = aligned(unit.form.nbytes, pinned=self._pinned)
             unit.pack(self._memory[index])
             return
         self._writer = self._writer or self._new_file()
-        whole = aligned(unit.nbytes)
+        whole = aligned(unit.form.nbytes)
         unit.pack(whole)
         if self._writer.found is None:  # else another process has written the same by now
-            self._writer.put(self._in_file[index], whole)
+            for number, part in enumerate(unit.form.parts, self._in_file[index]):
+                self._writer.put(number, whole[part])
 
     def start(self, model: nn.Module) -> None:
         """Everything is put away: from now on layers are fetched when they run."""
         if self._writer is not None:
             layouts = [self.units[index].layout() for index in self._in_file]
             self._file = self._writer.finish(note=json.dumps(layouts))
-        largest = max(self._sizes)
-        slots = [self._slot(largest) for _ in range(self.placement.slots)]
-        way = self._way(slots, Stores(self._memory, self._file, self._in_file))
-        self._ring = Ring(self.units, slots, way)
+        slots = [self._on_device(self._largest) for _ in range(self.placement.slots)]
+        kept = {index: self._kept(index, pieces) for index, pieces in zip(self._divided, self._pieces, strict=True)}
+        forms = [unit.form for unit in self.units]
+        way = self._way(slots, Stores(forms, self._memory, self._file, self._in_file))
+        self._ring = Ring(self.units, slots, way, kept)
         self._ring.restore()
         attach(self._ring, self.units, self._last)
-        self.close = weakref.finalize(model, way.close)
+        self.close = weakref.finalize(model, _end, way, self._ring.counts)
         chosen("layers", self, "what the budgets leave")
+        if self._divided:
+            held = f"{sum(self._pieces)} kept on {self.device} ({size_text(self.tier_bytes()['experts'])})"
+            chosen("experts of streamed layers", f"fetched by need, {held}", "no graphs: the host looks at each choice")
 
     def abandon(self) -> None:
         """Loading has failed: leave nothing behind."""
@@ -137,9 +166,13 @@ class Streaming:
             self._ring.restore()
 
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes of the slots, and of streamed layers by where they live."""
-        host = sum(size for index, size in enumerate(self._sizes) if index not in self._in_file)
-        return {"slots": self.placement.slots * max(self._sizes), "host": host, "disk": sum(self._sizes) - host}
+        """Bytes of the slots, of the experts kept beside them, and of streamed layers by where they live."""
+        sizes = [unit.form.nbytes for unit in self.units]
+        host = sum(size for index, size in enumerate(sizes) if index not in self._in_file)
+        kept = zip(self._divided, self._pieces, strict=True)
+        experts = sum(number * self.units[index].form.piece for index, number in kept)
+        slots = self.placement.slots * self._largest
+        return {"slots": slots, "experts": experts, "host": host, "disk": sum(sizes) - host}
 
     def __str__(self) -> str:
         tiers, held = self.placement.tiers, self.tier_bytes()
@@ -148,7 +181,7 @@ class Streaming:
             parts.append(f"{tiers.count('host')} in host memory ({size_text(held['host'])})")
         if self._folder is not None and held["disk"]:
             parts.append(f"{tiers.count('disk')} in {self._folder.path} ({size_text(held['disk'])})")
-        return f"{', '.join(parts)}; {self.placement.slots} slots of {size_text(max(self._sizes))}"
+        return f"{', '.join(parts)}; {self.placement.slots} slots of {size_text(self._largest)}"
 
     def _way(self, slots: list[Tensor], stores: Stores) -> Way:
         if self.device.type == "cpu":
@@ -156,16 +189,22 @@ class Streaming:
         if not self._in_file:
             return ToDevice(slots, stores)
         assert self._folder is not None, "there is a file"
-        buffers = [aligned(max(self._sizes), pinned=True) for _ in range(max(2, self._folder.buffers))]
-        return ToDeviceFromFile(slots, stores, buffers)
+        buffers = [aligned(self._largest, pinned=True) for _ in range(max(2, self._folder.buffers))]
+        divided = any(index in self._in_file for index in self._divided)
+        return ToDeviceFromFile(slots, stores, buffers, aligned(self._largest, pinned=True) if divided else None)
 
-    def _slot(self, size: int) -> Tensor:
+    def _kept(self, index: int, pieces: int) -> Kept:
+        piece = self.units[index].form.piece
+        return Kept(self._on_device(pieces * piece).split(piece) if pieces else ())
+
+    def _on_device(self, size: int) -> Tensor:
         if self.device.type == "cpu":
             return aligned(size)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _file_sizes(self) -> list[int]:
-        return [self._sizes[index] for index in self._in_file]
+        units = (self.units[index] for index in self._in_file)
+        return [part.stop - part.start for unit in units for part in unit.form.parts]
 
     def _find_file(self) -> tuple[UnitFile | None, list[Any]]:
         """The file that another start has left, and what lies where in it."""
@@ -182,3 +221,8 @@ class Streaming:
         folder = self._folder
         key, temporary = folder.key or type(self).__name__, folder.key is None
         return UnitWriter(folder.path, key, self._file_sizes(), temporary=temporary, options=folder.reads).__enter__()
+
+
+def _end(way: Way, counts: Counts) -> None:
+    logger.debug("offload: %s", counts)
+    way.close()

@@ -1,4 +1,9 @@
-"""Layers as units of bytes: which layers a model has, what is in them, and where in a unit each parameter lies."""
+"""Layers as units of bytes: which layers a model has, what is in them, and where in a unit each parameter lies.
+
+A layer with a fused stack of experts is divided: behind what every token needs lie its experts, each in one piece with
+all that belongs to it. The stacks are views whose experts are a piece apart, as kernels take them, so that an expert is
+one copy, and the whole layer too.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +12,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.errors import OffloadError
+from outpace.inject.experts import Experts
 from outpace.offload.store_layout import padded as whole_pages
 
 ALIGN = 512  # bytes, as torch aligns tensors on a GPU: the same kernels run on views of a slot
+
+
+@dataclass(frozen=True)
+class Form:
+    """How many bytes a unit has, and which of them are the experts'."""
+
+    dense: int
+    """What comes first, and all of a unit that is not divided."""
+    experts: int = 0
+    """Experts behind it."""
+    piece: int = 0
+    """Bytes of each of them."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[int], stacks: Iterable[int] = (), experts: int = 0) -> "Form":
+        """Of a unit with tensors of so many bytes, and stacks of experts of so many."""
+        of_each = [each // experts for each in stacks]
+        return cls(_pages(tensors), experts, _pages(of_each)) if of_each else cls(_pages(tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the unit."""
+        return self.dense + self.experts * self.piece
+
+    @property
+    def parts(self) -> list[slice]:
+        """The dense part, then each expert: what a file has one by one."""
+        return [slice(0, self.dense), *map(self.expert, range(self.experts))]
+
+    def expert(self, number: int) -> slice:
+        """Where an expert lies."""
+        start = self.dense + number * self.piece
+        return slice(start, start + self.piece)
 
 
 @dataclass(frozen=True)
@@ -22,6 +62,7 @@ class Held:
     dtype: torch.dtype
     offset: int
     nbytes: int
+    """Of the parameter; of a stack, those of one expert, the others being a piece apart."""
 
     def view(self, unit: Tensor) -> Tensor:
         """The parameter in the bytes of a unit."""
@@ -36,18 +77,29 @@ class Unit:
     layer: nn.Module
     number: int
     """Its place among all layers."""
+    form: Form
     held: list[Held] = field(default_factory=list)
-    nbytes: int = 0
 
     def lay_out(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give each of these a place."""
-        offset = 0
+        offset, behind, form = 0, self.form.dense, self.form
+        experts = experts_of(self.layer) if form.experts else None
+        stacks = set[int]() if experts is None else {id(each) for each in _stacks(experts)}
         for parameter in parameters:
-            tensor = parameter.data = dense(parameter.data)
-            place = Held(parameter, tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.nbytes)
-            self.held.append(place)
-            offset += _aligned(tensor.nbytes)
-        self.nbytes = whole_pages(offset)
+            if id(parameter) in stacks:
+                tensor = parameter.data = parameter.data.contiguous()
+                place, size, behind = behind, tensor[0].nbytes, behind + _aligned(tensor[0].nbytes)
+                stride = (form.piece // tensor.itemsize, *tensor.stride()[1:])
+            else:
+                tensor = parameter.data = dense(parameter.data)
+                place, size, offset = offset, tensor.nbytes, offset + _aligned(tensor.nbytes)
+                stride = tensor.stride()
+            self.held.append(Held(parameter, tuple(tensor.shape), stride, tensor.dtype, place, size))
+        if (whole_pages(offset), whole_pages(behind - form.dense)) != (form.dense, form.piece):
+            raise OffloadError(
+                f"offload: {self.path} takes {offset} bytes and {behind - form.dense} for each of {form.experts} "
+                f"experts, and {form.dense} and {form.piece} were expected"
+            )
 
     def layout(self) -> list[list[Any]]:
         """What lies where, without the parameters."""
@@ -58,14 +110,15 @@ class Unit:
         for parameter, (shape, stride, dtype, offset, nbytes) in zip(parameters, layout, strict=True):
             kind = getattr(torch, dtype)
             self.held.append(Held(parameter, tuple(shape), tuple(stride), kind, offset, nbytes))
-        self.nbytes = unit_bytes(each.nbytes for each in self.held)
 
     def pack(self, into: Tensor) -> None:
         """Copy its parameters to their places in a unit, and let go of them."""
         for each in self.held:
             tensor = each.parameter.data
             flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            into[each.offset : each.offset + each.nbytes].copy_(flat)
+            for number, part in enumerate(flat.split(each.nbytes)):  # of a stack, each expert
+                start = each.offset + number * self.form.piece
+                into[start : start + each.nbytes].copy_(part)
             each.parameter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def bind(self, slot: Tensor) -> None:
@@ -74,8 +127,22 @@ class Unit:
             each.parameter.data = each.view(slot)
 
 
-def unit_bytes(tensors: Iterable[int]) -> int:
-    """Bytes of a unit of tensors of so many."""
+def experts_of(layer: nn.Module) -> Experts | None:
+    """The fused experts of a layer, if it has one stack of several."""
+    found = [module for module in layer.modules() if isinstance(module, Experts) and module.recipes]
+    return found[0] if len(found) == 1 and found[0].num_experts > 1 else None
+
+
+def is_stacked(module: nn.Module, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape has something of each expert. Biases stay together: kernels want them so."""
+    return isinstance(module, Experts) and len(shape) == 3
+
+
+def _stacks(experts: Experts) -> Iterator[nn.Parameter]:
+    return (each for each in experts.parameters(recurse=False) if is_stacked(experts, each.shape))
+
+
+def _pages(tensors: Iterable[int]) -> int:
     return whole_pages(sum(map(_aligned, tensors)))
 
 

@@ -2,9 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outpace.errors import OffloadError
 from outpace.offload.store import Reading, UnitFile
+from outpace.offload.units import Form
 
 
 class Way(Protocol):
@@ -22,11 +23,20 @@ class Way(Protocol):
     capturable: bool
     """Whether copies can be part of a CUDA graph."""
 
-    def load(self, unit: int, slot: int) -> None:
-        """Begin to fill a slot, once everything launched so far has run."""
+    def load(self, unit: int, slot: int, whole: bool) -> None:
+        """Begin to fill a slot, once everything launched so far has run. whole: with its experts."""
 
     def arrive(self, slot: int) -> None:
         """What is launched from now on finds the slot filled; raises what went wrong."""
+
+    def bring(self, unit: int, slot: int, kept: Mapping[int, Tensor], missing: Sequence[int]) -> None:
+        """What is launched from now on finds these experts too: from pieces of the device, or from where the unit is.
+
+        Raises what went wrong.
+        """
+
+    def keep(self, unit: int, slot: int, pieces: Mapping[int, Tensor]) -> None:
+        """Copy experts from a slot into pieces, once what was copied before is there."""
 
     def forget(self) -> None:
         """Wait for what is on its way, whatever becomes of it."""
@@ -39,22 +49,63 @@ class Way(Protocol):
 class Stores:
     """Where the units are."""
 
+    forms: Sequence[Form]
     memory: Mapping[int, Tensor]
     """Units in host memory."""
     file: UnitFile | None = None
     in_file: Mapping[int, int] | None = None
-    """Units in the file, and their places there."""
+    """Units in the file, and where their dense part is there; the experts follow it."""
 
-    def read(self, unit: int, into: Tensor) -> Reading:
-        """Begin to read a unit from the file."""
+    def length(self, unit: int, whole: bool) -> int:
+        """Bytes of a unit, or of its dense part."""
+        return self.forms[unit].nbytes if whole else self.forms[unit].dense
+
+    def read(self, unit: int, into: Tensor, whole: bool) -> "Reads":
+        """Begin to read a unit from the file, or its dense part."""
+        parts = range(1 + self.forms[unit].experts) if whole else range(1)
+        return self._read(unit, parts, into)
+
+    def pieces(self, unit: int, experts: Sequence[int], of: Tensor | None = None) -> dict[int, Tensor]:
+        """Experts of a unit, as it is in memory or in `of`."""
+        whole = self.memory[unit] if of is None else of
+        return {expert: whole[self.forms[unit].expert(expert)] for expert in experts}
+
+    def read_experts(self, unit: int, experts: Sequence[int], into: Tensor) -> "Reads":
+        """Begin to read experts to where they lie in a unit."""
+        return self._read(unit, [1 + expert for expert in experts], into)
+
+    def _read(self, unit: int, parts: Sequence[int], into: Tensor) -> "Reads":
         assert self.file is not None, "the unit is in a file"
         assert self.in_file is not None, "the unit is in a file"
-        return self.file.read(self.in_file[unit], into)
+        first, places = self.in_file[unit], self.forms[unit].parts
+        return Reads([self.file.read(first + part, into[places[part]]) for part in parts])
 
     def close(self) -> None:
         """Close the file."""
         if self.file is not None:
             self.file.close()
+
+
+class Reads:
+    """Parts of a unit on their way into memory; nobody writes there any more once `wait` has returned or raised."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self._readings = list(readings)
+
+    def wait(self) -> None:
+        """Until all have ended; OffloadError if one has failed."""
+        failed: OffloadError | None = None
+        for reading in self._readings:
+            try:
+                reading.wait()
+            except OffloadError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def add(self, others: "Reads") -> None:
+        """Wait for these too."""
+        self._readings += others._readings
 
 
 class ToHost:
@@ -64,22 +115,37 @@ class ToHost:
 
     def __init__(self, slots: Sequence[Tensor], stores: Stores) -> None:
         self._slots, self._stores = slots, stores
-        self._reading: list[Reading | None] = [None] * len(slots)
+        self._reading: list[Reads | None] = [None] * len(slots)
 
-    def load(self, unit: int, slot: int) -> None:
+    def load(self, unit: int, slot: int, whole: bool) -> None:
         """See `Way`."""
         self._finish(slot)
         if unit in self._stores.memory:
-            stored = self._stores.memory[unit]
-            self._slots[slot][: len(stored)].copy_(stored)
+            length = self._stores.length(unit, whole)
+            self._slots[slot][:length].copy_(self._stores.memory[unit][:length])
         else:
-            self._reading[slot] = self._stores.read(unit, self._slots[slot])
+            self._reading[slot] = self._stores.read(unit, self._slots[slot], whole)
 
     def arrive(self, slot: int) -> None:
         """See `Way`."""
         reading, self._reading[slot] = self._reading[slot], None
         if reading is not None:
             reading.wait()
+
+    def bring(self, unit: int, slot: int, kept: Mapping[int, Tensor], missing: Sequence[int]) -> None:
+        """See `Way`."""
+        into, stores = self._slots[slot], self._stores
+        if unit in stores.memory:
+            kept = {**kept, **stores.pieces(unit, missing)}
+        reads = Reads(()) if unit in stores.memory else stores.read_experts(unit, missing, into)
+        try:
+            _copy_in(stores.forms[unit], into, kept)
+        finally:
+            reads.wait()
+
+    def keep(self, unit: int, slot: int, pieces: Mapping[int, Tensor]) -> None:
+        """See `Way`."""
+        _copy_out(self._stores.forms[unit], self._slots[slot], pieces)
 
     def forget(self) -> None:
         """See `Way`."""
@@ -107,15 +173,27 @@ class ToDevice:
         self._copies = torch.cuda.Stream(slots[0].device)
         self._arrived: list[torch.cuda.Event | None] = [None] * len(slots)
 
-    def load(self, unit: int, slot: int) -> None:
+    def load(self, unit: int, slot: int, whole: bool) -> None:
         """See `Way`."""
-        self._arrived[slot] = _copied(self._stores.memory[unit], self._slots[slot], self._copies, _now())
+        stored = self._stores.memory[unit][: self._stores.length(unit, whole)]
+        self._arrived[slot] = _copied(stored, self._slots[slot], self._copies, _now())
 
     def arrive(self, slot: int) -> None:
         """See `Way`."""
         there, self._arrived[slot] = self._arrived[slot], None
         if there is not None:
             torch.cuda.current_stream().wait_event(there)
+
+    def bring(self, unit: int, slot: int, kept: Mapping[int, Tensor], missing: Sequence[int]) -> None:
+        """See `Way`."""
+        every = {**kept, **self._stores.pieces(unit, missing)}
+        with _beside(self._copies):
+            _copy_in(self._stores.forms[unit], self._slots[slot], every)
+
+    def keep(self, unit: int, slot: int, pieces: Mapping[int, Tensor]) -> None:
+        """See `Way`."""
+        with torch.cuda.stream(self._copies):
+            _copy_out(self._stores.forms[unit], self._slots[slot], pieces)
 
     def forget(self) -> None:
         """See `Way`."""
@@ -132,8 +210,13 @@ class ToDeviceFromFile:
 
     capturable = False
 
-    def __init__(self, slots: Sequence[Tensor], stores: Stores, buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self, slots: Sequence[Tensor], stores: Stores, buffers: Sequence[Tensor], for_experts: Tensor | None
+    ) -> None:
+        """buffers: for units; for_experts: one for the experts of a unit, if there are any."""
         self._slots, self._stores = slots, stores
+        self._for_experts = for_experts
+        self._copied: torch.cuda.Event | None = None  # when nothing is copied from there any more
         self._copies = torch.cuda.Stream(slots[0].device)
         self._coming: list[Future[torch.cuda.Event] | None] = [None] * len(slots)
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
@@ -142,17 +225,36 @@ class ToDeviceFromFile:
         self._thread = threading.Thread(target=self._work, name="outpace-stream", daemon=True)
         self._thread.start()
 
-    def load(self, unit: int, slot: int) -> None:
+    def load(self, unit: int, slot: int, whole: bool) -> None:
         """See `Way`."""
         coming: Future[torch.cuda.Event] = Future()
         self._coming[slot] = coming
-        self._orders.put(_Order(unit, slot, _now(), coming))
+        self._orders.put(_Order(unit, slot, whole, _now(), coming))
 
     def arrive(self, slot: int) -> None:
         """See `Way`."""
         coming, self._coming[slot] = self._coming[slot], None
         if coming is not None:
             torch.cuda.current_stream().wait_event(coming.result())
+
+    def bring(self, unit: int, slot: int, kept: Mapping[int, Tensor], missing: Sequence[int]) -> None:
+        """See `Way`."""
+        stores, buffer = self._stores, None
+        if unit not in stores.memory:
+            buffer = self._for_experts
+            assert buffer is not None, "there are experts in the file"
+            if self._copied is not None:
+                self._copied.synchronize()
+            stores.read_experts(unit, missing, buffer).wait()
+        every = {**kept, **stores.pieces(unit, missing, buffer)}
+        with _beside(self._copies) as there:
+            self._copied = there
+            _copy_in(stores.forms[unit], self._slots[slot], every)
+
+    def keep(self, unit: int, slot: int, pieces: Mapping[int, Tensor]) -> None:
+        """See `Way`."""
+        with torch.cuda.stream(self._copies):
+            _copy_out(self._stores.forms[unit], self._slots[slot], pieces)
 
     def forget(self) -> None:
         """See `Way`."""
@@ -180,10 +282,11 @@ class ToDeviceFromFile:
 
     def _fetch(self, order: "_Order") -> torch.cuda.Event:
         slot, memory = self._slots[order.slot], self._stores.memory
+        length = self._stores.length(order.unit, order.whole)
         if order.unit in memory:
-            return _copied(memory[order.unit], slot, self._copies, order.free)
-        buffer = self._ahead.take(order.unit)
-        there = _copied(buffer, slot, self._copies, order.free)
+            return _copied(memory[order.unit][:length], slot, self._copies, order.free)
+        buffer = self._ahead.take(order.unit, order.whole)
+        there = _copied(buffer[:length], slot, self._copies, order.free)
         there.synchronize()  # at least twice as fast as the file: the buffer is read into again at once
         self._ahead.give_back(buffer)
         return there
@@ -193,6 +296,7 @@ class ToDeviceFromFile:
 class _Order:
     unit: int
     slot: int
+    whole: bool
     free: torch.cuda.Event
     coming: "Future[torch.cuda.Event]"
 
@@ -203,21 +307,25 @@ class _Ahead:
     def __init__(self, stores: Stores, buffers: Sequence[Tensor]) -> None:
         self._stores, self._free = stores, list(buffers)
         self._units = sorted(stores.in_file or ())
-        self._under_way: deque[tuple[int, Tensor, Reading]] = deque()
+        self._under_way: deque[tuple[int, bool, Tensor, Reads]] = deque()
         self._next = 0
+        self._whole = True
 
-    def take(self, unit: int) -> Tensor:
-        """The buffer with this unit, once it is there; other units are read behind it."""
-        if not any(each == unit for each, _, _ in self._under_way):
+    def take(self, unit: int, whole: bool) -> Tensor:
+        """The buffer with this unit, or its dense part, once it is there; other units are read behind it."""
+        self._whole = whole
+        if not any(each == unit for each, _, _, _ in self._under_way):
             self.forget()
             self._next = self._units.index(unit)
         self._read_on()
         while True:
-            found, buffer, reading = self._under_way.popleft()
+            found, complete, buffer, reading = self._under_way.popleft()
             if found == unit:
                 break
             _settle(reading)  # steps left it out
             self._free.append(buffer)
+        if whole and not complete:
+            reading.add(self._stores.read_experts(unit, range(self._stores.forms[unit].experts), buffer))
         try:
             self._wait(reading, unit, buffer)
         except BaseException:
@@ -240,14 +348,14 @@ class _Ahead:
     def forget(self) -> None:
         """Wait for all reads, and drop what they bring."""
         while self._under_way:
-            _, buffer, reading = self._under_way.popleft()
+            _, _, buffer, reading = self._under_way.popleft()
             _settle(reading)
             self._free.append(buffer)
 
     def _read_on(self) -> None:
         while self._free and len(self._under_way) < len(self._units):
             unit, buffer = self._units[self._next], self._free.pop()
-            self._under_way.append((unit, buffer, self._stores.read(unit, buffer)))
+            self._under_way.append((unit, self._whole, buffer, self._stores.read(unit, buffer, self._whole)))
             self._next = (self._next + 1) % len(self._units)
 
 
@@ -269,7 +377,30 @@ def _copied(source: Tensor, slot: Tensor, stream: torch.cuda.Stream, after: torc
     return there
 
 
-def _settle(reading: Reading | None) -> None:
+@contextmanager
+def _beside(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Event]:
+    """Launch on a stream, after everything launched so far; what is launched later waits for it. When it is done."""
+    stream.wait_event(_now())
+    there = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        yield there
+    there.record(stream)
+    torch.cuda.current_stream().wait_event(there)
+
+
+def _copy_in(form: Form, slot: Tensor, pieces: Mapping[int, Tensor]) -> None:
+    """Experts from pieces to their places in a slot."""
+    for expert, piece in pieces.items():
+        slot[form.expert(expert)].copy_(piece, non_blocking=True)
+
+
+def _copy_out(form: Form, slot: Tensor, pieces: Mapping[int, Tensor]) -> None:
+    """Experts from their places in a slot to pieces."""
+    for expert, piece in pieces.items():
+        piece.copy_(slot[form.expert(expert)], non_blocking=True)
+
+
+def _settle(reading: Reads | None) -> None:
     """Wait for a read that nobody needs."""
     if reading is not None:
         with suppress(OffloadError):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outpace.offload.units import find_layers, unit_bytes
+from outpace.offload.store import ALIGN
+from outpace.offload.units import Form, find_layers
 from tests.models import tiny
 
 LAYERS = 7
@@ -37,5 +38,6 @@ def offload_at(place: str, model: nn.Module, folder: Path, dtype: torch.dtype = 
 
 
 def _bytes(layer: nn.Module, dtype: torch.dtype) -> int:
-    """Of a layer as a unit, at the most: fused tensors are fewer."""
-    return unit_bytes(math.prod(weight.shape) * dtype.itemsize for weight in layer.parameters())
+    """Of a layer as a unit, at the most: fused tensors are fewer. Each expert is rounded up to a page."""
+    experts = max((len(weight) for weight in layer.parameters() if weight.dim() == 3), default=0)
+    return Form.of(math.prod(weight.shape) * dtype.itemsize for weight in layer.parameters()).nbytes + experts * ALIGN
