@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,8 +65,8 @@ class Room:
     slots: int
     buffers: int
     """Layers in host memory on their way from a file to a GPU."""
-    experts: int
-    """Beside `device`, for experts that were used last."""
+    experts: int = 0
+    """Of the device beside those, for experts that were used last."""
 
 
 def folder(config: InferenceConfig) -> Path | None:
@@ -111,34 +111,32 @@ def room_for(config: InferenceConfig, layers: Layers, reserved: int) -> Room:
     device = device_budget(config) - layers.others - reserved
     if config.device_type == "cuda" and offload.device_memory is None:
         device = min(device, torch.cuda.mem_get_info(config.torch_device)[0] - layers.others - reserved)
-    experts = _for_experts(config, layers, device, slots)
+    most = device
     if (least := int(offload.cpu_offload_gb * GIB)) > 0:
-        device = min(device, max(0, layers.total - least) + slots * layers.largest + experts)
+        most = max(0, layers.total - least) + slots * layers.largest
     host = _bytes(HOST_FRACTION if offload.host_memory is None else offload.host_memory, _free())
-    return _room(layers, device, host, disk, slots, BUFFERS if config.device_type == "cuda" else 0, experts)
+    room = Room(min(device, most), host, disk, slots, BUFFERS if config.device_type == "cuda" else 0)
+    return _with_experts(config, layers, room, device)
 
 
-def _room(layers: Layers, device: int, host: int, disk: int | None, slots: int, buffers: int, experts: int) -> Room:
-    """Where layers have to be streamed, some of the device is for experts, and a buffer if they come from a file."""
-    if layers.total <= device:
-        return Room(device, host, disk, slots, buffers, 0)
-    return Room(device - experts, host, disk, slots, buffers + (1 if buffers and layers.experts else 0), experts)
-
-
-def _for_experts(config: InferenceConfig, layers: Layers, device: int, slots: int) -> int:
-    """Bytes of the device for experts that were used last, of those that layers may take."""
-    asked, left = config.offload.expert_cache, device - slots * layers.largest
-    if asked is None:
-        return max(0, min(int(device * EXPERTS_FRACTION), left, layers.experts))
-    if not layers.experts:
+def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: int) -> Room:
+    """The same with some of the device for experts, and a buffer for them. device: bytes, for layers and all else."""
+    asked, left = config.offload.expert_cache, device - room.slots * layers.largest
+    if asked is not None and not layers.experts:
         raise ConfigError("offload.expert_cache: no layer of this model has fused experts; leave it out")
-    wanted = min(_bytes(asked, device_budget(config)), layers.experts)
-    if wanted > left and layers.total > device:
+    if layers.total <= room.device or not layers.experts:
+        return room
+    if asked is None:
+        experts = max(0, min(int(device * EXPERTS_FRACTION), left, layers.experts))
+    else:
+        experts = min(_bytes(asked, device_budget(config)), layers.experts)
+    if asked is not None and experts > left:
         raise ConfigError(
-            f"offload.expert_cache: {size_text(wanted)} wanted, and beside {slots} slots for streamed layers "
+            f"offload.expert_cache: {size_text(experts)} wanted, and beside {room.slots} slots for streamed layers "
             f"{size_text(max(0, left))} are left; give less, or raise offload.device_memory"
         )
-    return wanted
+    buffers = room.buffers + 1 if room.buffers else 0
+    return replace(room, device=min(room.device, device - experts), buffers=buffers, experts=experts)
 
 
 def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Room:
@@ -157,9 +155,8 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Roo
             wanted = math.ceil(param.buffer_count * param.buffer_size * per_value / largest)
             buffers = max(2, min(wanted, len(layers.sizes) // 2))
         host = min(host, int(param.max_in_cpu * per_value) + buffers * largest)
-    device = max(live, slots * largest)
-    experts = _for_experts(config, layers, device, slots)
-    return _room(layers, device, host, disk if param.device == "nvme" else None, slots, buffers, experts)
+    room = Room(max(live, slots * largest), host, disk if param.device == "nvme" else None, slots, buffers)
+    return _with_experts(config, layers, room, room.device)
 
 
 def _free() -> int:

@@ -190,8 +190,8 @@ class Streaming:
             return ToDevice(slots, stores)
         assert self._folder is not None, "there is a file"
         buffers = [aligned(self._largest, pinned=True) for _ in range(max(2, self._folder.buffers))]
-        divided = any(index in self._in_file for index in self._divided)
-        return ToDeviceFromFile(slots, stores, buffers, aligned(self._largest, pinned=True) if divided else None)
+        for_experts = buffers.pop() if self._divided else None
+        return ToDeviceFromFile(slots, stores, buffers, for_experts)
 
     def _kept(self, index: int, pieces: int) -> Kept:
         piece = self.units[index].form.piece
