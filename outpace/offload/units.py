@@ -34,7 +34,7 @@ class Form:
     def of(cls, tensors: Iterable[int], stacks: Iterable[int] = (), experts: int = 0) -> "Form":
         """Of a unit with tensors of so many bytes, and stacks of experts of so many."""
         of_each = [each // experts for each in stacks]
-        return cls(_pages(tensors), experts, _pages(of_each)) if of_each else cls(_pages(tensors))
+        return cls(unit_bytes(tensors), experts, unit_bytes(of_each)) if of_each else cls(unit_bytes(tensors))
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +142,8 @@ def _stacks(experts: Experts) -> Iterator[nn.Parameter]:
     return (each for each in experts.parameters(recurse=False) if is_stacked(experts, each.shape))
 
 
-def _pages(tensors: Iterable[int]) -> int:
+def unit_bytes(tensors: Iterable[int]) -> int:
+    """Bytes of tensors of so many, one behind the other."""
     return whole_pages(sum(map(_aligned, tensors)))
 
 

@@ -327,18 +327,18 @@ class _Ahead:
         if whole and not complete:
             reading.add(self._stores.read_experts(unit, range(self._stores.forms[unit].experts), buffer))
         try:
-            self._wait(reading, unit, buffer)
+            self._wait(reading, unit, buffer, whole)
         except BaseException:
             self._free.append(buffer)
             raise
         return buffer
 
-    def _wait(self, reading: Reading, unit: int, buffer: Tensor) -> None:
+    def _wait(self, reading: Reads, unit: int, buffer: Tensor, whole: bool) -> None:
         """What was read long ago may have failed for a reason that is gone by now: it is read once more."""
         try:
             reading.wait()
         except OffloadError:
-            self._stores.read(unit, buffer).wait()
+            self._stores.read(unit, buffer, whole).wait()
 
     def give_back(self, buffer: Tensor) -> None:
         """It has been copied: the next unit is read into it."""
