@@ -195,8 +195,8 @@ class InferenceEngine(nn.Module):
             return None
         if self.streaming is not None and not self.streaming.capturable:
             raise ConfigError(
-                "enable_cuda_graph: layers that come from a file, or from memory that is not page-locked, cannot be "
-                "part of a graph; leave it out, or give more memory"
+                "enable_cuda_graph: layers that come from a file, from memory that is not page-locked, or with experts "
+                "that are fetched when they are chosen cannot be part of a graph; leave it out, or give more memory"
             )
         if self.info.graphs_itself:
             chosen("cuda graphs", "local", "a submodule captures its own; the engine runs eager around it")

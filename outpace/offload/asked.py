@@ -64,7 +64,7 @@ class Room:
     """None: no folder was named."""
     slots: int
     buffers: int
-    """Layers in host memory on their way from a file to a GPU."""
+    """Layers in host memory on their way from a file to a GPU; one of them for experts, if there are any."""
     experts: int = 0
     """Of the device beside those, for experts that were used last."""
 
@@ -115,12 +115,13 @@ def room_for(config: InferenceConfig, layers: Layers, reserved: int) -> Room:
     if (least := int(offload.cpu_offload_gb * GIB)) > 0:
         most = max(0, layers.total - least) + slots * layers.largest
     host = _bytes(HOST_FRACTION if offload.host_memory is None else offload.host_memory, _free())
-    room = Room(min(device, most), host, disk, slots, BUFFERS if config.device_type == "cuda" else 0)
+    buffers = BUFFERS + bool(layers.experts) if config.device_type == "cuda" else 0
+    room = Room(min(device, most), host, disk, slots, buffers)
     return _with_experts(config, layers, room, device)
 
 
 def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: int) -> Room:
-    """The same with some of the device for experts, and a buffer for them. device: bytes, for layers and all else."""
+    """The same with some of the device for experts that were used last. device: what all of it has for layers."""
     asked, left = config.offload.expert_cache, device - room.slots * layers.largest
     if asked is not None and not layers.experts:
         raise ConfigError("offload.expert_cache: no layer of this model has fused experts; leave it out")
@@ -135,8 +136,7 @@ def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: i
             f"offload.expert_cache: {size_text(experts)} wanted, and beside {room.slots} slots for streamed layers "
             f"{size_text(max(0, left))} are left; give less, or raise offload.device_memory"
         )
-    buffers = room.buffers + 1 if room.buffers else 0
-    return replace(room, device=min(room.device, device - experts), buffers=buffers, experts=experts)
+    return replace(room, device=min(room.device, device - experts), experts=experts)
 
 
 def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Room:
@@ -153,7 +153,7 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Roo
     if param.device == "nvme":
         if config.device_type == "cuda":
             wanted = math.ceil(param.buffer_count * param.buffer_size * per_value / largest)
-            buffers = max(2, min(wanted, len(layers.sizes) // 2))
+            buffers = max(2, min(wanted, len(layers.sizes) // 2)) + bool(layers.experts)
         host = min(host, int(param.max_in_cpu * per_value) + buffers * largest)
     room = Room(max(live, slots * largest), host, disk if param.device == "nvme" else None, slots, buffers)
     return _with_experts(config, layers, room, room.device)

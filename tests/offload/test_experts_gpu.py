@@ -33,7 +33,7 @@ def _clean() -> Iterator[None]:
 def qwen(layers: int = 9) -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        hidden_size=512, moe_intermediate_size=256, num_hidden_layers=layers, num_attention_heads=8, head_dim=64,
+        hidden_size=512, moe_intermediate_size=256, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=2, num_experts=32, num_experts_per_tok=2, vocab_size=1000, max_position_embeddings=256,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
