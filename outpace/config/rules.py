@@ -50,8 +50,8 @@ def places_weights(config: "InferenceConfig") -> bool:
 
 
 def _concern_nothing(offload: "OffloadConfig") -> bool:
-    """Whether `slots` is given without anything that is streamed."""
-    return changed(offload, "slots") and not changed(offload, *_WEIGHTS, "nvme")
+    """Whether `slots` or `expert_cache` is given without anything that is streamed."""
+    return changed(offload, "slots", "expert_cache") and not changed(offload, *_WEIGHTS, "nvme")
 
 
 def _keeps_pages(config: "InferenceConfig") -> bool:
@@ -174,8 +174,8 @@ COMPOSITIONS: tuple[Rule, ...] = (
     ),
     (
         lambda c: _concern_nothing(c.offload),
-        "offload.slots concerns layers that are streamed: say which with offload.device_memory or another field, or "
-        "leave it out",
+        "offload.slots and offload.expert_cache concern layers that are streamed: say which with offload.device_memory "
+        "or another field, or leave them out",
     ),
     (
         lambda c: places_weights(c) and c.keep_module_on_host,

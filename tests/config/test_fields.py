@@ -24,6 +24,7 @@ from outpace.offload import asked
 from outpace.offload.asked import Layers
 from outpace.offload.store import ReadOptions
 from outpace.offload.streaming import Streaming
+from outpace.offload.units import Form
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
 from tests.models import prompts, tiny
 from tests.offload.placed import deep, offload_at
@@ -441,7 +442,7 @@ def zero_acts() -> None:
 def zero_buffers_act() -> None:
     with a_gpu():
         config = InferenceConfig.of(zero={"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "x"}})
-    layers = Layers((1000,) * 100, 100_000, 0)
+    layers = Layers((Form(1000),) * 100, 100_000, 0)
     few = config.zero.offload_param.model_copy(update={"buffer_count": 3, "buffer_size": 4000})
     changed = config.model_copy(update={"zero": config.zero.model_copy(update={"offload_param": few})})
     with mock.patch.object(InferenceConfig, "device_type", "cuda"):
@@ -482,10 +483,22 @@ def offload_acts() -> None:
     whole = streamed(offload={"cpu_offload_gb": 1.0})
     assert whole is not None
     assert set(whole.placement.tiers) == {"host"}
-    raises("offload.slots concerns", offload={"slots": 3})
+    raises("offload.slots and offload.expert_cache concern", offload={"slots": 3})
     slots = streamed(offload={"cpu_offload_gb": 1.0, "slots": 3})
     assert slots is not None
     assert slots.placement.slots == 3
+
+
+def expert_cache_acts() -> None:
+    kept = []
+    for expert_cache in (0, 100_000):
+        offload = {"cpu_offload_gb": 1.0, "expert_cache": expert_cache}
+        made = outpace.init_inference(deep("mixtral"), device="cpu", replace_with_kernel_inject=True, offload=offload)
+        assert made.streaming is not None
+        kept.append(made.streaming.tier_bytes()["experts"])
+    assert kept[0] == 0 < kept[1] <= 100_000
+    raises("offload.slots and offload.expert_cache concern", offload={"expert_cache": 0.5})
+    refused("offload.expert_cache: no layer", offload={"cpu_offload_gb": 1.0, "expert_cache": 0.5})
 
 
 def offload_budgets_act() -> None:
@@ -511,6 +524,7 @@ def a_gpu() -> Iterator[None]:
 
 EFFECTS: Mapping[str, Callable[[], None]] = {
     **{f"offload.{name}": offload_acts for name in ("auto", "cpu_offload_gb", "slots")},
+    "offload.expert_cache": expert_cache_acts,
     **{f"offload.{name}": offload_budgets_act for name in ("device_memory", "host_memory", "nvme")},
     **{f"offload.{name}": pages_are_llms for name in ("kv", "kv_files", "kv_offloading_size", "host_pages")},
     "zero.stage": zero_acts,
@@ -783,7 +797,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("offload.cpu_offload_gb", "offload.host_memory"),
         "give one",
     ),
-    ({"offload": {"slots": 2}}, ("offload.slots", "offload.device_memory"), "leave it out"),
+    ({"offload": {"slots": 2}}, ("offload.slots", "offload.device_memory"), "leave them out"),
     ({"offload": "auto", "keep_module_on_host": True}, ("keep_module_on_host", "offload"), "give one"),
     ({"offload": {"kv": "1GB"}}, ("offload.kv", "kv_files"), "use LLM"),
     (

@@ -41,12 +41,13 @@ OUR_NAMES: dict[str, tuple[str, Any]] = {
     "offload_device_memory": ("offload.device_memory", 0.5),
     "offload_host_memory": ("offload.host_memory", 10_000),
     "offload_nvme": ("offload.nvme", "somewhere"),
+    "offload_expert_cache": ("offload.expert_cache", 10_000),
     "offload_kv": ("offload.kv", 10_000),
     "offload_host_pages": ("offload.host_pages", 10_000),
     "offload_kv_files": ("offload.kv_files", 10_000),
 }
 FLAT = VLLM_NAMES | OUR_NAMES
-NEEDS_MORE = {"gpu_memory_utilization", "tensor_parallel_size", "offload_kv_files"}
+NEEDS_MORE = {"gpu_memory_utilization", "tensor_parallel_size", "offload_kv_files", "offload_expert_cache"}
 ACCEPTED = {name: row for name, row in FLAT.items() if name not in NEEDS_MORE}
 """Those that a CPU can have, alone."""
 

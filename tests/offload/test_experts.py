@@ -200,7 +200,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         llm_of(model, offload={**given, "expert_cache": given["device_memory"]})
     with pytest.raises(ConfigError, match=r"offload\.expert_cache: no layer of this model has fused experts"):
         llm_of(made("qwen3", mlp_only_layers=[0, 1, 2]), offload={"cpu_offload_gb": 1.0, "expert_cache": 0.1})
-    with llm_of(model, offload={"expert_cache": 0.1}) as llm:
+    with llm_of(model, offload={"auto": True, "expert_cache": 0.1}) as llm:
         assert llm.engine.streaming is None, "everything fits"
 
 
