@@ -108,6 +108,7 @@ def test_f_10_memory_that_is_not_there_is_said_before_anything_is_made(monkeypat
             "files hold prefixes",
         ),
         ({"offload": {"kv": 10}}, "offload.kv: less than one page"),
+        ({"offload": {"kv": "1MB", "kv_files": 10, "nvme": "."}}, "offload.kv_files: less than one page"),
     ],
 )
 def test_what_does_not_go_together_is_said(options: dict[str, Any], message: str) -> None:

@@ -82,9 +82,17 @@ class FileBlocks:
         return False
 
 
+def room_in(folder: str) -> int:
+    """Bytes that are free where a folder is, or will be."""
+    path = Path(folder).absolute()
+    there = os.statvfs(next(each for each in (path, *path.parents) if each.exists()))
+    return there.f_bavail * there.f_frsize
+
+
 def _open(folder: str, size: int) -> int:
     """A file of this size without a name, for direct reads and writes where the folder allows them."""
     try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         opened = _nameless(folder)
         try:
             os.posix_fallocate(opened, 0, size)
@@ -94,10 +102,7 @@ def _open(folder: str, size: int) -> int:
     except OSError as error:
         text = f"offload.kv_files: {size / GIB:.1f} GiB in {folder}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            with suppress(OSError):
-                there = os.statvfs(folder)
-                text += f", {there.f_bavail * there.f_frsize / GIB:.1f} GiB are free"
-            text += "; give less"
+            text += f", {room_in(folder) / GIB:.1f} GiB are free; give less"
         raise ConfigError(text) from error
     return opened
 

@@ -240,6 +240,10 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "offload.kv_files without offload.kv: pages go to files by way of host memory; give offload.kv too",
     ),
     (
+        lambda c: bool(c.offload.kv_files) and max(c.tensor_parallel.tp_size, c.moe.ep_size) > 1,
+        "offload.kv_files with several ranks: their pages stay in host memory; leave kv_files out",
+    ),
+    (
         lambda c: bool(c.offload.kv_files) and c.offload.nvme is None,
         "offload.kv_files without offload.nvme: name the folder of the files in offload.nvme",
     ),

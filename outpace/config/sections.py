@@ -300,9 +300,10 @@ class OffloadConfig(ConfigModel):
     """Host memory for pages of `LLM`: a second level of the prefix cache, and preempted requests. "32GB", or a fraction
     of what is free; of all ranks together."""
     kv_offloading_size: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """The same in GiB, as vLLM has it."""
-    kv_files: Size | None = None
-    """Bytes in a file in `nvme` for pages that host memory (`kv`) has no room for."""
+    """GiB of host memory for pages, as vLLM has it; `kv` says the same."""
+    kv_files: Budget | None = None
+    """Room in a file in `nvme` for pages that host memory (`kv`) has no room for: "200GB", or a fraction of what is
+    free there."""
     host_pages: Budget | None = None
     """Host memory for pages of running requests, beside the device's: attention reads them over the link. For contexts
     longer than the device has pages for; it is slow, and used for as few layers as possible."""

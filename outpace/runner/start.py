@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from outpace.cache.file_blocks import SECTOR, FileBlocks
+from outpace.cache.file_blocks import SECTOR, FileBlocks, room_in
 from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
@@ -245,13 +245,21 @@ def _host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
     num_blocks = model.ranks.least(wanted // model.ranks.size // row, model.device)
     files = None
     if offload.kv_files:
-        assert offload.nvme is not None, "a rule says so"
-        if model.ranks.size > 1:
-            raise ConfigError("offload.kv_files with several ranks: their pages stay in host memory; leave it out")
-        files = FileBlocks(offload.nvme, offload.kv_files // row, row)
+        assert model.ranks.size == 1, "a rule says so"
+        files = _files(config, row)
     memory = aligned(num_blocks * row, pinned=model.device.type == "cuda")[: num_blocks * row]
     chosen("host pages", num_blocks, f"{what}, {row / (1 << 20):.3g} MiB each")
     return Copies(HostPages(memory.view(num_blocks, row), model.device), files)
+
+
+def _files(config: LLMConfig, row: int) -> FileBlocks:
+    """The file for pages, of blocks of so many bytes."""
+    folder, size = config.offload.nvme, config.offload.kv_files
+    assert folder is not None, "a rule says so"
+    asked = int(size * room_in(folder) if isinstance(size, float) else size or 0)
+    if asked < row:
+        raise ConfigError(f"offload.kv_files: less than one page of {row / GIB:.3g} GiB; give more, or leave it out")
+    return FileBlocks(folder, asked // row, row)
 
 
 def _host_bytes(config: LLMConfig) -> tuple[str, int]:

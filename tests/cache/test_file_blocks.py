@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cache import file_blocks
-from outpace.cache.file_blocks import SECTOR, FileBlocks
+from outpace.cache.file_blocks import SECTOR, FileBlocks, room_in
 from outpace.errors import ConfigError
 
 SIZE = 2 * SECTOR
@@ -79,5 +79,12 @@ def test_f_9_a_disk_without_room_is_said_at_the_start(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match=r"offload.kv_files: 0.0 GiB in .*: No space left on device, .* free; give"):
         FileBlocks(str(tmp_path), 3, SIZE)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match=r"offload.kv_files: .*No such file or directory"):
-        FileBlocks(str(tmp_path / "nowhere"), 3, SIZE)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"offload.kv_files: .*(Not a directory|File exists)"):
+        FileBlocks(str(tmp_path / "file"), 3, SIZE)
+
+
+def test_the_folder_is_made_and_its_room_is_known_before(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "one"
+    assert room_in(str(folder)) == room_in(str(tmp_path)) > 0
+    assert FileBlocks(str(folder), 1, SIZE).write(0, page(b"xy"))

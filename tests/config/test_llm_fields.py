@@ -229,6 +229,11 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"offload": {"kv_files": 5, "nvme": "x"}}, ("offload.kv_files", "offload.kv"), "give offload.kv too"),
     ({"offload": {"kv_files": 5, "kv": 5}}, ("offload.kv_files", "offload.nvme"), "offload.nvme"),
     (
+        {"offload": {"kv_files": 5, "kv": 5, "nvme": "x"}, "tensor_parallel_size": 2},
+        ("offload.kv_files", "ranks"),
+        "leave kv_files out",
+    ),
+    (
         {"offload": {"kv_files": 5, "kv": 5, "nvme": "x"}, "enable_prefix_caching": False},
         ("offload.kv_files", "enable_prefix_caching"),
         "leave kv_files out",
