@@ -48,12 +48,13 @@ class Kept:
         return {expert: self._pieces[expert] for expert in found}
 
     def take(self, experts: Sequence[int], used: Collection[int]) -> dict[int, Tensor]:
-        """Pieces for some of these experts: free ones, and those of experts that are not in use now."""
+        """Pieces for some of these experts that have none: free ones, and those of experts that are not in use now."""
+        new = [expert for expert in experts if expert not in self._pieces]
         old = [expert for expert in self._pieces if expert not in used]
         room = len(self._free) + len(old)
-        for expert in old[: max(0, min(len(experts), room) - len(self._free))]:
+        for expert in old[: max(0, min(len(new), room) - len(self._free))]:
             self._free.append(self._pieces.pop(expert))
-        return {expert: self._free.pop() for expert in experts[:room]}
+        return {expert: self._free.pop() for expert in new[:room]}
 
     def put(self, pieces: Mapping[int, Tensor]) -> None:
         """Experts are now in these pieces, which were taken for them."""

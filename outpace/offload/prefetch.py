@@ -7,7 +7,8 @@ step, its copies included, can be captured in a CUDA graph. A layer that comes o
 
 Of a layer with experts only the rest is fetched ahead, unless the step has so many tokens that all of them are needed.
 When its router has run, the host looks which experts were chosen, and those are copied to their places in the slot:
-from the device, if they are among those kept there, or from where the layer is. Such a step cannot be captured.
+from the device, if they are among those kept there, or from where the layer is. Such a step cannot be captured. Layers
+that are fetched with all their experts, too, get from the device what is kept there.
 """
 
 import functools
@@ -63,19 +64,18 @@ class Ring:
         slot, every = number % self._size, range(self._forms[number].experts)
         assert self._holds[slot] == number, "the layer was entered"
         self._all = chosen.numel() >= ALL * len(every)
-        there = self._experts[slot]
-        if len(there) == len(every):
-            return
-        used = set(every) if self._all else set(every).intersection(chosen.flatten().tolist())
-        wanted, kept = sorted(used - there), self._kept[number]
-        if not wanted:
-            return
+        there, kept = self._experts[slot], self._kept[number]
+        complete = len(there) == len(every)  # then some may be kept where there is room, and none is looked for
+        used = set(every) if self._all or complete else set(every).intersection(chosen.flatten().tolist())
+        wanted = sorted(used - there)
         found, fresh = kept.find(wanted), dict[int, Tensor]()
         missing = [expert for expert in wanted if expert not in found]
         try:
-            self.way.bring(number, slot, found, missing)
-            fresh = kept.take(missing, used)
-            self.way.keep(number, slot, fresh)
+            if wanted:
+                self.way.bring(number, slot, found, missing)
+            fresh = kept.take(sorted(used), used)
+            if fresh:
+                self.way.keep(number, slot, fresh)
         except BaseException:
             kept.forget(fresh)
             raise
@@ -117,14 +117,17 @@ class Ring:
         self._capturing = False
 
     def _load(self, unit: int, slot: int) -> None:
-        form = self._forms[unit]
-        whole = self._all or not form.experts
+        form, kept = self._forms[unit], dict[int, Tensor]()
+        every = range(form.experts) if self._all else range(0)
+        if every:
+            kept = self._kept[unit].find(every)
+        experts = [expert for expert in every if expert not in kept]
         self._holds[slot] = None
-        self.way.load(unit, slot, whole)
+        self.way.load(unit, slot, experts, kept)
         self._holds[slot] = unit
-        self._experts[slot] = set(range(form.experts)) if whole else set()
+        self._experts[slot] = set(every)
         self.counts.loads += 1
-        self.counts.nbytes += form.nbytes if whole else form.dense
+        self.counts.nbytes += form.dense + len(experts) * form.piece
 
 
 def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:

@@ -46,6 +46,15 @@ class Form:
         """The dense part, then each expert: what a file has one by one."""
         return [slice(0, self.dense), *map(self.expert, range(self.experts))]
 
+    def runs(self, experts: Iterable[int]) -> list[slice]:
+        """The dense part and these experts, in order, in as few pieces as can be."""
+        found = [slice(0, self.dense)]
+        for place in map(self.expert, experts):
+            if place.start == found[-1].stop:
+                place = slice(found.pop().start, place.stop)
+            found.append(place)
+        return found
+
     def expert(self, number: int) -> slice:
         """Where an expert lies."""
         start = self.dense + number * self.piece

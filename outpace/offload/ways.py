@@ -23,8 +23,11 @@ class Way(Protocol):
     capturable: bool
     """Whether copies can be part of a CUDA graph."""
 
-    def load(self, unit: int, slot: int, whole: bool) -> None:
-        """Begin to fill a slot, once everything launched so far has run. whole: with its experts."""
+    def load(self, unit: int, slot: int, experts: Sequence[int], kept: Mapping[int, Tensor]) -> None:
+        """Begin to fill a slot, once everything launched so far has run.
+
+        The dense part comes from where the unit is, and so do these experts; those kept come from pieces of the device.
+        """
 
     def arrive(self, slot: int) -> None:
         """What is launched from now on finds the slot filled; raises what went wrong."""
@@ -56,14 +59,9 @@ class Stores:
     in_file: Mapping[int, int] | None = None
     """Units in the file, and where their dense part is there; the experts follow it."""
 
-    def length(self, unit: int, whole: bool) -> int:
-        """Bytes of a unit, or of its dense part."""
-        return self.forms[unit].nbytes if whole else self.forms[unit].dense
-
-    def read(self, unit: int, into: Tensor, whole: bool) -> "Reads":
-        """Begin to read a unit from the file, or its dense part."""
-        parts = range(1 + self.forms[unit].experts) if whole else range(1)
-        return self._read(unit, parts, into)
+    def read(self, unit: int, experts: Sequence[int], into: Tensor) -> "Reads":
+        """Begin to read the dense part of a unit from the file, and these experts."""
+        return self._read(unit, [0, *(1 + expert for expert in experts)], into)
 
     def pieces(self, unit: int, experts: Sequence[int], of: Tensor | None = None) -> dict[int, Tensor]:
         """Experts of a unit, as it is in memory or in `of`."""
@@ -117,14 +115,15 @@ class ToHost:
         self._slots, self._stores = slots, stores
         self._reading: list[Reads | None] = [None] * len(slots)
 
-    def load(self, unit: int, slot: int, whole: bool) -> None:
+    def load(self, unit: int, slot: int, experts: Sequence[int], kept: Mapping[int, Tensor]) -> None:
         """See `Way`."""
         self._finish(slot)
-        if unit in self._stores.memory:
-            length = self._stores.length(unit, whole)
-            self._slots[slot][:length].copy_(self._stores.memory[unit][:length])
+        form, into, memory = self._stores.forms[unit], self._slots[slot], self._stores.memory
+        if unit in memory:
+            _copy_runs(form, into, memory[unit], experts)
         else:
-            self._reading[slot] = self._stores.read(unit, self._slots[slot], whole)
+            self._reading[slot] = self._stores.read(unit, experts, into)
+        _copy_in(form, into, kept)
 
     def arrive(self, slot: int) -> None:
         """See `Way`."""
@@ -173,10 +172,11 @@ class ToDevice:
         self._copies = torch.cuda.Stream(slots[0].device)
         self._arrived: list[torch.cuda.Event | None] = [None] * len(slots)
 
-    def load(self, unit: int, slot: int, whole: bool) -> None:
+    def load(self, unit: int, slot: int, experts: Sequence[int], kept: Mapping[int, Tensor]) -> None:
         """See `Way`."""
-        stored = self._stores.memory[unit][: self._stores.length(unit, whole)]
-        self._arrived[slot] = _copied(stored, self._slots[slot], self._copies, _now())
+        with _after(self._copies, _now()) as self._arrived[slot]:
+            _copy_runs(self._stores.forms[unit], self._slots[slot], self._stores.memory[unit], experts)
+            _copy_in(self._stores.forms[unit], self._slots[slot], kept)
 
     def arrive(self, slot: int) -> None:
         """See `Way`."""
@@ -187,8 +187,9 @@ class ToDevice:
     def bring(self, unit: int, slot: int, kept: Mapping[int, Tensor], missing: Sequence[int]) -> None:
         """See `Way`."""
         every = {**kept, **self._stores.pieces(unit, missing)}
-        with _beside(self._copies):
+        with _after(self._copies, _now()) as there:
             _copy_in(self._stores.forms[unit], self._slots[slot], every)
+        torch.cuda.current_stream().wait_event(there)
 
     def keep(self, unit: int, slot: int, pieces: Mapping[int, Tensor]) -> None:
         """See `Way`."""
@@ -225,11 +226,11 @@ class ToDeviceFromFile:
         self._thread = threading.Thread(target=self._work, name="outpace-stream", daemon=True)
         self._thread.start()
 
-    def load(self, unit: int, slot: int, whole: bool) -> None:
+    def load(self, unit: int, slot: int, experts: Sequence[int], kept: Mapping[int, Tensor]) -> None:
         """See `Way`."""
         coming: Future[torch.cuda.Event] = Future()
         self._coming[slot] = coming
-        self._orders.put(_Order(unit, slot, whole, _now(), coming))
+        self._orders.put(_Order(unit, slot, experts, kept, _now(), coming))
 
     def arrive(self, slot: int) -> None:
         """See `Way`."""
@@ -247,9 +248,10 @@ class ToDeviceFromFile:
                 self._copied.synchronize()
             stores.read_experts(unit, missing, buffer).wait()
         every = {**kept, **stores.pieces(unit, missing, buffer)}
-        with _beside(self._copies) as there:
-            self._copied = there
+        with _after(self._copies, _now()) as there:
             _copy_in(stores.forms[unit], self._slots[slot], every)
+        self._copied = there
+        torch.cuda.current_stream().wait_event(there)
 
     def keep(self, unit: int, slot: int, pieces: Mapping[int, Tensor]) -> None:
         """See `Way`."""
@@ -281,12 +283,14 @@ class ToDeviceFromFile:
         self._ahead.forget()
 
     def _fetch(self, order: "_Order") -> torch.cuda.Event:
-        slot, memory = self._slots[order.slot], self._stores.memory
-        length = self._stores.length(order.unit, order.whole)
-        if order.unit in memory:
-            return _copied(memory[order.unit][:length], slot, self._copies, order.free)
-        buffer = self._ahead.take(order.unit, order.whole)
-        there = _copied(buffer[:length], slot, self._copies, order.free)
+        slot, form = self._slots[order.slot], self._stores.forms[order.unit]
+        stored = self._stores.memory.get(order.unit)
+        buffer = self._ahead.take(order.unit, order.experts) if stored is None else stored
+        with _after(self._copies, order.free) as there:
+            _copy_runs(form, slot, buffer, order.experts)
+            _copy_in(form, slot, order.kept)
+        if stored is not None:
+            return there
         there.synchronize()  # at least twice as fast as the file: the buffer is read into again at once
         self._ahead.give_back(buffer)
         return there
@@ -296,7 +300,8 @@ class ToDeviceFromFile:
 class _Order:
     unit: int
     slot: int
-    whole: bool
+    experts: Sequence[int]
+    kept: Mapping[int, Tensor]
     free: torch.cuda.Event
     coming: "Future[torch.cuda.Event]"
 
@@ -307,38 +312,39 @@ class _Ahead:
     def __init__(self, stores: Stores, buffers: Sequence[Tensor]) -> None:
         self._stores, self._free = stores, list(buffers)
         self._units = sorted(stores.in_file or ())
-        self._under_way: deque[tuple[int, bool, Tensor, Reads]] = deque()
+        self._under_way: deque[tuple[int, Sequence[int], Tensor, Reads]] = deque()
         self._next = 0
-        self._whole = True
+        self._all = False  # whether steps need all experts, those on the device aside
+        self._experts: dict[int, Sequence[int]] = {}  # which these were the last time
 
-    def take(self, unit: int, whole: bool) -> Tensor:
-        """The buffer with this unit, or its dense part, once it is there; other units are read behind it."""
-        self._whole = whole
+    def take(self, unit: int, experts: Sequence[int]) -> Tensor:
+        """The buffer with this unit, with these experts, once it is there; other units are read behind it."""
+        if self._stores.forms[unit].experts:
+            self._all, self._experts[unit] = bool(experts), experts
         if not any(each == unit for each, _, _, _ in self._under_way):
             self.forget()
             self._next = self._units.index(unit)
         self._read_on()
         while True:
-            found, complete, buffer, reading = self._under_way.popleft()
+            found, there, buffer, reading = self._under_way.popleft()
             if found == unit:
                 break
             _settle(reading)  # steps left it out
             self._free.append(buffer)
-        if whole and not complete:
-            reading.add(self._stores.read_experts(unit, range(self._stores.forms[unit].experts), buffer))
+        reading.add(self._stores.read_experts(unit, sorted(set(experts).difference(there)), buffer))
         try:
-            self._wait(reading, unit, buffer, whole)
+            self._wait(reading, unit, buffer, experts)
         except BaseException:
             self._free.append(buffer)
             raise
         return buffer
 
-    def _wait(self, reading: Reads, unit: int, buffer: Tensor, whole: bool) -> None:
+    def _wait(self, reading: Reads, unit: int, buffer: Tensor, experts: Sequence[int]) -> None:
         """What was read long ago may have failed for a reason that is gone by now: it is read once more."""
         try:
             reading.wait()
         except OffloadError:
-            self._stores.read(unit, buffer, whole).wait()
+            self._stores.read(unit, experts, buffer).wait()
 
     def give_back(self, buffer: Tensor) -> None:
         """It has been copied: the next unit is read into it."""
@@ -355,7 +361,9 @@ class _Ahead:
     def _read_on(self) -> None:
         while self._free and len(self._under_way) < len(self._units):
             unit, buffer = self._units[self._next], self._free.pop()
-            self._under_way.append((unit, self._whole, buffer, self._stores.read(unit, buffer, self._whole)))
+            every = range(self._stores.forms[unit].experts)
+            experts = (self._experts.get(unit) or every) if self._all else ()
+            self._under_way.append((unit, experts, buffer, self._stores.read(unit, experts, buffer)))
             self._next = (self._next + 1) % len(self._units)
 
 
@@ -366,26 +374,20 @@ def _now() -> torch.cuda.Event:
     return event
 
 
-def _copied(source: Tensor, slot: Tensor, stream: torch.cuda.Stream, after: torch.cuda.Event) -> torch.cuda.Event:
-    """Copy on a stream, after something; when it is done."""
-    stream.wait_event(after)
-    length = min(len(source), len(slot))
-    with torch.cuda.stream(stream):
-        slot[:length].copy_(source[:length], non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(stream)
-    return there
-
-
 @contextmanager
-def _beside(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Event]:
-    """Launch on a stream, after everything launched so far; what is launched later waits for it. When it is done."""
-    stream.wait_event(_now())
+def _after(stream: torch.cuda.Stream, event: torch.cuda.Event) -> Iterator[torch.cuda.Event]:
+    """Launch on a stream, after something; the event when it is done."""
+    stream.wait_event(event)
     there = torch.cuda.Event()
     with torch.cuda.stream(stream):
         yield there
     there.record(stream)
-    torch.cuda.current_stream().wait_event(there)
+
+
+def _copy_runs(form: Form, slot: Tensor, unit: Tensor, experts: Sequence[int]) -> None:
+    """The dense part of a unit and some of its experts to a slot."""
+    for run in form.runs(experts):
+        slot[run].copy_(unit[run], non_blocking=True)
 
 
 def _copy_in(form: Form, slot: Tensor, pieces: Mapping[int, Tensor]) -> None:

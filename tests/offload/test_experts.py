@@ -126,6 +126,10 @@ def test_a_step_of_many_tokens_fetches_whole_layers_ahead() -> None:
         assert looked <= 2 * 16, "only of the layers that were there when the step began"
         form, fetched = streaming.units[0].form, streaming.num_bytes - before.nbytes
         assert fetched >= (LAYERS - 2) * form.nbytes
+        before = copy.copy(streaming.counts)
+        run(llm, 30, 1, seed=1)
+        loads, fetched = streaming.num_loads - before.loads, streaming.num_bytes - before.nbytes
+        assert fetched == loads * form.dense, "there was room to keep all experts"
 
 
 def test_what_was_used_last_is_not_fetched_again() -> None:
