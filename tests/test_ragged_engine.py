@@ -148,7 +148,11 @@ def test_after_an_error_the_sequences_of_the_batch_begin_again(
 
 
 @pytest.mark.parametrize(
-    "option", [{"swap_space": 1}, {"max_waiting": 3}, {"seed": 1}, {"enable_prefix_caching": False}]
+    "option",
+    [
+        *({"swap_space": 1}, {"max_waiting": 3}, {"seed": 1}, {"enable_prefix_caching": False}),
+        *({"kv_offloading_size": 1}, {"offload": {"kv": "1MB"}}),
+    ],
 )
 def test_options_of_the_scheduler_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="it concerns the scheduler of LLM"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NO_EFFECT = (
     *("seed", "generation_config", "max_logprobs", "cache.enable_prefix_caching", "cache.swap_space"),
     *("scheduler.max_num_seqs", "scheduler.max_chunk_beside_decodes", "scheduler.max_waiting"),
-    "scheduler.async_scheduling",
+    *("scheduler.async_scheduling", "offload.kv", "offload.kv_offloading_size", "offload.kv_files"),
 )
 """Options of `LLM` that change nothing here, and are no flags."""
 ROWS = ("name", "runs in", "options", "perplexity", "loss", "bits per byte")
