@@ -33,9 +33,41 @@ class Pages:
     scales: list[Tensor] = field(default_factory=list)
     """Of quantized pages, for each layer float32 [num_blocks, 2, kv_heads, block_size]: keys', then values'."""
 
+    away: frozenset[int] = frozenset()
+    """Layers whose pages are in host memory, where kernels reach them over the link."""
+    window: tuple[Tensor, ...] = ()
+    """Memory of the device for the pages of one such layer."""
+
     def layer(self, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and scales of one layer."""
         return self.keys[place], self.values[place], self.scales[place] if self.scales else None
+
+    def at_hand(self, place: int, queries: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same for a step with at most so many tokens of a sequence.
+
+        Several queries would read a layer in host memory over the link several times: it is brought to the device
+        first, and `put_back` takes what the step writes to where it belongs.
+        """
+        if place not in self.away or queries == 1:
+            return self.layer(place)
+        for near, far in zip(self.window, self._of(place), strict=True):
+            near.copy_(far, non_blocking=True)
+        return self.window[0], self.window[1], self.window[2] if self.scales else None
+
+    def put_back(self, place: int, queries: int, slots: Tensor) -> None:
+        """A step with these slots has run through a layer that was `at_hand`; negative ones are padding."""
+        if place not in self.away or queries == 1:
+            return
+        rows = slots.clamp(min=0)  # padding takes along what is in slot 0 anyway
+        blocks, offsets = rows // self.block_size, rows % self.block_size
+        for kind, (near, far) in enumerate(zip(self.window, self._of(place), strict=True)):
+            if kind < 2:
+                far[blocks, offsets] = near[blocks, offsets]
+            else:
+                far[blocks, :, :, offsets] = near[blocks, :, :, offsets]
+
+    def _of(self, place: int) -> tuple[Tensor, ...]:
+        return tuple(each for each in self.layer(place) if each is not None)
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that belongs to a page, as tensors [num_blocks, ...]."""
@@ -76,7 +108,11 @@ def allocate(
         values.append(make((num_blocks, block_size, count, value), dtype, device))
         if dtype in LIMITS:
             scales.append(make((num_blocks, 2, count, block_size), torch.float32, device))
-    return Pages(keys, values, scales)
+    away = frozenset(elsewhere or ())
+    largest = max(away, key=lambda layer: keys[layer].nbytes + values[layer].nbytes, default=0)
+    like = [kind[largest] for kind in (keys, values, scales) if away and kind]
+    window = tuple(torch.empty(each.shape, dtype=each.dtype, device=device) for each in like)
+    return Pages(keys, values, scales, away, window)
 
 
 def page_dtype(asked: str, own: torch.dtype) -> torch.dtype:

@@ -184,9 +184,10 @@ class PagedModel:
         """
         parts = [(rows, batch.part(rows)) for rows in micro_batches(len(x))] if len(x) > MICRO_TOKENS else []
         for place, layer in enumerate(layers):
-            own = *pages.layer(place), self._tables[place], self._slopes[place]
+            own = *pages.at_hand(place, batch.max_q), self._tables[place], self._slopes[place]
             attend = [(rows, _PagedAttention(part, *own)) for rows, part in parts]
             x = layer.run(x, attend or _PagedAttention(batch, *own), reuse=True)
+            pages.put_back(place, batch.max_q, batch.slots)
         return x
 
     def head(self, x: Tensor, rows: Tensor | None = None) -> Tensor:

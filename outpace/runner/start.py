@@ -187,11 +187,15 @@ def _pages(model: BatchModel, config: LLMConfig, num_blocks: int, away: Sequence
 def layers_on_host(
     heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block_size: int, num_blocks: int, room: int
 ) -> tuple[int, ...]:
-    """The fewest layers whose pages have to be elsewhere, if the device has `room` bytes for pages; spread evenly."""
+    """The fewest layers whose pages have to be elsewhere, if the device has `room` bytes for pages; spread evenly.
+
+    One such layer at a time comes to the device, for steps that read it more than once.
+    """
     sizes = [num_blocks * block_bytes([each], dtype, block_size) for each in heads]
     for count in range(len(sizes)):
         away = even(count, len(sizes)) if count else ()
-        if sum(sizes) - sum(sizes[layer] for layer in away) <= room:
+        window = max((sizes[layer] for layer in away), default=0)
+        if sum(sizes) - sum(sizes[layer] for layer in away) + window <= room:
             return away
     return tuple(range(len(sizes)))
 
@@ -382,10 +386,10 @@ def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tup
     largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
     logits = runner.warm_up(largest)
     scratch = [logits.float() for _ in range(4)]  # what choosing tokens takes
-    for kind in ("mixed", "decode"):
-        shape = next((shape for shape in wanted if shape.kind == kind), None)
-        if shape is not None:
-            runner.capture(shape)
+    kinds = {shape.kind: shape for shape in reversed(wanted)}  # the largest of each
+    for kind in ("mixed" if "mixed" in kinds else "chunks", "decode"):
+        if kind in kinds:
+            runner.capture(kinds[kind])
     del scratch
     return logits.element_size() * logits.shape[1]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import outpace
 from outpace import ConfigError, SamplingParams
 from outpace.cache.kv_cache import block_bytes
+from outpace.runner import start
 from outpace.runner.start import layers_on_host
 from tests.models import prompts, tiny
 from tests.offload.placed import deep
@@ -23,8 +24,25 @@ def test_as_few_layers_as_possible_and_never_more_than_the_room(layers: int, blo
     away = layers_on_host(heads, torch.float32, 16, blocks, room)
     one = blocks * block_bytes(heads[:1], torch.float32, 16)
     assert len(set(away)) == len(away)
-    assert (layers - len(away)) * one <= room or len(away) == layers
-    assert not away or (layers - len(away) + 1) * one > room
+    near = layers - len(away) + bool(away)  # and room for one that comes
+    assert near * one <= room or len(away) == layers
+    assert not away or (layers - len(away) + 1 + (len(away) > 1)) * one > room
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mixtral"])
+def test_tokens_are_those_of_pages_on_the_device(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [text.tolist() for text in prompts(30, 5, 41)]
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 12, "block_size": 16, "kv_cache_dtype": kind}
+    found = []
+    more: dict[str, Any]
+    for more in ({}, {"offload": {"host_pages": "1GB"}}):
+        with outpace.LLM(deep(family), **options, **more) as llm:
+            assert bool(llm.engine._runner._pages.away) == bool(more)
+            outputs = llm.generate(texts, PARAMS, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+        monkeypatch.setattr(start, "_on_host", lambda *args: 50_000)
+    assert found[0] == found[1]
 
 
 def test_a_context_longer_than_the_device_has_pages_for() -> None:
@@ -38,6 +56,7 @@ def test_a_context_longer_than_the_device_has_pages_for() -> None:
     ):
         llm.generate([text], PARAMS, use_tqdm=False)
     with outpace.LLM(model, **options, offload={"host_pages": 10 * page}) as llm:
+        assert llm.engine._runner._pages.away
         assert llm.generate([text], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted
 
 
