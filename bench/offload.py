@@ -45,9 +45,9 @@ from outpace.loading.skeleton import skeleton
 from outpace.loading.weights import Piece, Source, Weights
 from outpace.offload.disk import read_rate
 from outpace.offload.numbers import Rates, Work
-from outpace.offload.place import Placement, everywhere
+from outpace.offload.place import Placement, Tier
 from outpace.offload.predict import Schedule, predict
-from outpace.offload.store import aligned
+from outpace.offload.store import ReadOptions, aligned
 from outpace.prepare import load_paged
 
 GB = 1e9
@@ -261,9 +261,8 @@ def measure(case: Case) -> dict[str, Any]:
         run(engine, items_of(4, 16, 3, vocab))
         if facts["bytes"].get("disk"):
             facts["disk"] = read_rate(_open_file())
+            facts["disk_threads"] = read_rate(_open_file(), threads=ReadOptions().threads)
         facts["runs"] = [_run(engine, each, vocab, facts) for each in case.work]
-        for each in facts["runs"]:
-            each |= predicted(case, engine, each, facts, dtype)
         if case.traced:
             facts["trace"] = overlap(engine, items_of(8, 16, 3, vocab))
         if watch is not None:
@@ -280,25 +279,24 @@ def _open_file() -> str:
     raise FileNotFoundError("no file of layers is open")
 
 
-def predicted(
-    case: Case, engine: LLMEngine, found: Mapping[str, Any], facts: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, float]:
-    """What the planner says of a run, and of one of its decode steps, from the rates of this process."""
+def predicted(facts: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """What the planner says of a run, and of one of its decode steps, from the rates of its process."""
+    case = next(case for part in CASES.values() for case in part if case.name == facts["case"])
+    dtype = torch.bfloat16 if "link" in facts else torch.float32
     config = config_of({**SHAPES[case.shape], "num_hidden_layers": case.layers})
     numbers = numbers_of(skeleton(config, dtype), dtype)
-    streaming = engine.streaming
-    placement = Placement(everywhere("device", case.layers), 0) if streaming is None else streaming.placement
-    count, tokens = found["requests"], engine.scheduler.max_num_batched_tokens
+    tiers = facts["tiers"] if sum(facts["tiers"].values()) else {"device": case.layers}
+    named: list[Tier] = [tier for tier in ("host", "disk", "device") for _ in range(tiers.get(tier, 0))]
+    count, tokens = found["requests"], found["max_num_batched_tokens"]
     micro = min(tokens, MICRO_TOKENS)
-    rates = Rates(facts["bandwidth"], facts["flops"], facts.get("link"), facts.get("disk"))
-    work = Work(found["prompt"], found["new"], count)
+    rates = Rates(facts["bandwidth"], facts["flops"], facts.get("link"), facts.get("disk_threads", facts.get("disk")))
+    work, schedule = Work(found["prompt"], found["new"], count), Schedule(count, micro, -(-tokens // micro))
     precision = case.quantization or precisions(dtype)[0]
-    said = predict(numbers, precision, placement, Schedule(count, micro, -(-tokens // micro)), rates, work)
+    said = predict(numbers, precision, Placement(tuple(named), 2), schedule, rates, work)
     return {
         "predicted_seconds": said.seconds,
         "predicted_step_seconds": said.decode.total,
         "predicted_of_measured": said.seconds / found["seconds"],
-        "max_num_batched_tokens": tokens,
     }
 
 
@@ -322,6 +320,7 @@ def _run(engine: LLMEngine, work: tuple[int, int, int], vocab: int, facts: Mappi
     streamed, on_disk = held.get("host", 0) + held.get("disk", 0), held.get("disk", 0)
     found = {"requests": count, "prompt": prompt, "new": new, "seconds": done.seconds, "steps": steps}
     found |= {"tokens_per_second": count * new / done.seconds, "step_seconds": step}
+    found["max_num_batched_tokens"] = engine.scheduler.max_num_batched_tokens
     if "link" in facts and streamed:
         limit = streamed / facts["link"]
         found |= {"rate": streamed / step, "of_link": limit / step, "limit_tokens_per_second": count / limit}
@@ -343,7 +342,7 @@ def rows_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
             "link GB/s": facts.get("link", 0.0) / GB,
             "of link": each.get("of_link", 0.0),
             "of disk": each.get("of_disk", 0.0),
-            "said/was": each["predicted_of_measured"],
+            "said/was": predicted(facts, each)["predicted_of_measured"],
             "device GB": facts.get("most_device_bytes", 0) / GB,
             "budget GB": facts["budget"] / GB,
             "streamed GB": sum(size for place, size in facts["bytes"].items() if place != "slots") / GB,
@@ -352,15 +351,60 @@ def rows_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def join(files: Sequence[Path], folder: Path) -> None:
+    """One table and a picture of the cases of several runs; of cases that were measured twice the last counts."""
+    read = [json.loads(path.read_text()) for path in files]
+    found = {facts["case"]: facts for content in read for facts in content["details"]["cases"]}
+    save(read[0]["device"], list(found.values()), folder)
+    draw([(facts, each) for facts in found.values() for each in facts["runs"]], read[0]["device"], folder)
+
+
+def save(device: str, found: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write what was measured, with what the planner says of it."""
+    for facts in found:
+        for each in facts["runs"]:
+            each.setdefault("max_num_batched_tokens", 8192)
+            each |= predicted(facts, each)
+    rows = [row for facts in found for row in rows_of(facts)]
+    report.save("offload", device, rows, {}, folder, {"cases": found})
+    report.show("offload", rows)
+
+
+def draw(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], device: str, folder: Path) -> None:
+    """What the planner says beside what was measured, of each run."""
+    import matplotlib.pyplot as plt
+
+    names = [f"{facts['case']}\n{each['requests']} x {each['prompt']}/{each['new']}" for facts, each in runs]
+    figure, axes = plt.subplots(figsize=(9, 0.55 * len(runs) + 1.5), layout="constrained")
+    places = range(len(runs))
+    speeds = [
+        [each["requests"] * each["new"] / each[key] for _, each in runs] for key in ("seconds", "predicted_seconds")
+    ]
+    axes.barh([place - 0.2 for place in places], speeds[0], 0.4, label="measured")
+    axes.barh([place + 0.2 for place in places], speeds[1], 0.4, label="predicted")
+    for place, (was, said) in enumerate(zip(*speeds, strict=True)):
+        axes.text(max(was, said) * 1.05, place, f"{was:.3g} / {said:.3g}", va="center", fontsize=8)
+    axes.set(xscale="log", xlabel="output tokens per second", title=f"Placements of layers on {device}")
+    axes.set_yticks(list(places), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.legend(loc="lower right")
+    figure.savefig(report.picture("offload", device, "predicted", folder), dpi=120)
+    plt.close(figure)
+
+
 def main() -> None:
     """Measure what is asked for, each case in a process of its own."""
     options = report.parser(__doc__)
     options.add_argument("--only", default="host,int4,disk", help=f"parts, of {', '.join(CASES)}")
     options.add_argument("--case", help=argparse.SUPPRESS)
+    options.add_argument("--join", nargs="+", type=Path, help="results of several runs, to be written as one")
     asked = options.parse_args()
     if asked.case:
         part, number = asked.case.split(":")
         sys.stdout.write("\n" + json.dumps(measure(CASES[part][int(number)])) + "\n")
+        return
+    if asked.join:
+        join(asked.join, asked.out)
         return
     if unknown := sorted({*asked.only.split(",")} - {*CASES}):
         options.error(f"--only: there is no {', '.join(unknown)}; there are {', '.join(CASES)}")
@@ -374,9 +418,7 @@ def main() -> None:
                 sys.stderr.write(f"{case.name}: failed with {done.returncode}\n")
                 continue
             found.append(json.loads(done.stdout.strip().splitlines()[-1]))
-            rows = [row for facts in found for row in rows_of(facts)]
-            report.save("offload", device, rows, {}, asked.out, {"cases": found})
-            report.show("offload", rows)
+            save(device, found, asked.out)
 
 
 if __name__ == "__main__":

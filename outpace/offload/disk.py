@@ -1,8 +1,12 @@
-"""How fast a disk reads: one block after the other with O_DIRECT, the yardstick of everything that comes from files."""
+"""How fast a disk reads: blocks with O_DIRECT, one after the other or several at a time.
+
+One at a time is the yardstick of everything that comes from files; several are what layers are read with.
+"""
 
 import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,7 +19,7 @@ from outpace.offload.store_memory import aligned
 _BLOCK = 8 << 20
 
 
-def measure_disk(folder: str | os.PathLike[str], nbytes: int = 2 << 30) -> float:
+def measure_disk(folder: str | os.PathLike[str], nbytes: int = 2 << 30, *, threads: int = 1) -> float:
     """Bytes per second at which the disk of `folder` reads; writes and removes a file of `nbytes`."""
     total = max(1, nbytes // _BLOCK) * _BLOCK
     place = Path(folder)
@@ -23,15 +27,16 @@ def measure_disk(folder: str | os.PathLike[str], nbytes: int = 2 << 30) -> float
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place, prefix="measure-", suffix=".writing") as file:
             _write(file.fileno(), total)
-            return _read(file.fileno(), total, place)
+            return _read(file.fileno(), total, place, threads)
 
 
-def read_rate(path: str | os.PathLike[str], nbytes: int | None = None) -> float:
+def read_rate(path: str | os.PathLike[str], nbytes: int | None = None, *, threads: int = 1) -> float:
     """Bytes per second at which the first `nbytes` (all, if None) of a file are read."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(number).st_size
-        return _read(number, (size if nbytes is None else min(size, nbytes)) // ALIGN * ALIGN, Path(path))
+        total = (size if nbytes is None else min(size, nbytes)) // ALIGN * ALIGN
+        return _read(number, total, Path(path), threads)
     finally:
         os.close(number)
 
@@ -51,14 +56,20 @@ def _write(number: int, total: int) -> None:
         os.posix_fadvise(number, 0, total, os.POSIX_FADV_DONTNEED)
 
 
-def _read(number: int, total: int, path: Path) -> float:
+def _read(number: int, total: int, path: Path, threads: int) -> float:
     """A rate; the first block is read once before the clock starts."""
     direct = go_direct(number)
-    data = aligned(_BLOCK).numpy()
-    fill(number, data[: min(total, _BLOCK)], 0, _BLOCK, direct)
+    memory = [aligned(_BLOCK).numpy() for _ in range(threads)]
+    for data in memory:
+        fill(number, data[: min(total, _BLOCK)], 0, _BLOCK, direct)
+
+    def read(thread: int) -> None:
+        for offset in range(thread * _BLOCK, total, threads * _BLOCK):
+            wanted = min(_BLOCK, total - offset)
+            if fill(number, memory[thread][:wanted], offset, _BLOCK, direct) < wanted:
+                raise OffloadError(f"{path} was cut while it was read")
+
     begun = time.perf_counter()
-    for offset in range(0, total, _BLOCK):
-        wanted = min(_BLOCK, total - offset)
-        if fill(number, data[:wanted], offset, _BLOCK, direct) < wanted:
-            raise OffloadError(f"{path} was cut while it was read")
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
     return total / (time.perf_counter() - begun)

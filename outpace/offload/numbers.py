@@ -135,8 +135,8 @@ class Work:
 class Efficiency:
     """Parts of the measured rates that steps reach, and what they take beside."""
 
-    link: float = 0.92
-    disk: float = 0.90
+    link: float = 0.995
+    disk: float = 0.95
     bandwidth: float = 0.85
     """Where a step has few rows, and reading takes the time."""
     compute: float = 0.80

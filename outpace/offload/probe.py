@@ -15,6 +15,7 @@ from outpace.kernels.limits import device_name, link_bandwidth, measure_speed
 from outpace.log import chosen, logger
 from outpace.offload.disk import measure_disk
 from outpace.offload.numbers import Rates
+from outpace.offload.store import ReadOptions
 
 DISK_BYTES = 1 << 30
 """Written to a disk and read again, to measure it."""
@@ -58,7 +59,7 @@ def probe(device: torch.device, folder: Path | None, cache: Path, *, again: bool
 
 def measure(device: torch.device, folder: Path | None, disk_bytes: int = DISK_BYTES) -> Probe:
     """Rates of a device and of the disk of a folder."""
-    disk = None if folder is None else measure_disk(folder, disk_bytes)
+    disk = None if folder is None else measure_disk(folder, disk_bytes, threads=ReadOptions().threads)
     speed = measure_speed(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     link = link_bandwidth(device)
     if device.type == "cuda":

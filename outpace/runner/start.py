@@ -145,7 +145,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     with _timed(seconds, "host memory"):
         copies = _host_level(model, config)  # first of all: this may be more than there is
     with _timed(seconds, "kernels"):
-        _compile(model, config, limits, _graph_shapes(model, config, limits))
+        _compile(model, config, limits, _graph_shapes(model, config, limits) or _eager_shapes(model, limits))
         limits, step_seconds = _choose_budget(model, config, limits)
     wanted, dtype = _graph_shapes(model, config, limits), page_dtype(config.kv_cache_dtype, model.dtype)
     per_block = block_bytes(model.kv_heads, dtype, cache.block_size)
@@ -281,6 +281,13 @@ def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
         chosen("cuda graphs", "none", "this model cannot be captured")
         return ()
     return shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+
+def _eager_shapes(model: BatchModel, limits: Limits) -> tuple[Shape, ...]:
+    """Steps whose kernels are compiled at the start though none is captured: those of a model that never is."""
+    if model.device.type != "cuda" or model.streaming is None:
+        return ()
+    return shapes(limits.max_num_seqs, min(limits.max_num_batched_tokens, MICRO_TOKENS))
 
 
 def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:

@@ -22,7 +22,7 @@ from outpace.offload.probe import Probe
 from tests.models import tiny
 
 H200 = ("--gpu", "h200", "--ram", "64GB", "--requests", "8")
-SMALL = (*H200, "--gpu-memory", "700MB")
+SMALL = (*H200, "--gpu-memory", "1.2GB")
 
 
 def run(*args: str | Path, wide: int = 200) -> Result:
@@ -49,11 +49,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_table_for_people() -> None:
-    result = run("plan", "llama-3.2-1b", *SMALL, "--gpu-memory", "1.5GB")
+    result = run("plan", "llama-3.2-1b", *SMALL, "--gpu-memory", "2GB")
     assert result.exit_code == 0, result.output or result.exception
     title, room, rates, *_ = result.stdout.splitlines()
     assert title == "llama-3.2-1b on h200: 8 requests of 512 + 32 tokens"
-    assert room.split() == ["room:", "device", "1.50", "GB,", "host", "64.00", "GB"]
+    assert room.split() == ["room:", "device", "2.00", "GB,", "host", "64.00", "GB"]
     assert "TFLOP/s, link 55.04 GB/s (usual of a h200)" in rates
     assert re.search(r"bf16 +\d+/\d+ .* link", result.stdout)
     assert "fastest:\n  outpace serve llama-3.2-1b --dtype bf16 --quantization" in result.stdout
@@ -69,7 +69,7 @@ def test_it_fits_in_80_columns() -> None:
 
 
 def test_plans_for_programs() -> None:
-    found = data("llama-3.2-1b", *SMALL, "--gpu-memory", "1.5GB")
+    found = data("llama-3.2-1b", *SMALL, "--gpu-memory", "2GB")
     assert found["work"] == {"prompt": 512, "new": 32, "requests": 8}
     assert found["machine"]["budgets"] == {"device": 1_500_000_000, "host": 64_000_000_000, "disk": None}
     assert {plan["precision"] for plan in found["plans"]} == {"bf16", "int8", "int4", "fp8"}
@@ -79,7 +79,7 @@ def test_plans_for_programs() -> None:
         assert 0 < plan["tokens_per_second"] <= plan["limit_tokens_per_second"]
     best = max(found["plans"], key=lambda plan: plan["tokens_per_second"])
     assert f"--max-num-seqs {best['batch']} " in found["fastest"]
-    assert len(data("llama-3.2-1b", *SMALL, "--gpu-memory", "1.5GB", "--all")["plans"]) > len(found["plans"])
+    assert len(data("llama-3.2-1b", *SMALL, "--gpu-memory", "2GB", "--all")["plans"]) > len(found["plans"])
 
 
 def test_the_commands_have_flags_that_exist(tmp_path: Path) -> None:

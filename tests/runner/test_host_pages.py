@@ -35,8 +35,8 @@ def test_tokens_are_those_of_pages_on_the_device(family: str, kind: str, monkeyp
     texts = [text.tolist() for text in prompts(30, 5, 41)]
     options: dict[str, Any] = {"device": "cpu", "num_blocks": 12, "block_size": 16, "kv_cache_dtype": kind}
     found = []
-    more: dict[str, Any]
-    for more in ({}, {"offload": {"host_pages": "1GB"}}):
+    both: list[dict[str, Any]] = [{}, {"offload": {"host_pages": "1GB"}}]
+    for more in both:
         with outpace.LLM(deep(family), **options, **more) as llm:
             assert bool(llm.engine._runner._pages.away) == bool(more)
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
