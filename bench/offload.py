@@ -10,6 +10,7 @@ Weights are random, made while a model is loaded, so that nothing has to be on a
   context a long context with the pages of most layers in host memory, beside one with all on the device
   plan    placements that the planner's efficiencies were taken from (with those above)
   frozen  placements that were chosen after that
+  cpu     on a CPU: a model of 1.6 GB from a file with a fifth of it in memory: memory in use, and the rate of reads
 What the planner says of each run stands beside it.
 Each case is a process of its own. Rates of link, disk and device are measured in it, before the model.
 """
@@ -47,7 +48,7 @@ from outpace.offload.disk import read_rate
 from outpace.offload.numbers import Rates, Work
 from outpace.offload.place import Placement, Tier
 from outpace.offload.predict import Schedule, predict
-from outpace.offload.store import ReadOptions, aligned
+from outpace.offload.store import ReadOptions, aligned, give_memory_back
 from outpace.prepare import load_paged
 
 GB = 1e9
@@ -72,6 +73,15 @@ ALL_AWAY = {"cpu_offload_gb": 1e6}
 SMALL = {"max_model_len": 1024}
 FEW = {"max_num_seqs": 8, "max_num_batched_tokens": 1024}
 LONG = {"max_model_len": 32768, "max_num_seqs": 1, "max_num_batched_tokens": 4096}
+ALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    **SHAPES,
+    "small": {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "vocab_size": 4096,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+PART = 0.2  # of a model that may be in a CPU's memory
 CASES: Mapping[str, Sequence[Case]] = {
     "host": (
         Case("70B x 40, bf16", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
@@ -106,6 +116,10 @@ CASES: Mapping[str, Sequence[Case]] = {
         Case("8B x 16, bf16, host and disk", "llama-3.1-8b", 16, {"device_memory": "6GB", "host_memory": "4GB"},
              ((8, 128, 8),), options={**SMALL, **FEW}),
     ),
+    "cpu": (
+        Case("1.6 GB on a CPU, disk", "small", 24, {"host_memory": 0}, ((1, 16, 12),),
+             options={"max_model_len": 64, "max_num_seqs": 1, "device": "cpu"}),
+    ),
     "tiny": (
         Case("tiny", "tiny", 6, ALL_AWAY, ((3, 8, 4),), options={**SMALL, "max_num_seqs": 4, "num_blocks": 16}),
     ),
@@ -114,7 +128,7 @@ CASES: Mapping[str, Sequence[Case]] = {
 
 def random_model(shape: str, layers: int, dtype: torch.dtype) -> Found:
     """A model of a shape whose weights are made when they are read: matrices from one pool of values, vectors of 1."""
-    config = config_of({**SHAPES[shape], "num_hidden_layers": layers})
+    config = config_of({**ALL_SHAPES[shape], "num_hidden_layers": layers})
     model = skeleton(config, dtype)
     tensors = dict(model.state_dict())
     most = max(tensor.numel() for tensor in tensors.values())
@@ -251,14 +265,23 @@ def measure(case: Case) -> dict[str, Any]:
         if case.quantization is not None:
             given["quantization"] = case.quantization
         config = LLMConfig.of(None, **given)
+        found = random_model(case.shape, case.layers, dtype)
+        if device.type == "cpu":
+            total = sum(tensor.numel() for tensor in found.model.state_dict().values()) * dtype.itemsize
+            offload.setdefault("device_memory", int(PART * total))
+            config, facts["model_bytes"] = LLMConfig.of(None, **{**given, "offload": offload}), total
+            _first_run(dtype)
+            before = _memory(reset=True)
         begin = time.perf_counter()
-        parts = load_paged(random_model(case.shape, case.layers, dtype), config, tokenizer=False)
+        parts = load_paged(found, config, tokenizer=False)
         engine = LLMEngine(parts)
         facts["start_seconds"] = time.perf_counter() - begin
         facts["start"] = {**parts.seconds, **engine.startup_seconds}
         facts |= _placed(engine, config)
-        vocab = SHAPES[case.shape]["vocab_size"]
+        vocab = ALL_SHAPES[case.shape]["vocab_size"]
         run(engine, items_of(4, 16, 3, vocab))
+        if device.type == "cpu":
+            facts["most_device_bytes"] = _memory() - before  # reads that are timed take some, too
         if facts["bytes"].get("disk"):
             facts["disk"] = read_rate(_open_file())
             facts["disk_threads"] = read_rate(_open_file(), threads=ReadOptions().threads)
@@ -269,6 +292,24 @@ def measure(case: Case) -> dict[str, Any]:
             facts["most_device_bytes"] = watch.end()
         engine.close()
     return facts
+
+
+def _first_run(dtype: torch.dtype) -> None:
+    """What a process takes for its libraries, once, is not the model's."""
+    config = LLMConfig.of(None, device="cpu", dtype=dtype, num_blocks=4, max_num_seqs=2)
+    engine = LLMEngine(load_paged(random_model("tiny", 2, dtype), config, tokenizer=False))
+    run(engine, items_of(2, 8, 3, ALL_SHAPES["tiny"]["vocab_size"]))
+    engine.close()
+    give_memory_back()
+
+
+def _memory(*, reset: bool = False) -> int:
+    """The most memory that this process has had since the last reset; with a reset: what it has now."""
+    status = Path("/proc/self/status").read_text()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    name = "VmRSS:" if reset else "VmHWM:"
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(name))
 
 
 def _open_file() -> str:
@@ -283,7 +324,7 @@ def predicted(facts: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, f
     """What the planner says of a run, and of one of its decode steps, from the rates of its process."""
     case = next(case for part in CASES.values() for case in part if case.name == facts["case"])
     dtype = torch.bfloat16 if "link" in facts else torch.float32
-    config = config_of({**SHAPES[case.shape], "num_hidden_layers": case.layers})
+    config = config_of({**ALL_SHAPES[case.shape], "num_hidden_layers": case.layers})
     numbers = numbers_of(skeleton(config, dtype), dtype)
     tiers = facts["tiers"] if sum(facts["tiers"].values()) else {"device": case.layers}
     named: list[Tier] = [tier for tier in ("host", "disk", "device") for _ in range(tiers.get(tier, 0))]

@@ -17,7 +17,7 @@ from outpace.log import chosen, logger, size_text
 from outpace.offload.experts import Counts, Kept, shares
 from outpace.offload.place import Placement
 from outpace.offload.prefetch import Ring, attach
-from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned
+from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned, give_memory_back
 from outpace.offload.units import Form, Unit
 from outpace.offload.ways import Stores, ToDevice, ToDeviceFromFile, ToHost, Way
 
@@ -134,6 +134,8 @@ class Streaming:
         if self._writer.found is None:  # else another process has written the same by now
             for number, part in enumerate(unit.form.parts, self._in_file[index]):
                 self._writer.put(number, whole[part])
+        if self.device.type == "cpu":
+            give_memory_back()  # what the layer was filled in; the next one may find no hole of its size
 
     def start(self, model: nn.Module) -> None:
         """Everything is put away: from now on layers are fetched when they run."""

@@ -4,9 +4,6 @@ One at a time: each needs many times its size in memory, and several threads tha
 event loop more often.
 """
 
-import contextlib
-import ctypes
-import sys
 import threading
 from asyncio import wrap_future
 from collections import OrderedDict, deque
@@ -16,6 +13,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from outpace.errors import Overloaded
+from outpace.offload.store_memory import give_memory_back
 from outpace.server.caller import CALLER
 
 Result = TypeVar("Result")
@@ -97,10 +95,3 @@ class BigJobs:
             self._waiting.clear()
         self._wake.set()
         self._thread.shutdown(wait=wait, cancel_futures=True)
-
-
-def give_memory_back() -> None:
-    """Return what is free to the system: glibc keeps gigabytes for threads that once needed them."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
