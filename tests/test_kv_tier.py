@@ -8,7 +8,7 @@ import pytest
 
 from outpace import LLM, SamplingParams
 from outpace.errors import ConfigError, OffloadError
-from outpace.runner import start
+from outpace.runner import room
 from outpace.types import Way
 from tests.test_exactness import BLOCK, MOST_NEW, SHORTER, assert_same, expected, model, served, watched, work
 
@@ -81,8 +81,8 @@ def test_f_9_files_that_fail_cost_time_and_no_token(
 
 
 def test_f_10_memory_that_is_not_there_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "free_memory", lambda: 1 << 30)
-    monkeypatch.setattr(start, "allocate", lambda *_: pytest.fail("pages were made"))
+    monkeypatch.setattr(room, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(room, "allocate", lambda *_: pytest.fail("pages were made"))
     with pytest.raises(ConfigError, match=r"offload.kv: 4.0 GiB of host memory .* 1.0 are free, so 3.0 are missing"):
         LLM(model("llama"), device="cpu", offload={"kv": 4 << 30})
     with pytest.raises(ConfigError, match=r"kv_offloading_size=2.5: 2.5 GiB .* so 1.5 are missing; give less"):
@@ -91,7 +91,7 @@ def test_f_10_memory_that_is_not_there_is_said_before_anything_is_made(monkeypat
     def refuse(*_: object, **__: object) -> None:
         raise OffloadError("64 KB of page-locked host memory cannot be had")
 
-    monkeypatch.setattr(start, "aligned", refuse)
+    monkeypatch.setattr(room, "aligned", refuse)
     with pytest.raises(OffloadError, match="cannot be had"):
         LLM(model("llama"), device="cpu", offload={"kv": 1 << 20})
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import outpace
 from outpace import ConfigError, SamplingParams
 from outpace.cache.kv_cache import block_bytes
-from outpace.runner import start
-from outpace.runner.start import layers_on_host
+from outpace.runner import room
+from outpace.runner.room import layers_on_host
 from tests.models import prompts, tiny
 from tests.offload.placed import deep
 
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_pages_on_the_device(family: str, kind: str, monkeyp
             assert bool(llm.engine._runner._pages.away) == bool(more)
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
-        monkeypatch.setattr(start, "_on_host", lambda *args: 50_000)
+        monkeypatch.setattr(room, "on_host", lambda *args: 50_000)
     assert found[0] == found[1]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace import LLM
-from outpace.runner import start
+from outpace.runner import room
 from tests.offload.test_streaming_gpu import answers, llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -19,7 +19,7 @@ def test_the_same_bits(kind: str, graphs: bool, monkeypatch: pytest.MonkeyPatch)
     options |= {"enable_prefix_caching": False, "max_num_batched_tokens": 64, "num_blocks": 40}
     with LLM(llama(), **options) as resident:
         wanted = answers(resident, 1000)
-    monkeypatch.setattr(start, "_free_memory", lambda *args: 3_000_000)
+    monkeypatch.setattr(room, "_free_memory", lambda *args: 3_000_000)
     with LLM(llama(), **options, offload={"host_pages": "1GB"}) as llm:
         pages = llm.engine._runner._pages
         away = [page.numel() for page in pages.keys if page.data_ptr() and not _is_device(page)]
