@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outpace.cache.file_blocks import SECTOR
+from outpace.cache.file_blocks import SECTOR, FileBlocks, room_in
 from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
