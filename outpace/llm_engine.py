@@ -18,7 +18,7 @@ from outpace.errors import NO_TOKENIZER, EngineDead, InputError, ModelError, Not
 from outpace.log import logger
 from outpace.offload.streaming import Streaming
 from outpace.prepare import PagedParts
-from outpace.ranks.leader import Ranks
+from outpace.ranks.leader import Ranks, let_go
 from outpace.runner.expert_load import ExpertLoad
 from outpace.runner.start import start_runner
 from outpace.runner.threads import for_engine
@@ -46,7 +46,7 @@ class LLMEngine:
         """Tokens of each expert; None: the model has none."""
         with self.ranks.starting():
             self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
-        self.close = weakref.finalize(self, _close, self.ranks, parts.streaming)
+        self.close = weakref.finalize(self, let_go, self.ranks, parts.streaming)
         """Ends the other ranks, if there are any, and what streams layers; so does the end of the engine."""
         if self.experts is not None:
             self.experts.clear()
@@ -377,9 +377,3 @@ class LLMEngine:
         for name, ids in named.items():
             if ids:
                 check_vocabulary(name, self._parts.vocab_size, max(ids))
-
-
-def _close(ranks: Ranks, streaming: Streaming | None) -> None:
-    ranks.close()
-    if streaming is not None:
-        streaming.close()

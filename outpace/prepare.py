@@ -159,7 +159,7 @@ def prepare(
     away = plan_streaming(module, before, config, device, sources, mesh)
     known: dict[str, Any] = {"quantized": quantized, "mesh": mesh, "streaming": away}
     if sources is None:
-        with _put_away(away, module):
+        with _put_away(away):
             settle(module, before, device, away)
         seconds = {"inject": time.perf_counter() - begin}
         return Prepared(module.eval(), info, injection, dtype, device, seconds, **known)
@@ -167,19 +167,19 @@ def prepare(
     log_converted(sources, dtype, kept, note=None if rules.stored is not None else runs_stored(config)[1])
     needed = as_read(sources, kept)
     at_fill = time.perf_counter()
-    with _put_away(away, module), progress(needed, shown=mesh.first) as advance:
+    with _put_away(away), progress(needed, shown=mesh.first) as advance:
         fill(module, before, sources, device, advance, away)
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
     return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(needed), **known)
 
 
 @contextmanager
-def _put_away(away: Streaming | None, module: nn.Module) -> Iterator[None]:
+def _put_away(away: Streaming | None) -> Iterator[None]:
     """While weights are loaded: layers that do not stay are put away, and streamed from then on."""
     try:
         yield
         if away is not None:
-            away.start(module)
+            away.start()
     except BaseException:
         if away is not None:
             away.abandon()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outpace.cache.block_pool import BlockPool
 from outpace.config import ConfigLike, LLMConfig
 from outpace.errors import ConfigError, InputError
-from outpace.ranks.leader import load_ranked
+from outpace.ranks.leader import let_go, load_ranked
 from outpace.runner.start import start_runner
 from outpace.types import Request, ScheduledSequence, Step, check_vocabulary
 
@@ -68,8 +68,8 @@ class RaggedEngine:
         parts, self._ranks = load_ranked(model, asked)
         with self._ranks.starting():
             started = start_runner(parts.model, parts.config, parts.max_model_len)
-        self.close = weakref.finalize(self, self._ranks.close)
-        """Ends the other ranks, if there are any; so does the end of the engine, or of the process."""
+        self.close = weakref.finalize(self, let_go, self._ranks, parts.streaming)
+        """Ends the other ranks and what layers are streamed with, if there are any; so does the engine's end."""
         self._runner, self._limits = started.runner, started.limits
         self._vocab_size = parts.vocab_size
         self._pool = BlockPool(started.num_blocks, parts.config.cache.block_size, enable_prefix_caching=False)

@@ -19,7 +19,7 @@ from outpace.offload.asked import Layers, Room, folder, pinned, room_for
 from outpace.offload.place import Placement, spread
 from outpace.offload.store import ReadOptions
 from outpace.offload.streaming import Folder, Streaming
-from outpace.offload.units import Form, experts_of, find_layers, is_stacked
+from outpace.offload.units import Form, experts_of, find_layers, is_stacked, layer_of
 from outpace.parallel.mesh import Mesh
 
 CONTEXT = 1 << 30  # what CUDA and its libraries take of a device beside everything that is allocated
@@ -90,7 +90,7 @@ def _by_layer(
     every: list[Target], found: list[tuple[str, nn.Module]], stay: frozenset[Recipe]
 ) -> dict[int | None, list[Target]]:
     """Weights by the layer that has them; None: what is no layer's alone."""
-    of = {id(module): number for number, (_, layer) in enumerate(found) for module in layer.modules()}
+    of = layer_of([layer for _, layer in found])
     parts: dict[int | None, list[Target]] = {None: []}
     for target in every:
         numbers = {of.get(id(module)) for module, _ in target.owners}

@@ -12,12 +12,14 @@ that are fetched with all their experts, too, get from the device what is kept t
 """
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outpace.errors import NotSupported, StateError
 from outpace.inject.experts import Experts
 from outpace.inject.modules import FusedLayer
 from outpace.offload.experts import ALL, Counts, Kept
@@ -26,7 +28,7 @@ from outpace.offload.ways import Way
 
 
 class Ring:
-    """Slots and what is in them. For one thread at a time."""
+    """Slots and what is in them. Threads take turns, layer by layer."""
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[Tensor], way: Way, kept: Mapping[int, Kept]) -> None:
         """kept: the experts that stay for a while, of each unit that has experts."""
@@ -38,10 +40,40 @@ class Ring:
         self._experts: list[set[int]] = [set() for _ in slots]  # those of its unit that are in each slot
         self._all = False  # whether steps need all experts, as far as is known
         self._capturing = False  # a capture began and has not ended
+        self._lock = threading.RLock()  # as long as a layer runs its slot is its own
+        self._running: list[int] = []  # layers, those called by others last
         self.counts = Counts()
         """What has been fetched."""
         for number, unit in enumerate(units):
             unit.bind(slots[number % len(slots)])
+
+    def begin(self, number: int) -> None:
+        """A layer, or something in it, is about to run; other threads wait until it is done."""
+        self._lock.acquire()
+        try:
+            if number not in self._running:
+                self._check_free(number)
+                self.enter(number)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._running.append(number)
+
+    def _check_free(self, number: int) -> None:
+        if any(other % self._size == number % self._size for other in self._running):
+            raise NotSupported(
+                "offload: a layer of this model calls another one while it runs, and both have the same slot; give "
+                f"offload.slots={self._size + 1}, or leave offload out"
+            )
+
+    def done(self, number: int) -> None:
+        """What began last in this thread has been launched."""
+        try:
+            self._running.pop()
+            if number not in self._running:
+                self.leave(number)
+        finally:
+            self._lock.release()
 
     def enter(self, number: int) -> None:
         """A layer is about to run."""
@@ -98,18 +130,20 @@ class Ring:
         """
         if self._kept or not self.way.capturable:
             return
-        for slot, unit in enumerate(self._holds):
-            if unit is not None:
-                self.way.arrive(slot)
-        self._capturing = False
+        with self._lock:
+            for slot, unit in enumerate(self._holds):
+                if unit is not None:
+                    self.way.arrive(slot)
+            self._capturing = False
 
     def restore(self) -> None:
         """Put the first units in their slots, if others are there or on their way."""
-        if self._capturing or self._holds != list(range(self._size)):
-            self._forget()
-            for slot in range(self._size):
-                self._load(slot, slot)
-        self.end()
+        with self._lock:
+            if self._capturing or self._holds != list(range(self._size)):
+                self._forget()
+                for slot in range(self._size):
+                    self._load(slot, slot)
+            self.end()
 
     def _forget(self) -> None:
         self.way.forget()
@@ -133,10 +167,32 @@ class Ring:
 def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:
     """Let layers be fetched when they run, and the last layer of the model end the step."""
     for number, unit in enumerate(units):
-        _wrap(unit.layer, functools.partial(ring.enter, number), functools.partial(ring.leave, number))
+        for module in _runs(unit):
+            _wrap(module, functools.partial(ring.begin, number), functools.partial(ring.done, number))
+        unit.layer.register_state_dict_pre_hook(functools.partial(_refuse, unit.path))
         if unit.form.experts and (experts := experts_of(unit.layer)) is not None:
             _ask(experts, functools.partial(ring.need, number))
     _wrap(last, _nothing, ring.end)
+
+
+def _runs(unit: Unit) -> list[nn.Module]:
+    """The layer, and of a layer of somebody else what has weights in it: these may be called without the layer."""
+    if isinstance(unit.layer, FusedLayer):
+        return [unit.layer]
+    held = {id(each.parameter) for each in unit.held}
+    return [
+        module
+        for module in unit.layer.modules()
+        if module is unit.layer or any(id(each) in held for each in module.parameters(recurse=False))
+    ]
+
+
+def _refuse(path: str, *_: object) -> None:
+    """Whoever saved what is in the slots would save garbage."""
+    raise StateError(
+        f"state_dict: the weights of {path} are streamed (offload, zero) and not on the device; save the model before "
+        "the engine is made, or make it without offload"
+    )
 
 
 def _nothing() -> None:

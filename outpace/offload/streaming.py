@@ -18,7 +18,7 @@ from outpace.offload.experts import Counts, Kept, shares
 from outpace.offload.place import Placement
 from outpace.offload.prefetch import Ring, attach
 from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned, give_memory_back
-from outpace.offload.units import Form, Unit
+from outpace.offload.units import Form, Unit, layer_of
 from outpace.offload.ways import Stores, ToDevice, ToDeviceFromFile, ToHost, Way
 
 
@@ -65,12 +65,14 @@ class Streaming:
         starts = accumulate((len(self.units[index].form.parts) for index in on_disk), initial=0)
         self._in_file = dict(zip(on_disk, starts, strict=False))
         self._memory: dict[int, Tensor] = {}
-        self._of = {id(module): index for index, unit in enumerate(self.units) for module in unit.layer.modules()}
+        index_of = {number: index for index, number in enumerate(streamed)}
+        owners = layer_of([layer for _, layer in layers])
+        self._of = {module: index_of[number] for module, number in owners.items() if number in index_of}
         self._ring: Ring | None = None
         self._file, self._layouts = self._find_file()
         self._writer: UnitWriter | None = None
         self.close: Callable[[], Any] = lambda: None
-        """Lets go of threads and files; so does the end of the model."""
+        """Lets go of threads and files; so does the end of the layers."""
 
     @property
     def capturable(self) -> bool:
@@ -137,7 +139,7 @@ class Streaming:
         if self.device.type == "cpu":
             give_memory_back()  # what the layer was filled in; the next one may find no hole of its size
 
-    def start(self, model: nn.Module) -> None:
+    def start(self) -> None:
         """Everything is put away: from now on layers are fetched when they run."""
         if self._writer is not None:
             layouts = [self.units[index].layout() for index in self._in_file]
@@ -149,7 +151,7 @@ class Streaming:
         self._ring = Ring(self.units, slots, way, kept)
         self._ring.restore()
         attach(self._ring, self.units, self._last)
-        self.close = weakref.finalize(model, _end, way, self._ring.counts)
+        self.close = weakref.finalize(self._last, _end, way, self._ring.counts)  # a model over pages has layers alone
         chosen("layers", self, "what the budgets leave")
         if self._divided:
             held = f"{sum(self._pieces)} kept on {self.device} ({size_text(self.tier_bytes()['experts'])})"

@@ -168,12 +168,24 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of a model's lists of layers, by path, in the order in which they are registered.
+    """The members of a model's lists of layers, by path, each once, in the order in which they are registered.
 
     A list is an nn.ModuleList or nn.Sequential with two members or more that have weights; lists in layers are part of
-    these.
+    these. Of a member that is itself only a list, and is never run, the members are layers.
     """
-    return list(_layers(model, ""))
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for path, layer in _layers(model, ""):
+        found.setdefault(id(layer), (path, layer))
+    return list(found.values())
+
+
+def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:
+    """The number of the layer that a module is in, by its id; of those that are in one layer alone."""
+    found: dict[int, set[int]] = {}
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            found.setdefault(id(module), set()).add(number)
+    return {module: numbers.pop() for module, numbers in found.items() if len(numbers) == 1}
 
 
 def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -181,9 +193,20 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         inner = f"{path}.{name}" if path else name
         members = [(f"{inner}.{key}", each) for key, each in child.named_children() if _has_weights(each)]
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(members) > 1:
-            yield from members
+            for each in members:
+                yield from _run(*each)
         else:
             yield from _layers(child, inner)
+
+
+def _run(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module, or what is in it if it only holds others."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield path, module
+        return
+    for name, each in module.named_children():
+        if _has_weights(each):
+            yield from _run(f"{path}.{name}", each)
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from outpace.loading.checkpoint import fetch, local_path
 from outpace.loading.default_model import default_model_path
 from outpace.loading.read_tokenizer import is_default
 from outpace.log import chosen, logger
+from outpace.offload.streaming import Streaming
 from outpace.prepare import PagedParts, load_paged
 from outpace.ranks import agree, world
 from outpace.ranks.messages import Begin, Reset, Sender, ToFollower, frame
@@ -251,6 +252,13 @@ def load_ranked(
         parts = load_paged(source, ranks.config, tokenizer=tokenizer)
         ranks.agree(parts, source)
     return parts, ranks
+
+
+def let_go(ranks: Ranks, streaming: Streaming | None) -> None:
+    """End the other ranks, and what layers are streamed with."""
+    ranks.close()
+    if streaming is not None:
+        streaming.close()
 
 
 def _fetch(source: str | None) -> None:
