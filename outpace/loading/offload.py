@@ -10,14 +10,14 @@ from torch import nn
 from outpace._version import __version__
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.rules import places_weights
-from outpace.errors import ConfigError
+from outpace.errors import ConfigError, OffloadError, OutpaceError
 from outpace.inject.recipe import Recipe
 from outpace.loading.fill import Before, Target, targets
 from outpace.loading.weights import Extent, Source
 from outpace.log import chosen
 from outpace.offload.asked import Layers, Room, folder, pinned, room_for
 from outpace.offload.place import Placement, spread
-from outpace.offload.store import ReadOptions
+from outpace.offload.store import ReadOptions, stored_size
 from outpace.offload.streaming import Folder, Streaming
 from outpace.offload.units import Form, experts_of, find_layers, is_stacked, layer_of
 from outpace.parallel.mesh import Mesh
@@ -54,22 +54,43 @@ def plan_streaming(
     found = [layer for number, layer in enumerate(found) if number in parts]
     layers = _layers(parts, found)
     reserved = _reserved(model, config, before) if device.type == "cuda" else 0
-    room = room_for(config, layers, reserved)
+    key = None if sources is None else _key(sources, every, mesh, device)
+    room = _room(config, layers, reserved, key, mesh, device)
     placement = _placed(layers, room, mesh, device)
     if not placement.slots:
         chosen("layers", f"all {len(found)} on {device}", "they fit")
         return None
-    files = _folder(config, sources, every, before, room, mesh, device)
+    files = _folder(config, key, room)
     locked = pinned(config)
     return Streaming(
         found, layers.forms, placement, device, pinned=locked, folder=files, stay=stay, for_experts=room.experts
     )
 
 
+def _room(
+    config: InferenceConfig, layers: Layers, reserved: int, key: str | None, mesh: Mesh, device: torch.device
+) -> Room:
+    """What the config leaves for layers; ranks that find nothing wrong fail with the one that does."""
+    problem: OutpaceError | None = None
+    room = Room(0, 0, None, 1, 0)
+    try:
+        path = folder(config)
+        stored = 0 if path is None or key is None else stored_size(path, key)
+        room = room_for(config, layers, reserved, ranks=mesh.local, stored=stored)
+    except OutpaceError as error:
+        problem = error
+    good = mesh.everywhere(problem is None, device)
+    if problem is not None:
+        raise problem
+    if not good:
+        raise OffloadError(f"{_field(config)}: another rank cannot place its layers, and says why")
+    return room
+
+
 def _placed(layers: Layers, room: Room, mesh: Mesh, device: torch.device) -> Placement:
     """The same on all ranks: they take steps together."""
-    least = [mesh.tp.least(value, device) for value in (room.device, room.host)]
-    disk = None if room.disk is None else mesh.tp.least(room.disk, device)
+    least = [mesh.least(value, device) for value in (room.device, room.host)]
+    disk = None if room.disk is None else mesh.least(room.disk, device)
     return spread(layers.sizes, least[0], least[1], disk, room.slots, staging=room.buffers)
 
 
@@ -147,19 +168,10 @@ def _reserved(model: nn.Module, config: InferenceConfig, before: Before) -> int:
     return CONTEXT + step + paged * 2 * kv_heads * head_dim * count * min(size, 2)
 
 
-def _folder(
-    config: InferenceConfig,
-    sources: Mapping[str, Source] | None,
-    every: list[Target],
-    before: Before,
-    room: Room,
-    mesh: Mesh,
-    device: torch.device,
-) -> Folder | None:
+def _folder(config: InferenceConfig, key: str | None, room: Room) -> Folder | None:
     path = folder(config)
     if path is None:
         return None
-    key = None if sources is None else _key(sources, every, mesh, device)
     aio = config.zero.aio
     reads = ReadOptions.of_aio(aio.thread_count, aio.block_size, aio.queue_depth)
     return Folder(path, key, reads, room.buffers)
@@ -167,7 +179,8 @@ def _folder(
 
 def _key(sources: Mapping[str, Source], every: list[Target], mesh: Mesh, device: torch.device) -> str | None:
     """What tells a model's weights, as they run, from all others; None: they come from somewhere without a name."""
-    digest = hashlib.sha256(f"{__version__} {device.type} {mesh.tp.rank} of {mesh.tp.size}".encode())
+    ranks = [f"{group.rank} of {group.size}" for group in (mesh.tp, mesh.ep, mesh.expert_tp)]
+    digest = hashlib.sha256(f"{__version__} {device.type} {', '.join(ranks)}".encode())
     seen: dict[Any, str] = {}
     for name, source in sorted(sources.items()):
         for piece in source.pieces:

@@ -100,12 +100,16 @@ def device_budget(config: InferenceConfig) -> int:
     return _bytes(share if asked is None else asked, total)
 
 
-def room_for(config: InferenceConfig, layers: Layers, reserved: int) -> Room:
-    """What the config leaves for layers. reserved: bytes of the device for pages and steps."""
+def room_for(config: InferenceConfig, layers: Layers, reserved: int, *, ranks: int = 1, stored: int = 0) -> Room:
+    """What the config leaves for layers of this rank.
+
+    reserved: bytes of the device for pages and steps. ranks: those that share host memory and disk with this one, it
+    included. stored: bytes of the file that another start has left for the same weights.
+    """
     path = folder(config)
-    disk = None if path is None else shutil.disk_usage(path).free
+    disk = None if path is None else shutil.disk_usage(path).free // ranks + stored
     if config.zero.stage == 3:
-        return _zero_room(config, layers, disk)
+        return _zero_room(config, layers, disk, ranks)
     offload = config.offload
     slots = offload.slots or SLOTS
     device = device_budget(config) - layers.others - reserved
@@ -114,7 +118,7 @@ def room_for(config: InferenceConfig, layers: Layers, reserved: int) -> Room:
     most = device
     if (least := int(offload.cpu_offload_gb * GIB)) > 0:
         most = max(0, layers.total - least) + slots * layers.largest
-    host = _bytes(HOST_FRACTION if offload.host_memory is None else offload.host_memory, _free())
+    host = _bytes(HOST_FRACTION if offload.host_memory is None else offload.host_memory, _free()) // ranks
     buffers = BUFFERS + bool(layers.experts) if config.device_type == "cuda" else 0
     room = Room(min(device, most), host, disk, slots, buffers)
     return _with_experts(config, layers, room, device)
@@ -139,7 +143,7 @@ def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: i
     return replace(room, device=min(room.device, device - experts), experts=experts)
 
 
-def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Room:
+def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None, ranks: int) -> Room:
     """DeepSpeed counts values. If anything is fetched ahead, two layers at least are on the device at a time."""
     zero, param = config.zero, config.zero.offload_param
     per_value, largest = layers.total / max(1, layers.values), layers.largest
@@ -149,7 +153,7 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None) -> Roo
     slots = 1 + ahead
     live = int(zero.max_live_parameters * per_value) if layers.values <= zero.max_reuse_distance else 0
     buffers = 0
-    host = int(_free() * HOST_FRACTION)
+    host = int(_free() * HOST_FRACTION) // ranks
     if param.device == "nvme":
         if config.device_type == "cuda":
             wanted = math.ceil(param.buffer_count * param.buffer_size * per_value / largest)

@@ -24,7 +24,17 @@ checked: if the bytes are not those that were written, `Reading.wait` raises Off
 
 from outpace.offload.store_layout import ALIGN
 from outpace.offload.store_memory import aligned, free_memory, give_memory_back
-from outpace.offload.store_read import Reading, ReadOptions, UnitFile
+from outpace.offload.store_read import Reading, ReadOptions, UnitFile, stored_size
 from outpace.offload.store_write import UnitWriter
 
-__all__ = ["ALIGN", "ReadOptions", "Reading", "UnitFile", "UnitWriter", "aligned", "free_memory", "give_memory_back"]
+__all__ = [
+    "ALIGN",
+    "ReadOptions",
+    "Reading",
+    "UnitFile",
+    "UnitWriter",
+    "aligned",
+    "free_memory",
+    "give_memory_back",
+    "stored_size",
+]

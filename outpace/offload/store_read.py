@@ -264,6 +264,12 @@ class UnitFile:
         return reading
 
 
+def stored_size(folder: Path, key: str) -> int:
+    """Bytes of the file of this key, whatever its sizes; 0: there is none."""
+    path = folder / Layout(key, ()).name
+    return path.stat().st_size if path.is_file() else 0
+
+
 @dataclass(frozen=True)
 class _Opened:
     """An open file that is complete."""

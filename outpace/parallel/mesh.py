@@ -46,12 +46,22 @@ class Mesh:
         """Whether the ranks that share the experts are those that share each layer: they have the same tokens then."""
         return self.tp.ranks == self.ep.ranks
 
+    @property
+    def local(self) -> int:
+        """Processes of the world on this machine, this one included."""
+        if self is NO_MESH or not dist.is_initialized():
+            return 1
+        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
     def everywhere(self, good: bool, device: torch.device) -> bool:
         """Whether something is so on all ranks; each waits for the others."""
-        found = int(good)
+        return bool(self.least(int(good), device))
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the numbers of all ranks; each waits for the others."""
         for group in (self.tp, self.dp, self.ep, self.expert_tp):
-            found = group.least(found, device)
-        return bool(found)
+            number = group.least(number, device)
+        return number
 
 
 NO_MESH = Mesh()

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from gguf import GGMLQuantizationType as Kind
 from torch import nn
 
 import outpace
 from outpace import LLM, ConfigError, NotSupported, RaggedEngine, SamplingParams, StateError, StructuredOutputs
 from tests.inject.test_level0 import made as level_0
 from tests.loading.packers import write_folder
-from tests.loading.tiny import Kind, tiny_model, write_gguf
+from tests.loading.tiny import tiny_model, write_gguf
 from tests.models import byte_tokenizer, padded, prompts
 from tests.offload.placed import LAYERS, deep
 
@@ -197,7 +198,8 @@ class Pairs(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.LayerNorm(8)]) for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for linear, norm in self.layers:
+        pairs: Any = self.layers
+        for linear, norm in pairs:
             x = x + norm(linear(x))
         return x
 
@@ -210,7 +212,8 @@ class Indexed(nn.Module):
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(5)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in reversed(self.blocks):  # and in another order
+        blocks: Any = reversed(self.blocks)  # and in another order
+        for block in blocks:
             x = x + block[2](block[1](block[0](x)))
         return x
 

@@ -27,6 +27,7 @@ from tests import sharded_models
 from tests.inject import test_moe
 from tests.inject.checks import padded_prompts
 from tests.inject.test_mixtures import WIDTH
+from tests.offload.placed import deep
 from tests.parallel import own_models
 from tests.parallel.steps import tokens_alone, tokens_over_ranks
 
@@ -187,6 +188,54 @@ def checkpoint(name: str, options: Mapping[str, Any]) -> None:
         shutil.rmtree(folder[0])
 
 
+def streamed(name: str, options: Mapping[str, Any]) -> None:
+    """Each rank streams its part: the bits of resident ranks, the tokens of one process, and a file of each rank."""
+    model, inputs = deep(name), padded_prompts(97)
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    files = Path(folder[0]) / "files"
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    wanted = engine_of(copy.deepcopy(model), options)(**inputs).logits
+    more = {"max_new_tokens": NEW, "do_sample": False}
+    tokens = model.generate(**inputs, **more)
+    kept = []
+    for place in ("host", "disk", "disk"):
+        given: dict[str, Any] = {"offload": {"cpu_offload_gb": 1.0}}
+        if place == "disk":
+            within = {"device": "nvme", "nvme_path": str(files), "max_in_cpu": 0}
+            given = {"zero": {"stage": 3, "offload_param": within, "max_live_parameters": 0}}
+            given["zero"] |= {"param_persistence_threshold": 0, "prefetch_bucket_size": 1000}
+        with outpace.OnDevice("meta"):
+            empty = type(model)(model.config)
+        engine = engine_of(empty, {**options, **given, "checkpoint": folder[0]})
+        assert engine.streaming is not None, "its layers stay"
+        for _ in range(2):
+            assert torch.equal(engine(**inputs).logits, wanted), "logits are not those of resident layers"
+        assert torch.equal(engine.generate(**inputs, **more), tokens), "greedy tokens differ"
+        engine.destroy()
+        dist.barrier()
+        kept.append({path.name: path.stat().st_mtime_ns for path in files.iterdir()} if files.exists() else {})
+    found = tokens_over_ranks(Path(folder[0]), {**options, "offload": {"cpu_offload_gb": 1.0, "kv": "1MB"}})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert found == tokens_alone(Path(folder[0])), "LLM has other tokens than one process"
+        shutil.rmtree(folder[0])
+    assert len(kept[1]) == dist.get_world_size(), f"a file for each rank, not {sorted(kept[1])}"
+    assert kept[1] == kept[2], "files are written again"
+
+
+def streamed_badly(name: str, options: Mapping[str, Any]) -> None:
+    """A rank whose folder is no folder fails, and the others with it."""
+    with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory() as folder:
+        bad = dist.get_rank() == 1
+        offload = {"device_memory": 10**9, "nvme": file.name if bad else folder}
+        with pytest.raises(outpace.OutpaceError) as caught:
+            engine_of(deep(name), {**options, "offload": offload})
+        assert ("cannot make the folder" if bad else "another rank cannot place its layers") in str(caught.value)
+
+
 def on_a_gpu(name: str, options: Mapping[str, Any]) -> None:
     """All ranks on one GPU: fp32 as one process has it, bf16 as near to fp32 as one process is."""
     inputs = {key: value.cuda() for key, value in padded_prompts(97).items()}
@@ -335,7 +384,7 @@ def llm(name: str, options: Mapping[str, Any]) -> None:
 
 _ALL = (
     compare, llm, quantized, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused,
-    logged, calls,
+    logged, calls, streamed, streamed_badly,
 )  # fmt: skip
 KINDS: Mapping[str, Callable[..., None]] = {kind.__name__: kind for kind in _ALL}
 

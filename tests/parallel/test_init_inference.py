@@ -53,6 +53,10 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("own_groups", ("llama",), {}),
         *cases("calls", ("llama",), tp(2)),
         *cases("checkpoint", ("llama", "moe: mixtral"), tp(2)),
+        *cases("streamed", ("llama", "gpt2", "mixtral"), tp(2)),
+        *cases("streamed", ("mixtral",), {"moe": {"ep_size": 2}}),
+        *cases("streamed", ("mixtral",), tp(2, moe={"ep_size": 2})),
+        *cases("streamed_badly", ("llama",), tp(2)),
     ),
     3: (
         *cases("compare", (*UNEVEN, "hugging face's plan"), tp(3)),
