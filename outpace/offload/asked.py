@@ -143,7 +143,7 @@ def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: i
     return replace(room, device=min(room.device, device - experts), experts=experts)
 
 
-def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None, ranks: int) -> Room:
+def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None, ranks: int = 1) -> Room:
     """DeepSpeed counts values. If anything is fetched ahead, two layers at least are on the device at a time."""
     zero, param = config.zero, config.zero.offload_param
     per_value, largest = layers.total / max(1, layers.values), layers.largest
