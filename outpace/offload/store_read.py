@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,7 +21,7 @@ from outpace.offload.store_layout import ALIGN, PIECE, Bytes, Layout, Sums, chec
 from outpace.offload.store_memory import aligned
 
 _MOST_THREADS = 256
-_REMEDY = "check the disk; delete the file, and it is made anew"
+_REMEDY = "check the disk; the next start makes the file anew"
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,22 @@ class _Block:
     offset: int
     sums: Sums
 
-    def read(self, number: int, most: int, direct: bool) -> None:
+    def read(self, number: int, most: int, direct: bool) -> bool | None:
+        """Whether the bytes are those that were written; None: nobody looked."""
         error: BaseException | None = None
+        sound: bool | None = None
         try:
             if not self.reading._failed:
                 self._read(number, most, direct)
+                sound = True
         except OSError as raised:
             error = OSError(raised.errno, f"{raised.strerror}; {_REMEDY}")
+        except OffloadError as raised:
+            error, sound = raised, False
         except Exception as raised:
             error = raised
         self.reading._end_block(error)
+        return sound
 
     def _read(self, number: int, most: int, direct: bool) -> None:
         there = fill(number, self.into, self.offset, most, direct)
@@ -123,6 +130,7 @@ class _Readers:
         self._lock = threading.RLock()  # reentrant: garbage may be collected, and this closed, inside of it
         self._threads: list[threading.Thread] = []
         self._live = 0
+        self._damaged: set[int] = set()  # blocks that were not what had been written when they were last read
         self._closed = False
         self._process = os.getpid()
 
@@ -175,7 +183,9 @@ class _Readers:
 
     def _run(self) -> None:
         while (block := self._blocks.get()) is not None:
-            block.read(self._number, self._options.block, self._direct)
+            sound = block.read(self._number, self._options.block, self._direct)
+            if sound is not None:
+                (self._damaged.discard if sound else self._damaged.add)(block.offset)
             del block  # its memory is not kept while the thread waits
         with self._lock:
             self._live -= 1
@@ -183,7 +193,17 @@ class _Readers:
 
     def _close_if_last(self) -> None:
         if self._closed and not self._live:
+            if self._damaged:
+                _remove(self._number, Path(self._name))
             os.close(self._number)
+
+
+def _remove(number: int, path: Path) -> None:
+    """Remove a damaged file, if it still has its name: the next start makes it anew."""
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(number), path.stat()):
+            path.unlink()
+            logger.warning("%s was damaged, and is removed: the next start makes it anew", path)
 
 
 class UnitFile:
