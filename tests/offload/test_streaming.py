@@ -150,6 +150,19 @@ def test_f9_a_file_that_changes_under_a_running_engine(harm: Any, tmp_path: Path
         assert answers(llm) == wanted, "the engine goes on once the file is whole again"
 
 
+def test_f9_a_file_that_stays_damaged_is_made_anew_by_the_next_start(tmp_path: Path) -> None:
+    model, folder, files = deep("llama", hidden_size=256), tmp_path / "model", tmp_path / "files"
+    model.save_pretrained(folder)
+    with llm_of(str(folder), offload=offload_at("disk", model, files)) as llm:
+        wanted = answers(llm)
+        damaged(*files.iterdir())
+        with pytest.raises(OffloadError, match="wrong checksum"):
+            answers(llm)
+    assert not any(files.iterdir())
+    with llm_of(str(folder), offload=offload_at("disk", model, files)) as llm:
+        assert answers(llm) == wanted
+
+
 def test_f10_what_does_not_fit_is_said_with_the_bytes_that_are_missing(tmp_path: Path) -> None:
     model = deep("llama")
     enough = offload_at("host", model, tmp_path)
