@@ -18,7 +18,7 @@ from outpace.errors import NO_TOKENIZER, EngineDead, InputError, ModelError, Not
 from outpace.log import logger
 from outpace.offload.streaming import Streaming
 from outpace.prepare import PagedParts
-from outpace.ranks.leader import Ranks, let_go
+from outpace.ranks.leader import Ranks, let_go, starting
 from outpace.runner.expert_load import ExpertLoad
 from outpace.runner.start import start_runner
 from outpace.runner.threads import for_engine
@@ -44,7 +44,7 @@ class LLMEngine:
         self._config = parts.config
         self.experts = ExpertLoad.of(parts.module, parts.device)
         """Tokens of each expert; None: the model has none."""
-        with self.ranks.starting():
+        with starting(self.ranks, parts.streaming):
             self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self.close = weakref.finalize(self, let_go, self.ranks, parts.streaming)
         """Ends the other ranks, if there are any, and what streams layers; so does the end of the engine."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outpace.cache.block_pool import BlockPool
 from outpace.config import ConfigLike, LLMConfig
 from outpace.errors import ConfigError, InputError
-from outpace.ranks.leader import let_go, load_ranked
+from outpace.ranks.leader import let_go, load_ranked, starting
 from outpace.runner.start import start_runner
 from outpace.types import Request, ScheduledSequence, Step, check_vocabulary
 
@@ -66,7 +66,7 @@ class RaggedEngine:
         asked = LLMConfig.of(config, **options)
         _refuse_scheduling(asked)
         parts, self._ranks = load_ranked(model, asked)
-        with self._ranks.starting():
+        with starting(self._ranks, parts.streaming):
             started = start_runner(parts.model, parts.config, parts.max_model_len)
         self.close = weakref.finalize(self, let_go, self._ranks, parts.streaming)
         """Ends the other ranks and what layers are streamed with, if there are any; so does the engine's end."""

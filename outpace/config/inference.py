@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 _SCHEDULES = "only outpace.LLM and outpace serve schedule requests; leave it out"
+ZERO_OPTIMIZATION = "DeepSpeed's name in configs of training; give its dictionary as zero, with aio in it"
 _KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; leave it out"
 
 
@@ -64,6 +65,7 @@ class InferenceConfig(ConfigModel):
         "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
         "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
         "kv_offloading_size": _KEEPS_PAGES,
+        "zero_optimization": ZERO_OPTIMIZATION,
         "cpu_offload_gb": "a name of outpace.LLM alone; use offload.cpu_offload_gb",
         **{
             f"offload_{name}": f"a name of outpace.LLM alone; use offload.{name}"

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from outpace.config.inference import InferenceConfig
+from outpace.config.inference import ZERO_OPTIMIZATION, InferenceConfig
 from outpace.config.rules import COMPOSITIONS, LATER, LATER_IN_LLM, LLM_COMPOSITIONS
 from outpace.config.sections import CacheConfig, OffloadConfig, SchedulerConfig
 
@@ -31,7 +31,7 @@ class LLMConfig(InferenceConfig):
     }
     """vLLM's names, and the options of the runtime without their section."""
     aliases: ClassVar[Mapping[str, str]] = {**InferenceConfig.aliases, **flat}
-    elsewhere: ClassVar[Mapping[str, str]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {"zero_optimization": ZERO_OPTIMIZATION}
     keeps_auto = InferenceConfig.keeps_auto | {"quantization"}
     later: ClassVar[Mapping[str, str]] = {**LATER, **LATER_IN_LLM}
 

@@ -229,6 +229,15 @@ class ZeroConfig(ConfigModel):
         "stage3_max_live_parameters": "max_live_parameters",
         "stage3_max_reuse_distance": "max_reuse_distance",
     }
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            *("allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "elastic_checkpoint"),
+            *("gather_16bit_weights_on_model_save", "load_from_fp32_weights", "memory_efficient_linear"),
+            *("offload_optimizer", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients"),
+            *("stage3_gather_16bit_weights_on_model_save", "sub_group_size"),
+        ),
+        "it concerns training, or layers that ranks gather from each other; leave it out",
+    )
 
     stage: Literal[0, 1, 2, 3] = 0
     """3 streams the parameters of layers; 1 and 2 concern training."""

@@ -261,6 +261,18 @@ def let_go(ranks: Ranks, streaming: Streaming | None) -> None:
         streaming.close()
 
 
+@contextlib.contextmanager
+def starting(ranks: Ranks, streaming: Streaming | None) -> Iterator[None]:
+    """What is done inside is part of the start: if it fails, no rank, thread or file is left behind."""
+    try:
+        with ranks.starting():
+            yield
+    except BaseException:
+        if streaming is not None:
+            streaming.close()
+        raise
+
+
 def _fetch(source: str | None) -> None:
     """Have the model on this machine before several ranks look for it."""
     path = None if source is None else local_path(source)

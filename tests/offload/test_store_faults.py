@@ -71,7 +71,7 @@ def flip_bit(raw: IO[bytes]) -> None:
 @pytest.mark.parametrize("change", [flip_bit, zero_page, swap_pages], ids=lambda change: change.__name__)
 def test_f9_altered_bytes_are_an_error(file: UnitFile, change: Callable[[IO[bytes]], None]) -> None:
     alter(file.path, change)
-    with pytest.raises(OffloadError, match=rf"^{re.escape(str(file.path))}, unit {LAST}: wrong checksum .* makes the file anew"):
+    with pytest.raises(OffloadError, match=rf"^{re.escape(str(file.path))}, unit {LAST}: wrong checksum .* file anew"):
         read(file, LAST)
     for index in range(LAST):  # the others are as they were
         read(file, index)
