@@ -14,6 +14,8 @@ from outpace.cli.flags import llm_flags
 from tests.cli.test_cli import Main
 from tests.cli.test_cli import run as outpace
 from tests.cli.test_cli import run_main as run_main
+from tests.models import byte_tokenizer
+from tests.offload.placed import deep, offload_at
 
 CPU = ("--device", "cpu", "--dtype", "fp32")
 
@@ -60,6 +62,23 @@ def test_options_of_both_models(chain_folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert re.search(r"runs in +│ float32 on cpu +│ bfloat16 on cpu", result.stdout)
     assert re.search(r"options +│ cache.block_size=32 +│ cache.block_size=16", result.stdout)
+
+
+def test_layers_that_are_streamed(tmp_path: Path, run_main: Main) -> None:
+    folder, tokenizer = tmp_path / "model", byte_tokenizer()
+    model = deep("llama", vocab_size=len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    offload = json.dumps({"offload": offload_at("disk", model, tmp_path / "files")})
+    file = tmp_path / "found.json"
+    more = ("--max-tokens", "60", "--window", "32", "--against-config", offload, "--json", file)
+    result = outpace("eval", folder, *CPU, *more)
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["agreement"]["exact"]
+    assert len(list((tmp_path / "files").iterdir())) == 1, "layers were on disk"
+    for command in ("generate", "info", "verify", "bench"):
+        code, _, errors = run_main(command, "--cpu-offload-gb", "1")
+        assert (code, "No such option: --cpu-offload-gb" in errors) == (2, True)
 
 
 def test_flags_are_the_options_of_the_model() -> None:

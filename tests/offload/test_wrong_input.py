@@ -21,8 +21,8 @@ BUDGETS = ("device_memory", "host_memory", "kv", "host_pages", "expert_cache", "
 @pytest.mark.parametrize("field", BUDGETS)
 def test_budgets(field: str) -> None:
     def read(value: object) -> Any:
-        more = {"kv_files": {"kv": 1, "nvme": "."}, "expert_cache": {"device_memory": 1}}.get(field, {})
-        return getattr(LLMConfig.of(offload={**more, field: value}, device="cpu").offload, field)
+        more: dict[str, dict[str, Any]] = {"kv_files": {"kv": 1, "nvme": "."}, "expert_cache": {"device_memory": 1}}
+        return getattr(LLMConfig.of(offload={**more.get(field, {}), field: value}, device="cpu").offload, field)
 
     for given, wanted in (
         ("20 GB", 20e9),
