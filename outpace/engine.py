@@ -87,6 +87,8 @@ class InferenceEngine(nn.Module):
             return module(*args, **kwargs)
         if self._graphs.uncapturable is not None:
             return self._graphs(*self._here(args), **self._here(kwargs))
+        if self.streaming is not None:
+            self.streaming.restore()  # a graph expects the first layers; a call that failed may have left others
         with self._profiler.measure("forward"), self._profiler.paused():
             return self._graphs(*args, **kwargs)
 

@@ -300,7 +300,8 @@ class OffloadConfig(ConfigModel):
     """Most memory of the device, for weights, pages and steps: "20GB", or a fraction. On a CPU: memory for weights.
     None: `gpu_memory_utilization`."""
     host_memory: Budget | None = None
-    """Most host memory for layers: "64GB", or a fraction of what is free; 0: none. None: 0.8 of what is free."""
+    """Most host memory for layers: "64GB", or a fraction of what is free; 0: none. None: 0.8 of what is free. Of all
+    ranks of a machine together."""
     nvme: NamedPath | None = None
     """Folder on an NVMe drive, for layers that host memory has no room for."""
     cpu_offload_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)

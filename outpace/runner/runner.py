@@ -177,6 +177,8 @@ class Runner:
         shape = self.graphs.fitting(count, layout.num_tokens, fresh=fresh)
         if shape is None or (shape not in self.graphs and not self.capture(shape)):
             shape, run = Shape.of(count, layout.num_tokens, fresh=fresh), self._forward
+        elif self._model.streaming is not None:
+            self._model.streaming.restore()  # a graph expects the first layers; a call that failed may have left others
         header = self.rows.send(layout, shape.num_seqs, wait=wait)
         logits, likeliest = run(shape)
         return Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
