@@ -85,7 +85,7 @@ class Pages:
 
 
 def _copy(near: Tensor, far: Tensor) -> None:
-    """By a kernel: a GPU's copy engine is told by the kind of both tensors, and takes memory of the host for its own."""
+    """By a kernel: torch would tell the GPU's copy engine that both are memory of the device."""
     word = torch.int64 if near.shape[-1] * near.element_size() % torch.int64.itemsize == 0 else torch.uint8
     torch.bitwise_or(far.view(word), 0, out=near.view(word))
 
