@@ -46,20 +46,27 @@ class Ring:
         """What has been fetched."""
         for number, unit in enumerate(units):
             unit.bind(slots[number % len(slots)])
+        self._bound = [(unit.path, unit.held[0].parameter, slots[n % len(slots)]) for n, unit in enumerate(units)]
 
     def begin(self, number: int) -> None:
         """A layer, or something in it, is about to run; other threads wait until it is done."""
         self._lock.acquire()
         try:
             if number not in self._running:
-                self._check_free(number)
+                self._check(number)
                 self.enter(number)
         except BaseException:
             self._lock.release()
             raise
         self._running.append(number)
 
-    def _check_free(self, number: int) -> None:
+    def _check(self, number: int) -> None:
+        path, parameter, slot = self._bound[number]
+        if parameter.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
+            raise StateError(
+                f"offload: the weights of {path} were converted or moved, which streamed layers cannot be; make the "
+                "engine again, with dtype and device"
+            )
         if any(other % self._size == number % self._size for other in self._running):
             raise NotSupported(
                 "offload: a layer of this model calls another one while it runs, and both have the same slot; give "
@@ -170,6 +177,7 @@ def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:
         for module in _runs(unit):
             _wrap(module, functools.partial(ring.begin, number), functools.partial(ring.done, number))
         unit.layer.register_state_dict_pre_hook(functools.partial(_refuse, unit.path))
+        unit.layer.register_load_state_dict_pre_hook(functools.partial(_refuse, unit.path))
         if unit.form.experts and (experts := experts_of(unit.layer)) is not None:
             _ask(experts, functools.partial(ring.need, number))
     _wrap(last, _nothing, ring.end)
@@ -188,10 +196,10 @@ def _runs(unit: Unit) -> list[nn.Module]:
 
 
 def _refuse(path: str, *_: object) -> None:
-    """Whoever saved what is in the slots would save garbage."""
+    """Whoever saved what is in the slots would save garbage; what is loaded there would be lost."""
     raise StateError(
-        f"state_dict: the weights of {path} are streamed (offload, zero) and not on the device; save the model before "
-        "the engine is made, or make it without offload"
+        f"state_dict: the weights of {path} are streamed (offload, zero) and not on the device; save or load them "
+        "before the engine is made, or make it without offload"
     )
 
 
@@ -220,7 +228,8 @@ def _wrap(layer: nn.Module, before: Callable[[], None], after: Callable[[], None
     def call(*args: Any, **kwargs: Any) -> Any:
         before()
         try:
-            return run(*args, **kwargs)
+            with torch.no_grad():  # a backward would find other weights in the slots
+                return run(*args, **kwargs)
         finally:
             after()
 

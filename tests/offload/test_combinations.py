@@ -254,6 +254,24 @@ def test_modules_of_others_however_they_call_their_layers(make: Any, place: str,
     engine.destroy()
 
 
+def test_what_cannot_be_done_to_streamed_weights(tmp_path: Path) -> None:
+    model, ids = deep("llama"), prompts(6)[0][None]
+    weights = copy.deepcopy(model.state_dict())
+    engine = outpace.init_inference(model, device="cpu", offload={"cpu_offload_gb": 1.0})
+    module: Any = engine.module
+    wanted = engine(ids).logits
+    for call in (lambda: module.save_pretrained(tmp_path), lambda: module.load_state_dict(weights)):
+        with pytest.raises(StateError, match=r"state_dict: the weights of model\.layers\.0 are streamed"):
+            call()
+    embedded = module.get_input_embeddings()(ids).requires_grad_()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        module(inputs_embeds=embedded).logits.sum().backward()
+    assert torch.equal(engine(ids).logits, wanted)
+    module.to(torch.bfloat16)
+    with pytest.raises(StateError, match=r"offload: the weights of model\.layers\.0 were converted or moved"):
+        engine(ids)
+
+
 class Nested(nn.Module):
     """A layer that calls others while it runs."""
 
