@@ -47,8 +47,8 @@ class InferenceEngine(nn.Module):
         self.info, self._dtype, self._device = prepared.info, prepared.dtype, prepared.device
         self.mesh = prepared.mesh
         """The ranks that run it together: each of them must make the same calls."""
-        if self.mesh is not NO_MESH or prepared.streaming is not None:
-            self.module.requires_grad_(False)  # gradients do not cross ranks, nor layers that come and go
+        if self.mesh is not NO_MESH:
+            self.module.requires_grad_(False)  # gradients do not cross ranks
         self._fused = isinstance(prepared.injection, Fused)
         self._profiler = Profiler(self._device)
         self.streaming = prepared.streaming

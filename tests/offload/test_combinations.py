@@ -264,8 +264,8 @@ def test_what_cannot_be_done_to_streamed_weights(tmp_path: Path) -> None:
         with pytest.raises(StateError, match=r"state_dict: the weights of model\.layers\.0 are streamed"):
             call()
     embedded = module.get_input_embeddings()(ids).requires_grad_()
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        module(inputs_embeds=embedded).logits.sum().backward()
+    module(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is None, "it would be one of other weights"
     assert torch.equal(engine(ids).logits, wanted)
     module.to(torch.bfloat16)
     with pytest.raises(StateError, match=r"offload: the weights of model\.layers\.0 were converted or moved"):
