@@ -87,11 +87,23 @@ def command(
     limits = [_limit(plan, numbers, there, work) for plan in shown]
     helps = relief(numbers, there.budgets, there.rates, work, precisions=[best.precision])
     lines = advice(name, nvme, found, names[0], work, numbers.page, there)
+    missing = _missing(wanted, found, numbers, there, work)
     if as_json:
         rows = [as_data(plan, limit) for plan, limit in zip(shown, limits, strict=True)]
-        typer.echo(json.dumps({"machine": there.data, "work": asdict(work), "plans": rows, "relief": helps, **lines}))
+        typer.echo(
+            json.dumps(
+                {
+                    "machine": there.data,
+                    "work": asdict(work),
+                    "plans": rows,
+                    "relief": helps,
+                    "no_room": missing,
+                    **lines,
+                }
+            )
+        )
     else:
-        _print(name, there, work, plan_table(shown, limits, best), helps, lines)
+        _print(name, there, work, plan_table(shown, limits, best), helps, lines, missing)
     if files.plot is not None:
         from outpace.offload.picture import draw
 
@@ -140,6 +152,20 @@ def _chosen(names: tuple[str, ...], asked: Sequence[str] | None, fp8: bool) -> l
     return list(dict.fromkeys(asked or (name for name in names if fp8 or name != "fp8")))
 
 
+def _missing(
+    wanted: Sequence[str], found: Sequence[Plan], numbers: Numbers, there: Machine, work: Work
+) -> dict[str, str]:
+    """Why precisions that were looked at are not in the table."""
+    why = {}
+    for precision in wanted:
+        if not any(plan.precision == precision for plan in found):
+            try:
+                plans(numbers, there.budgets, there.rates, work, precisions=[precision])
+            except ConfigError as error:
+                why[precision] = str(error)
+    return why
+
+
 def _fastest(found: Sequence[Plan]) -> list[Plan]:
     """Of each precision and placement the fastest batch; nothing twice."""
     best: dict[tuple[str, str], Plan] = {}
@@ -163,13 +189,21 @@ def _title(model: str, there: Machine, work: Work) -> str:
 
 
 def _print(
-    model: str, there: Machine, work: Work, table: Table, helps: dict[Any, float], lines: dict[str, str]
+    model: str,
+    there: Machine,
+    work: Work,
+    table: Table,
+    helps: dict[Any, float],
+    lines: dict[str, str],
+    missing: dict[str, str],
 ) -> None:
     console = Console()
     console.print(_title(model, there, work), highlight=False)
     for line in there.lines():
         console.print(f"  {line}", highlight=False)
     console.print(table)
+    for precision, why in missing.items():
+        console.print(f"No room with {precision} weights: {why}", highlight=False, soft_wrap=True)
     times = ", ".join(f"{name} {times:.2f} times" for name, times in helps.items())
     console.print(f"Twice as much of one thing makes the fastest faster: {times or 'none does'}.", highlight=False)
     for name, text in lines.items():

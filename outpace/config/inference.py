@@ -156,7 +156,11 @@ class InferenceConfig(ConfigModel):
     @field_validator("offload", mode="before")
     @classmethod
     def _offload_auto(cls, value: object) -> object:
-        return {"auto": True} if value == "auto" else value
+        if isinstance(value, str | bool | None):
+            if value not in ("auto", True, False, None):
+                raise ValueError(f'expected "auto" or a dictionary of its fields, got {value!r:.80}')
+            return {"auto": bool(value)}
+        return value
 
     @field_validator("quant", mode="after")
     @classmethod

@@ -189,7 +189,7 @@ def _key(sources: Mapping[str, Source], every: list[Target], mesh: Mesh, device:
             path = piece.place.path
             if path not in seen:
                 stat = path.stat()
-                seen[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+                seen[path] = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
             digest.update(f"{name} {seen[path]} {piece}".encode())
     for target in every:
         digest.update(f"{target.recipe} {target.dtype}".encode())

@@ -76,7 +76,7 @@ def folder(config: InferenceConfig) -> Path | None:
         return None
     path, field = Path(named), "zero.offload_param.nvme_path" if config.zero.stage == 3 else "offload.nvme"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)  # the one above must be there: a drive that is not mounted is not made up for
     except OSError as error:
         raise ConfigError(f"{field}: cannot make the folder {path} ({error.strerror}); name another one") from None
     if not os.access(path, os.W_OK):

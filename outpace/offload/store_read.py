@@ -139,7 +139,9 @@ class _Readers:
             raise StateError(f"{self._name} was opened by another process, whose threads a fork lacks; open it again")
         with self._lock:
             if self._closed:
-                raise StateError(f"{self._name} is closed; open it again")
+                raise StateError(
+                    f"{self._name} is closed: the engine that had its layers there has ended; make a new one"
+                )
             self._start_threads()
             for block in blocks:
                 self._blocks.put(block)

@@ -170,11 +170,12 @@ def dense(tensor: Tensor) -> Tensor:
 def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The members of a model's lists of layers, by path, each once, in the order in which they are registered.
 
-    A list is an nn.ModuleList or nn.Sequential with two members or more that have weights; lists in layers are part of
-    these. Of a member that is itself only a list, and is never run, the members are layers.
+    A list is an nn.ModuleList or nn.Sequential of members that have weights; lists in layers are part of these, but a
+    list of one member is looked into first. Of a member that is itself only a list, and is never run, the members are
+    layers.
     """
     found: dict[int, tuple[str, nn.Module]] = {}
-    for path, layer in _layers(model, ""):
+    for path, layer in list(_layers(model, "")) or _in_list(model, ""):
         found.setdefault(id(layer), (path, layer))
     return list(found.values())
 
@@ -191,12 +192,18 @@ def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:
 def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        members = [(f"{inner}.{key}", each) for key, each in child.named_children() if _has_weights(each)]
-        if isinstance(child, nn.ModuleList | nn.Sequential) and len(members) > 1:
-            for each in members:
-                yield from _run(*each)
-        else:
-            yield from _layers(child, inner)
+        yield from _in_list(child, inner) or _layers(child, inner)
+
+
+def _in_list(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The layers in a list; none: it is no list, or its only member has layers in it."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    before = f"{path}." if path else ""
+    members = [(f"{before}{key}", each) for key, each in module.named_children() if _has_weights(each)]
+    if len(members) == 1 and next(_layers(module, path), None) is not None:
+        return []
+    return [layer for each in members for layer in _run(*each)]
 
 
 def _run(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -52,6 +52,10 @@ def count_blocks(
             f"cache: no room for a single page of {per_block / GIB:.2f} GiB ({what}); "
             "raise gpu_memory_utilization or cpu_cache_space, or lower max_num_batched_tokens or max_num_seqs"
         )
+    if 0 < more < per_block:
+        raise ConfigError(
+            f"offload.host_pages: less than one page of {per_block / GIB:.3g} GiB; give more, or leave it out"
+        )
     fitting = (max(0, room) + more) // per_block
     what = f"{what}, and offload.host_pages" if more else what
     return (most, "max_num_seqs requests of max_model_len tokens") if most <= fitting else (fitting, what)
@@ -99,8 +103,13 @@ def make_pages(model: BatchModel, config: LLMConfig, num_blocks: int, away: Sequ
 
 def host_page_bytes(config: LLMConfig) -> int:
     """Bytes of host memory for pages of requests that run, of all ranks together."""
-    asked = config.offload.host_pages
-    return int(asked * (free_memory() or 0)) if isinstance(asked, float) else asked or 0
+    asked, free = config.offload.host_pages, free_memory()
+    found = int(asked * (free or 0)) if isinstance(asked, float) else asked or 0
+    if free is not None and found > free:
+        raise ConfigError(
+            f"offload.host_pages: {found / GIB:.1f} GiB, and {free / GIB:.1f} GiB of host memory are free; give less"
+        )
+    return found
 
 
 def on_host(gib: float, model: BatchModel) -> int:

@@ -99,6 +99,13 @@ def test_any_module_with_a_list_of_layers() -> None:
     assert engine.streaming is not None
     assert len(engine.streaming.units) == 3 * 2
     assert torch.equal(engine(x), wanted)
+    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    wanted = plain(torch.zeros(1, 16))
+    engine = outpace.init_inference(plain, device="cpu", offload={"cpu_offload_gb": 1.0})
+    assert engine.streaming is not None
+    assert torch.equal(engine(torch.zeros(1, 16)), wanted)
+    alone = outpace.init_inference(nn.ModuleList([nn.Linear(4, 4)]), device="cpu", offload="auto")
+    assert alone.streaming is None
     with pytest.raises(ConfigError, match="offload: Linear has no list of layers"):
         outpace.init_inference(nn.Linear(4, 4), device="cpu", offload="auto")
 
