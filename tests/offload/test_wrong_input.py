@@ -120,9 +120,12 @@ def away(model: Any, folder: Path) -> dict[str, Any]:
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = deep("llama"), tmp_path / "file"
     file.touch()
-    for path, says in ((file, "cannot make the folder .*File exists"), (file / "in it", "cannot make the folder")) + (
+    wrong = (
+        (file, "cannot make the folder .*File exists"),
+        (file / "in it", "cannot make the folder"),
         (tmp_path / "not" / "mounted", "cannot make the folder .*No such file"),
-    ):
+    )
+    for path, says in wrong:
         with pytest.raises(ConfigError, match=rf"offload\.nvme: {says}"):
             llm_of(model, **away(model, path))
     with monkeypatch.context() as patch:
