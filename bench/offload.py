@@ -37,6 +37,7 @@ from outpace.bench.drive import Run, run
 from outpace.bench.shapes import DEVIATION, SHAPES, config_of
 from outpace.bench.workload import Item
 from outpace.config import LLMConfig
+from outpace.heap import give_memory_back
 from outpace.inject.paged import MICRO_TOKENS
 from outpace.kernels import limits
 from outpace.llm_engine import LLMEngine
@@ -48,7 +49,7 @@ from outpace.offload.disk import read_rate
 from outpace.offload.numbers import Rates, Work
 from outpace.offload.place import Placement, Tier
 from outpace.offload.predict import Schedule, predict
-from outpace.offload.store import ReadOptions, aligned, give_memory_back
+from outpace.offload.store import ReadOptions, aligned
 from outpace.prepare import load_paged
 
 GB = 1e9

@@ -12,7 +12,7 @@ PACKAGE = Path(outpace.__file__).parent
 
 # A file imports only from its own line or the lines above.
 LINES: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "log", "structure", "types", "config", "tree", "turns", "profile"),
+    ("_version", "errors", "heap", "log", "structure", "types", "config", "tree", "turns", "profile"),
     ("kernels",),
     ("parallel", "quant", "cache", "sampling", "structured", "tokenizer"),
     ("inject", "offload"),

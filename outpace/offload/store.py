@@ -23,7 +23,7 @@ checked: if the bytes are not those that were written, `Reading.wait` raises Off
 """
 
 from outpace.offload.store_layout import ALIGN
-from outpace.offload.store_memory import aligned, free_memory, give_memory_back
+from outpace.offload.store_memory import aligned, free_memory
 from outpace.offload.store_read import Reading, ReadOptions, UnitFile, stored_size
 from outpace.offload.store_write import UnitWriter
 

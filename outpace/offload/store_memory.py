@@ -1,8 +1,6 @@
 """Host memory that disks read into and GPUs copy from: aligned, in huge pages where there are any, or page-locked."""
 
-import ctypes
 import mmap
-import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -42,13 +40,6 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
         there = "nobody says how much is free" if free is None else f"{size_text(free)} are free"
         raise OffloadError(f"{what} cannot be had ({error}); {there}; {_REMEDY}") from error
     return torch.from_numpy(data)
-
-
-def give_memory_back() -> None:
-    """Return what is free to the system: glibc keeps gigabytes for threads that once needed them."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_memory() -> int | None:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.heap import give_memory_back
 from outpace.inject.quantized import PackedExperts, PackedLinear
 from outpace.inject.recipe import Recipe
 from outpace.log import chosen, logger, size_text
 from outpace.offload.experts import Counts, Kept, shares
 from outpace.offload.place import Placement
 from outpace.offload.prefetch import Ring, attach
-from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned, give_memory_back
+from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned
 from outpace.offload.units import Form, Unit, layer_of
 from outpace.offload.ways import Stores, ToDevice, ToDeviceFromFile, ToHost, Way
 

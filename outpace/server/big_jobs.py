@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from outpace.errors import Overloaded
-from outpace.offload.store_memory import give_memory_back
+from outpace.heap import give_memory_back
 from outpace.server.caller import CALLER
 
 Result = TypeVar("Result")
