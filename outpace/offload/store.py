@@ -35,6 +35,5 @@ __all__ = [
     "UnitWriter",
     "aligned",
     "free_memory",
-    "give_memory_back",
     "stored_size",
 ]
