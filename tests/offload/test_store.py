@@ -170,7 +170,7 @@ def test_close_waits_for_what_is_being_read_and_gives_up_the_rest(
     go_on.set()
     closing.join(PATIENCE)
     readings[0].wait()
-    with pytest.raises(StateError, match="is closed: the engine .* has ended; make a new one"):
+    with pytest.raises(StateError, match=r"is closed: the engine .* has ended; make a new one"):
         single.read(0, aligned(SIZES[0]))
 
 
