@@ -318,7 +318,7 @@ class OffloadConfig(ConfigModel):
     """Host memory for pages of running requests, beside the device's: attention reads them over the link. For contexts
     longer than the device has pages for; it is slow, and used for as few layers as possible."""
     slots: int | None = Field(default=None, ge=1, le=16)
-    """Layers on the device at a time of those that are streamed; None: 2, or 3 where they come from NVMe."""
+    """Layers on the device at a time of those that are streamed; None: 2."""
     expert_cache: Budget | None = None
     """Device memory for the experts of streamed layers that were used last: "4GB", or a fraction of `device_memory`; 0:
     none, each is fetched when tokens go to it. None: a quarter of what the device has for layers, or what is left of it
