@@ -47,7 +47,7 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     try:
         asked = AskedConfig.of(dict(llm_options))
-        _check(config)
+        check_files(config)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
         return WRONG_OPTION
@@ -79,14 +79,7 @@ async def _serve(
     console: Console,
 ) -> int:
     """Start the engine's process, and only then import the HTTP server, which the engine need not wait for."""
-    admission = Admission(
-        max_waiting=asked.scheduler.max_waiting,
-        max_waiting_tokens=config.max_waiting_tokens,
-        max_sequences_per_caller=config.max_sequences_per_key,
-        max_waiting_tokens_per_caller=config.max_waiting_tokens_per_key,
-    )
-    healing = Healing(stall_timeout=config.stall_timeout, ready_timeout=config.ready_timeout)
-    engine = Supervisor(model, llm_options, admission=admission, healing=healing)
+    engine = make_engine(model, llm_options, asked, config)
     try:
         before = process_age()
         await engine.launch()
@@ -98,6 +91,20 @@ async def _serve(
         await engine.close()
 
 
+def make_engine(
+    model: str | None, llm_options: Mapping[str, Any], asked: AskedConfig, config: ServerConfig
+) -> Supervisor:
+    """The engine that these options ask for; it has not been launched."""
+    admission = Admission(
+        max_waiting=asked.scheduler.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        max_sequences_per_caller=config.max_sequences_per_key,
+        max_waiting_tokens_per_caller=config.max_waiting_tokens_per_key,
+    )
+    healing = Healing(stall_timeout=config.stall_timeout, ready_timeout=config.ready_timeout)
+    return Supervisor(model, llm_options, admission=admission, healing=healing)
+
+
 def process_age() -> float:
     """Seconds since the system started this process; elsewhere than on Linux, since Python did."""
     try:
@@ -107,7 +114,7 @@ def process_age() -> float:
         return time.perf_counter()
 
 
-def _check(config: ServerConfig) -> None:
+def check_files(config: ServerConfig) -> None:
     """Read the files that the options name: better now than when the model is loaded."""
     config.all_api_keys()
     config.template_text()

@@ -98,12 +98,7 @@ async def _loaded(
     Comes back early when a signal is there or the HTTP server has ended.
     """
 
-    async def load() -> "PreTrainedTokenizerBase | None":
-        here = is_here(model)  # otherwise the engine gets it, which may take torch, and this process waits for that
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(_import_and_read, model, here), engine.start())
-        return tokenizer if here else await asyncio.to_thread(load_tokenizer, model)
-
-    loading, signal_came = asyncio.create_task(load()), asyncio.create_task(interrupted.wait())
+    loading, signal_came = asyncio.create_task(load(model, engine)), asyncio.create_task(interrupted.wait())
     try:
         await _first_of(loading, signal_came, serving)
         if serving.done():
@@ -113,6 +108,13 @@ async def _loaded(
         for task in (loading, signal_came):
             task.cancel()
         await asyncio.gather(loading, signal_came, return_exceptions=True)
+
+
+async def load(model: str | None, engine: Supervisor) -> "PreTrainedTokenizerBase | None":
+    """Wait for an engine that has been launched, and meanwhile import the app and read the tokenizer."""
+    here = is_here(model)  # otherwise the engine gets it, which may take torch, and this process waits for that
+    tokenizer, _ = await asyncio.gather(asyncio.to_thread(_import_and_read, model, here), engine.start())
+    return tokenizer if here else await asyncio.to_thread(load_tokenizer, model)
 
 
 def _import_and_read(model: str | None, here: bool) -> "PreTrainedTokenizerBase | None":
