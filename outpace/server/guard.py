@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outpace.log import logger
 from outpace.server.caller import CALLER
 from outpace.server.options import ServerConfig, host_name
-from outpace.server.problems import AMBIGUOUS, LOST, ApiError, ClientGone, as_api_error, error_response
-from outpace.server.stream import DONE
+from outpace.server.problems import AMBIGUOUS, DONE, LOST, ApiError, ClientGone, as_api_error, error_response
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
 """Paths that need no key."""

@@ -3,13 +3,16 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from outpace.server.engine import STEP_SIZES, EngineStatus
-from outpace.server.stream import Ended
+
+if TYPE_CHECKING:
+    from outpace.server.stream import Ended  # it imports transformers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
@@ -192,7 +195,7 @@ class Metrics:
         self._rejected = self._counter("admission_rejections", "Requests that were refused.", "reason")
         self._outcomes = self._counter("http_requests", "POST requests by outcome; each is in one.", "outcome")
 
-    def observe_request(self, ended: Ended) -> None:
+    def observe_request(self, ended: "Ended") -> None:
         """Count a request that has ended."""
         times: list[tuple[Histogram, float | None]] = [
             (self._first, ended.ttft),

@@ -18,6 +18,8 @@ _LONGEST_MESSAGE = 1000
 _STEP = re.compile(r"[a-z0-9_]+")
 """A name or a number on the way to what is wrong; others are names of types."""
 _LAST = frozenset({408, 413, 431})  # the rest of such a request is not waited for
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream, whole or broken."""
 AMBIGUOUS = "ambiguous_length"
 """The code of requests whose end can be understood in two ways."""
 LOST = "engine_failed"
@@ -64,10 +66,6 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """What a client is told of an error; what nobody foresaw stays in the log, under the request's id."""
     if isinstance(error, ApiError):
         return error
-    from fastapi.exceptions import RequestValidationError  # imported late: `starting` answers before FastAPI is there
-
-    if isinstance(error, RequestValidationError):
-        return _of_validation(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code))
     if isinstance(error, Overloaded):
@@ -80,6 +78,10 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, InputError | NotSupported):
         found = _FIELD.match(str(error))
         return ApiError(400, str(error), param=found[1] if found else None)
+    from fastapi.exceptions import RequestValidationError  # imported late: some processes answer without FastAPI
+
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error)
     code = "engine_error" if isinstance(error, OutpaceError) else "internal_error"
     return ApiError(500, f"The server had an error; its log has it under request id {request_id}.", code=code)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from starlette.types import Receive, Scope, Send
 from outpace.errors import InputError
 from outpace.server.big_jobs import BigJobs
 from outpace.server.engine import Delta, Engine, EngineDead, EngineRequest
-from outpace.server.problems import ClientGone
+from outpace.server.gone import until_gone
+from outpace.server.problems import DONE
 from outpace.server.tokens import Tokens
 from outpace.server.validate import Work
 from outpace.structure import FIELD, StructureCheck
 from outpace.tokenizer import Detokenizer
 from outpace.types import FinishReason, SamplingParams, TokenLogprobs
 
-DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _MANY = 1024  # log-probabilities; writing them takes milliseconds
 _AHEAD = 16  # events of one prompt that wait for a slow reader while others are read
@@ -285,27 +285,6 @@ def _sse(chunks: Sequence[Any]) -> bytes:
 async def _made(jobs: BigJobs, entries: int, make: Callable[..., Result], *arguments: object) -> Result:
     """What a function makes of so many tokens and log-probabilities; of many, beside the event loop."""
     return make(*arguments) if entries < _MANY else await jobs.run(make, *arguments)
-
-
-async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of some work, unless the client goes away first: then the work is cancelled."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.wait((task, watch))
-        for each in (task, watch):
-            _ = each.cancelled() or each.exception()  # read, so that nobody warns of an error unread
 
 
 @dataclass(slots=True)

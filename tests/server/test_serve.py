@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace
 from outpace.server.connection import limited, network_of
+from outpace.server.http_server import DRAIN_TICK, drained
 from outpace.server.options import ServerConfig
 from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, WRONG_OPTION, run
-from outpace.server.serve import DRAIN_TICK, _drained
 from tests.models import tiny
 from tests.patience import PATIENCE
 
@@ -145,7 +145,7 @@ async def test_f7_a_drain_waits_for_answers_that_are_not_read() -> None:
 
     engine: Any = Ended()
     running: Counter[int | None] = Counter({None: 1})
-    waiting = asyncio.create_task(_drained(engine, running))
+    waiting = asyncio.create_task(drained(engine, running))
     await asyncio.sleep(3 * DRAIN_TICK)
     assert not waiting.done()
     running[None] -= 1

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
+from outpace.server.gone import until_gone
 from outpace.server.problems import ApiError
 from outpace.server.protocol import MiiRequest
 from outpace.server.responses import MiiResponse
 from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import events, json_response
 from outpace.server.serving import Serving
-from outpace.server.stream import until_gone
 from outpace.server.validate import Work
 
 

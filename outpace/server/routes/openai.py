@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
 from outpace.server.fields import pieces
+from outpace.server.gone import until_gone
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from outpace.server.responses import (
     ChatCompletion,
@@ -25,7 +26,7 @@ from outpace.server.responses import (
 )
 from outpace.server.routes.documented import answers
 from outpace.server.serving import Serving
-from outpace.server.stream import Event, Reply, events_of_all, observed, until_gone
+from outpace.server.stream import Event, Reply, events_of_all, observed
 from outpace.server.validate import Work
 from outpace.server.write import CompletionWriter
 from outpace.server.write_chat import ChatWriter

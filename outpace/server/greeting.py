@@ -1,0 +1,36 @@
+"""What a server says when it is ready."""
+
+import json
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+from outpace.server.options import ServerConfig
+
+
+def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *, has_template: bool) -> list[str]:
+    """What the start took, where the server is, and a first request to try.
+
+    A server on a Unix socket is one of several behind another, which says the rest.
+    """
+    if sock.family == socket.AF_UNIX:
+        return [f"{Path(sock.getsockname()).stem} is ready ({took})"]
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http{'s' if config.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+    served = config.served_model_name[0] if config.served_model_name else name
+    body: dict[str, Any] = {"model": served, "max_tokens": 64}
+    if has_template:
+        route = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is a paged cache?"}]
+    else:
+        route = "/v1/completions"
+        body["prompt"] = "A paged cache is"
+    key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
+    return [
+        *filter(None, [config.open_door()]),  # once more: the lines before it may be far up by now
+        f"{served} is ready ({took})",
+        url,
+        f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
+    ]

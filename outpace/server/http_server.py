@@ -1,0 +1,140 @@
+"""The HTTP server of `outpace serve`, whatever answers behind it: its limits, signals, and an orderly end."""
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from outpace.errors import StateError
+from outpace.log import logger
+from outpace.server.connection import limited
+from outpace.server.options import ServerConfig
+from outpace.server.run import BACKLOG, CUT_OFF, FINISHED
+
+FLUSH = 5  # seconds for clients to read the ends of their answers
+DRAIN_TICK = 0.02  # seconds between looks at the requests that are left
+
+
+class Behind(Protocol):
+    """What answers requests, and can be drained."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+
+    async def drained(self) -> None:
+        """Wait until none runs any more."""
+
+    async def close(self) -> None:
+        """End it. Requests that run get an error."""
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to `until_signal`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def until_signal(
+    server: uvicorn.Server,
+    serving: asyncio.Task[None],
+    behind: Behind,
+    running: Counter[int | None],
+    patience: float,
+    signals: tuple[asyncio.Event, asyncio.Event],
+) -> int:
+    """Serve until a signal, then drain; the exit code. running: counts requests that clients have not had whole.
+
+    The first SIGTERM or SIGINT drains: new requests get 503, those that run may finish for `patience` seconds. What
+    runs after that, or when a second signal comes, is cut off with an error.
+    """
+    first, second = signals
+    await first_of(serving, asyncio.create_task(first.wait()))
+    if serving.done():
+        ended_by_itself(serving)
+    behind.drain()
+    logger.warning("draining: %d requests run; a second signal ends them", running.total())
+    abort, empty = asyncio.create_task(second.wait()), asyncio.create_task(drained(behind, running))
+    await first_of(empty, abort, timeout=patience)
+    empty.cancel()
+    left = max(running.total(), behind.in_flight)
+    if left:
+        logger.warning("%d requests are cut off", left)
+        await behind.close()
+    server.should_exit = True
+    await first_of(serving, abort, timeout=2 * FLUSH)
+    server.force_exit = True
+    await serving
+    abort.cancel()
+    return CUT_OFF if left else FINISHED
+
+
+async def drained(behind: Behind, running: Counter[int | None]) -> None:
+    """Wait until nothing runs, and every answer has been taken."""
+    await behind.drained()
+    while running.total():
+        await asyncio.sleep(DRAIN_TICK)
+
+
+def catch_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events that the first and the second signal set."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return first, second
+
+
+async def first_of(*tasks: asyncio.Task[Any], timeout: float | None = None) -> None:
+    """Wait until one of these is done."""
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """How an app is served: with the limits that hold before a request reaches it."""
+    return uvicorn.Config(
+        app,
+        http=limited(
+            config.body_timeout,
+            config.max_header_bytes + 5 * config.max_body_bytes // 4 + 2**16,
+            config.max_connections,
+            config.connections_per_address,
+        ),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,  # the app writes its own
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
+        timeout_graceful_shutdown=FLUSH,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
+def ended_by_itself(serving: asyncio.Task[None]) -> NoReturn:
+    """What is wrong when the HTTP server ends without being told to."""
+    serving.result()
+    raise StateError("the HTTP server ended by itself; its log says why")
+
+
+async def close_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    """End the HTTP server, if it has not ended."""
+    server.should_exit = server.force_exit = True
+    await asyncio.gather(serving, return_exceptions=True)
