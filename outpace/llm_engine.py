@@ -1,5 +1,6 @@
 """LLMEngine: requests in, answers out, a step at a time. The only file that knows both the scheduler and the runner."""
 
+import contextlib
 import secrets
 import threading
 import time
@@ -28,7 +29,7 @@ from outpace.structure import FIELD, Grammar, StructuredOutputs
 from outpace.structured.check import SchemaCheck
 from outpace.structured.compile import Compiler
 from outpace.structured.vocabulary import Vocabulary
-from outpace.types import FinishReason, RequestOutput, SamplingParams, StepOutput, check_vocabulary
+from outpace.types import FinishReason, RequestOutput, SamplingParams, Step, StepOutput, check_vocabulary
 
 
 class LLMEngine:
@@ -225,7 +226,8 @@ class LLMEngine:
             step = self._scheduler.schedule()
             with self.ranks.together():
                 self.ranks.launch(step)
-                self._in_flight.append(self._runner.launch(step))
+                self._sent.append(step)
+                self._launch_next(step)
             if self.experts is not None:
                 self.experts.keep_up(self.totals.prefill_tokens + self.totals.decode_tokens)
             ahead = 1 if self._overlap and step.sequences else 0
@@ -240,12 +242,30 @@ class LLMEngine:
         except BaseException as error:
             self.epoch += 1
             lost = list(self._groups.values())
+            self._drain(error)
             self._begin()
             for group in lost:
                 group.lose()
             if not isinstance(error, EngineDead) and (cause := self.ranks.cause_of(error)) is not None:
                 raise cause from error
             raise
+
+    def _drain(self, error: BaseException) -> None:
+        """After an error: take in what other stages have sent, unless these are gone."""
+        with contextlib.suppress(Exception):
+            while self._sent and not isinstance(error, EngineDead):
+                self.ranks.check()
+                self._runner.launch(self._sent.popleft())
+
+    def _launch_next(self, step: Step) -> None:
+        """Launch steps that have been sent. This rank has the last stage: the newest ones are in those before it.
+
+        If the newest one has nothing to do, everything is in flight: the first of these is waited for.
+        """
+        before, waits = self._parts.model.stage.count - 1, not step.sequences
+        while self._sent and (len(self._sent) > before or waits):
+            self._in_flight.append(self._runner.launch(launched := self._sent.popleft()))
+            waits = waits and not launched.sequences
 
     def _begin(self) -> None:
         """Start with no requests."""
@@ -267,6 +287,7 @@ class LLMEngine:
             max_waiting=scheduler.max_waiting,
             max_chunk_beside_decodes=scheduler.max_chunk_beside_decodes,
             tiers=tiers,
+            depth=self._parts.model.stage.count,
             model=self._parts.name,
             totals=self.totals,
         )
@@ -274,6 +295,8 @@ class LLMEngine:
         self._runner.reset()
         self._groups: dict[str, Group] = {}
         self._answers: dict[str, Answer] = {}
+        self._sent: deque[Step] = deque()
+        """Steps that other stages have, and this one has not launched yet."""
         self._in_flight: deque[Callable[[], StepOutput]] = deque()
 
     def _take(self, output: StepOutput, changed: dict[str, RequestOutput]) -> None:

@@ -20,12 +20,13 @@ from outpace.inject.paged import MAX_TOKENS, BatchModel, PagedModel
 from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
 from outpace.inject.quantized import Quantized
 from outpace.inject.split import known_splits
+from outpace.inject.staged import Cut, plan_cut
 from outpace.inject.start import Injection, Paged, plan_injection
 from outpace.kernels.dispatch import Kernels, choose_kernels
 from outpace.loading.bars import progress
 from outpace.loading.build import Found, Loaded, find
 from outpace.loading.dtypes import default_dtype
-from outpace.loading.fill import Before, check_buffers, drop, fill, settle
+from outpace.loading.fill import Before, check_buffers, drop, fill, needed_of, settle
 from outpace.loading.inspect import (
     ModelInfo,
     check_model,
@@ -47,6 +48,7 @@ from outpace.loading.weights import Source, Weights, stored_bytes
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
 from outpace.parallel.mesh import NO_MESH, Mesh, make_mesh
+from outpace.parallel.pipeline import ONLY
 from outpace.quant.asked import NAMED, asked_plan, asked_rules, runs_stored
 from outpace.quant.fast import check_runs, runs
 from outpace.quant.plan import QuantPlan
@@ -74,6 +76,8 @@ class Prepared:
     """The ranks that it runs on."""
     streaming: Streaming | None = None
     """Its layers that do not stay on the device; None: all do."""
+    cut: Cut | None = None
+    """The stage of a pipeline that it is; None: it is a whole model."""
 
     def paged(self) -> Paged | None:
         """How it runs over pages; None: it has no such form."""
@@ -125,6 +129,7 @@ def prepare(
         sources = None if weights is None else match(module, weights, dtype)
     rules = _with_stored(rules, config, sources or {}, dtype)
     mesh = make_mesh(config)
+    cut = plan_cut(module, mesh.stage, config.pipeline_parallel.layers)
     injection = _plan(module, config, kernels, rules, mesh)
     if check is not None:
         check(info, injection)
@@ -153,14 +158,20 @@ def prepare(
     before, make = Before.of(module, dtype), Maker(module, kernels, rules)
     if injection is not None:
         injection.apply()
+    if cut is not None:
+        cut.apply(dtype)
     quantize_others(module, make)
     if (quantized := Quantized.of(module, dtype, plan)) is not None:
         chosen("quantization", quantized, "asked for" if rules.stored is None else runs_stored(config)[1])
-    away = plan_streaming(module, before, config, device, sources, mesh)
-    known: dict[str, Any] = {"quantized": quantized, "mesh": mesh, "streaming": away}
+    if cut is not None and sources is not None:
+        sources = needed_of(module, before, sources)
+    away = plan_streaming(module, before, config, device, sources, replace(mesh, stage=ONLY))
+    known: dict[str, Any] = {"quantized": quantized, "mesh": mesh, "streaming": away, "cut": cut}
     if sources is None:
         with _put_away(away):
             settle(module, before, device, away)
+        if cut is not None:
+            cut.settle()
         seconds = {"inject": time.perf_counter() - begin}
         return Prepared(module.eval(), info, injection, dtype, device, seconds, **known)
     kept = kept_names(module)
@@ -169,6 +180,8 @@ def prepare(
     at_fill = time.perf_counter()
     with _put_away(away), progress(needed, shown=mesh.first) as advance:
         fill(module, before, sources, device, advance, away)
+    if cut is not None:
+        cut.settle()
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
     return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(needed), **known)
 

@@ -28,6 +28,11 @@ it waits its clock stands still and those of callers who are served go on, whoev
 request that gave way to another caller is not asked again before it has made progress, so that work is not undone for
 ever.
 
+With stages (`depth` of them). The first stage cannot read a token that the last one has not chosen, so a request is
+held back while a token of it is in flight, and a step has at most its share of those that decode, rounded up: whoever
+is served is in flight for the next depth - 1 steps, so within depth steps all are served, and (3) holds for them
+together. Chunks of one prompt follow each other in consecutive steps. Tokens come with the step that reads them.
+
 One step ahead. `schedule` may be called again before `update`: tokens in flight are counted though they are not known.
 Steps run in order on the device, so the blocks of a preempted request can be given away at once: what was in flight is
 written before the next step writes. Those of an ended request are kept until its last step is updated.
@@ -59,11 +64,14 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int,
         max_chunk_beside_decodes: int | None = None,
+        depth: int = 1,
         tiers: Tiers | None = None,
         model: str = "",
         totals: Totals | None = None,
     ) -> None:
         """`tiers` are beside the same pool; `model` keeps the prefixes of different models apart; `totals` go on.
+
+        `depth`: stages that a step goes through, so many steps should be in flight.
 
         `max_chunk_beside_decodes`: most tokens of one prompt in a step while other requests decode. A quarter of the
         budget and no more than 384, which still is bound by computing (from 184 tokens on, for 8B in bf16 on an H200),
@@ -86,6 +94,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_waiting = max_waiting
         self.max_chunk_beside_decodes = chunk
+        self.depth = depth
         self.model = model
         self.totals = totals or Totals()
         self._sequences: dict[str, Sequence] = {}
@@ -176,7 +185,7 @@ class Scheduler:
         self.tiers.begin(step)
         self._contended = self._shares.contended
         turns = self._shares.turns(self._running) if self._contended else list(self._running)
-        plan = StepPlan(step, self.max_num_batched_tokens, *self._chunks(), turns)
+        plan = StepPlan(step, self.max_num_batched_tokens, *self._chunks(), turns, decodes=self._share())
         plan.claimed = sum(self.pool.blocks_for(each.target) - len(each.blocks) for each in self._loading)
         self._look_at_waiting(plan)
         for sequence in tuple(turns):
@@ -185,7 +194,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 continue  # it has just given way to one before it
             plan.num_served += 1
-            if not self._decode(sequence, plan):
+            if not self._is_held(sequence, plan) and not self._decode(sequence, plan):
                 self._serve(sequence, plan)
         if not step.preempted:
             self._let_in(plan)
@@ -263,6 +272,23 @@ class Scheduler:
             return longest, longest
         callers = len({each.request.caller for each in running if each.is_prefilling}) + bool(self._waiting)
         return max(1, min(longest, (budget - len(running)) // max(1, callers))), longest
+
+    def _share(self) -> int:
+        """How many requests may decode in the next step: as many in each of `depth` steps."""
+        if self.depth == 1:
+            return self.max_num_seqs
+        return -(-sum(not sequence.is_prefilling for sequence in self._running) // self.depth)
+
+    def _is_held(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Whether a running request waits: for its last token, or for the turn of others that decode."""
+        if self.depth == 1:
+            return False
+        if not sequence.num_pending and not sequence.is_prefilling:
+            plan.decodes -= 1
+        held = sequence.num_pending > 0 or (plan.decodes < 0 and not sequence.is_prefilling)
+        if held:  # it keeps its claim on blocks, as if it had been served
+            plan.claimed += self.pool.blocks_for(sequence.target) - len(sequence.blocks)
+        return held
 
     def _count(self, plan: StepPlan) -> None:
         totals, num_tokens = self.totals, self.max_num_batched_tokens - plan.budget
@@ -373,7 +399,10 @@ class Scheduler:
         sequence.num_pending += 1
         sequence.in_flight += 1
         plan.budget -= 1
-        plan.step.sequences.append(ScheduledSequence(sequence.request.request_id, start, 1, True))
+        entry = ScheduledSequence(sequence.request.request_id, start, 1, True)
+        if self.depth > 1:
+            entry.token_ids = (sequence.tokens[start],)
+        plan.step.sequences.append(entry)
         plan.flying.append((sequence, end, True))
         if self._contended:
             self._shares.charge(sequence, end)
@@ -393,6 +422,8 @@ class Scheduler:
             sequence.afresh = False
             entry.request, entry.token_ids = request, tuple(sequence.tokens)
             entry.new_blocks = tuple(sequence.blocks)
+        elif self.depth > 1 and end > len(request.prompt_token_ids):
+            entry.token_ids = tuple(sequence.tokens[start:end])
         sequence.num_computed = end
         sequence.num_pending += samples
         sequence.in_flight += 1

@@ -17,6 +17,7 @@ class StepPlan:
     longest: int  # most of them for one request
     turns: list[Sequence]  # running requests in the order of service; the last give way first
     num_served: int = 0  # of these
+    decodes: int = 0  # requests that may still decode, where there are several stages
     waiting_rank: tuple[int, float] | None = None  # the lowest of waiting requests, where several callers take part
     refused: set[str] = field(default_factory=set)  # callers whose first waiting request did not fit
     blocked: list[Sequence] = field(default_factory=list)  # those that had a slot and lacked blocks

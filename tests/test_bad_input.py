@@ -122,10 +122,10 @@ CONFIGS: dict[str, Wrong] = {
         r"cache\.gpu_memory_utilization: .*less than or equal to 1",
     ),
     "memory without end": (lambda _: of_llm(swap_space=float("inf")), ConfigError, "swap_space: .*finite"),
-    "pipeline parallelism": (
-        lambda _: of_llm(pipeline_parallel_size=2),
-        NotSupportedYet,
-        "pipeline_parallel_size: pipeline parallelism",
+    "stages without layers": (
+        lambda _: of_llm(pipeline_parallel={"pp_size": 2, "layers": [4, 0]}),
+        ConfigError,
+        r"pipeline_parallel\.?.*layers: \(4, 0\) must be a number of layers",
     ),
     "an LLM that is not injected": (
         lambda _: of_llm(kernel_inject=False),

@@ -338,11 +338,11 @@ class Broken:
         self.times = 0
 
     def into(self, patch: pytest.MonkeyPatch) -> "Broken":
-        def forward(model: PagedModel, batch: Any, pages: Any, rows: Tensor | None = None) -> Tensor:
+        def forward(model: PagedModel, batch: Any, *more: Any) -> Tensor:
             if self.times == 0 and self._when(batch):
                 self.times += 1
                 raise ZeroDivisionError("inside the model")
-            return self._forward(model, batch, pages, rows)
+            return self._forward(model, batch, *more)
 
         patch.setattr(PagedModel, "forward", forward)
         return self

@@ -16,7 +16,11 @@ from outpace.config.llm import LLMConfig
 
 SHARED = ("dtype", "device", "seed")
 """Options of `init_inference` that are flags too; the others are for config files."""
-SHORT: Mapping[str, tuple[str, ...]] = {"tensor_parallel.tp_size": ("--tp", "-tp"), "moe.ep_size": ("--ep",)}
+SHORT: Mapping[str, tuple[str, ...]] = {
+    "tensor_parallel.tp_size": ("--tp", "-tp"),
+    "pipeline_parallel.pp_size": ("--pp", "-pp"),
+    "moe.ep_size": ("--ep",),
+}
 """More names of flags, by the path of the field."""
 
 

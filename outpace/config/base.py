@@ -198,8 +198,10 @@ def _section(owner: type[ConfigModel], name: str) -> type[ConfigModel]:
 
 
 def _is_number(annotation: object) -> bool:
-    """Whether a field holds numbers: int, float | None, tuple[int, ...], Literal[0, 1]."""
-    parts = {part if isinstance(part, type) else type(part) for part in (annotation, *get_args(annotation))}
+    """Whether a field holds numbers: int, float | None, tuple[int, ...] | None, Literal[0, 1]."""
+    inside = get_args(annotation)
+    every = (annotation, *inside, *(each for part in inside for each in get_args(part)))
+    parts = {part if isinstance(part, type) else type(part) for part in every}
     return bool not in parts and not parts.isdisjoint((int, float))
 
 

@@ -13,6 +13,7 @@ from outpace.config.sections import (
     CheckpointConfig,
     MoEConfig,
     OffloadConfig,
+    PipelineParallelConfig,
     QuantizationConfig,
     SchedulerConfig,
     TensorParallelConfig,
@@ -45,6 +46,7 @@ class InferenceConfig(ConfigModel):
     aliases: ClassVar[Mapping[str, str]] = {
         "kernel_inject": "replace_with_kernel_inject",
         "tp": "tensor_parallel",
+        "pp": "pipeline_parallel",
         "tm": "triangular_masking",
         "ckpt_config": "checkpoint_config",
         "injection_dict": "injection_policy",
@@ -62,7 +64,7 @@ class InferenceConfig(ConfigModel):
         "quantization": "a name of outpace.LLM alone; use quant.scheme",
         "generation_config": "outpace.LLM's alone: generate takes the module's own generation_config; leave it out",
         "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; leave it out",
-        "pipeline_parallel_size": "a name of outpace.LLM alone; leave it out",
+        "pipeline_parallel_size": "a name of outpace.LLM alone; use pipeline_parallel.pp_size",
         "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
         "kv_offloading_size": _KEEPS_PAGES,
         "zero_optimization": ZERO_OPTIMIZATION,
@@ -75,7 +77,7 @@ class InferenceConfig(ConfigModel):
     }
     keeps_auto = frozenset({"replace_method", "offload"})
     switches = frozenset({"moe"})
-    sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size"}  # as MII has it
+    sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size", "pipeline_parallel": "pp_size"}  # as MII has it
     later: ClassVar[Mapping[str, str]] = LATER
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype, "device": same_device}
     deprecated: ClassVar[Mapping[str, str]] = {
@@ -98,6 +100,8 @@ class InferenceConfig(ConfigModel):
     """"cpu", "cuda" or "cuda:N". None: the first GPU if there is one."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     """Tensor parallelism."""
+    pipeline_parallel: PipelineParallelConfig = PipelineParallelConfig()
+    """Pipeline parallelism."""
     enable_cuda_graph: bool = False
     """Capture `forward` as CUDA graphs, one for each input signature."""
     max_cuda_graphs: int = Field(default=16, ge=1)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from outpace.config.inference import ZERO_OPTIMIZATION, InferenceConfig
-from outpace.config.rules import COMPOSITIONS, LATER, LATER_IN_LLM, LLM_COMPOSITIONS
+from outpace.config.rules import COMPOSITIONS, LLM_COMPOSITIONS
 from outpace.config.sections import CacheConfig, OffloadConfig, SchedulerConfig
 
 
@@ -16,6 +16,7 @@ class LLMConfig(InferenceConfig):
     flat: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "tensor_parallel.tp_size",
         "expert_parallel_size": "moe.ep_size",
+        "pipeline_parallel_size": "pipeline_parallel.pp_size",
         "max_model_len": "max_out_tokens",
         "quantization": "quant.scheme",
         "num_gpu_blocks_override": "cache.num_blocks",
@@ -33,7 +34,6 @@ class LLMConfig(InferenceConfig):
     aliases: ClassVar[Mapping[str, str]] = {**InferenceConfig.aliases, **flat}
     elsewhere: ClassVar[Mapping[str, str]] = {"zero_optimization": ZERO_OPTIMIZATION}
     keeps_auto = InferenceConfig.keeps_auto | {"quantization"}
-    later: ClassVar[Mapping[str, str]] = {**LATER, **LATER_IN_LLM}
 
     replace_with_kernel_inject: bool = True
     """Only True is accepted: `LLM` runs fused layers over pages."""
@@ -53,8 +53,6 @@ class LLMConfig(InferenceConfig):
     """Sampling defaults: auto, the model's generation_config.json; none, neutral values; or another's folder."""
     max_logprobs: int = Field(default=20, ge=-1)
     """Most log-probabilities of a token that a request may ask for; -1: the whole vocabulary."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Number of stages the layers are divided into."""
 
     @property
     def cuda_graphs(self) -> bool:

@@ -16,8 +16,10 @@ LATER: Mapping[str, str] = {
 }
 """Fields (or whole sections) whose capability is not in this release, with its name."""
 
-LATER_IN_LLM: Mapping[str, str] = {"pipeline_parallel_size": "pipeline parallelism"}
-"""The same for the fields that only `LLMConfig` has."""
+
+def num_ranks(config: "InferenceConfig") -> int:
+    """How many ranks an engine with this config has: of each stage, those that share its layers or its experts."""
+    return config.pipeline_parallel.pp_size * max(config.tensor_parallel.tp_size, config.moe.ep_size)
 
 
 def is_int8(config: "InferenceConfig") -> bool:
@@ -64,6 +66,21 @@ COMPOSITIONS: tuple[Rule, ...] = (
     (
         lambda c: c.enable_cuda_graph and c.tensor_parallel.tp_size > 1,
         "enable_cuda_graph with tensor_parallel.tp_size > 1: a captured graph cannot span ranks; turn one of them off",
+    ),
+    (
+        lambda c: c.enable_cuda_graph and c.pipeline_parallel.pp_size > 1,
+        "enable_cuda_graph with pipeline_parallel.pp_size > 1: a captured graph cannot span ranks; turn one of them "
+        "off",
+    ),
+    (
+        lambda c: c.pipeline_parallel.pp_size > 1 and (c.tensor_parallel.mpu or c.tensor_parallel.tp_group) is not None,
+        "pipeline_parallel.pp_size with tensor_parallel.mpu or tp_group: groups that are given know of no stages; "
+        "give tp_size instead",
+    ),
+    (
+        lambda c: c.pipeline_parallel.pp_size > 1 and (c.moe.ep_group or c.moe.ep_mp_group) is not None,
+        "pipeline_parallel.pp_size with moe.ep_group or ep_mp_group: groups that are given know of no stages; give "
+        "moe.ep_size instead",
     ),
     (
         lambda c: c.enable_cuda_graph and c.device_type == "cpu",
@@ -240,7 +257,7 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "offload.kv_files without offload.kv: pages go to files by way of host memory; give offload.kv too",
     ),
     (
-        lambda c: bool(c.offload.kv_files) and max(c.tensor_parallel.tp_size, c.moe.ep_size) > 1,
+        lambda c: bool(c.offload.kv_files) and num_ranks(c) > 1,
         "offload.kv_files with several ranks: their pages stay in host memory; leave kv_files out",
     ),
     (

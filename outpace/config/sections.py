@@ -1,9 +1,9 @@
 """The sections of the config tree, with every default."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from outpace.config.base import ConfigModel
 from outpace.config.values import Budget, CalibrationText, ExpertLoads, NamedPath, PathText, PlanSource, Size
@@ -22,6 +22,26 @@ class TensorParallelConfig(ConfigModel):
     """A Megatron-style model-parallel unit that brings its own groups."""
     tp_group: Any = None
     """A ready process group to use instead of making one."""
+
+
+class PipelineParallelConfig(ConfigModel):
+    """How the layers of a model are divided into stages, each on ranks of its own."""
+
+    pp_size: int = Field(default=1, ge=1)
+    """Number of stages."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage, first to last; None: so that the slowest stage is as fast as can be."""
+    micro_batches: int | None = Field(default=None, ge=1)
+    """Parts that the batch of a `forward` is cut into; None: four for each stage, if there are so many rows."""
+
+    @model_validator(mode="after")
+    def _one_for_each_stage(self) -> Self:
+        if self.layers is not None and (len(self.layers) != self.pp_size or min(self.layers) < 1):
+            raise ValueError(
+                f"layers: {self.layers!r} must be a number of layers, at least 1, for each of pp_size={self.pp_size} "
+                "stages"
+            )
+        return self
 
 
 class MoEConfig(ConfigModel):

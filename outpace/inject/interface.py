@@ -19,9 +19,11 @@ from outpace.inject.paged import MICRO_TOKENS, Batch, BatchModel
 from outpace.inject.policy import looks_ahead
 from outpace.inject.probe import probe
 from outpace.inject.rope import LENGTH_DEPENDENT, rope_types
+from outpace.inject.staged import width
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 from outpace.parallel.group import ALONE, Group
+from outpace.parallel.pipeline import ONLY, Stage
 from outpace.parallel.vocabulary import ALL
 
 if TYPE_CHECKING:
@@ -38,8 +40,11 @@ TF32_LIMIT = 1e-2
 class Interface:
     """A model that runs on level 0. What its class and config say is checked here, what it computes in `paged`."""
 
-    def __init__(self, model: nn.Module, kernels: Kernels, *, experts: bool = True, ranks: Group = ALONE) -> None:
+    def __init__(
+        self, model: nn.Module, kernels: Kernels, *, experts: bool = True, ranks: Group = ALONE, stage: Stage = ONLY
+    ) -> None:
         self._model = model
+        self._stage = stage
         self._kernels = kernels
         self._experts = experts
         self._ranks = ranks
@@ -76,7 +81,7 @@ class Interface:
     def _checked(self, experts: StackedExperts | None) -> Callable[[int], BatchModel]:
         model = self._model.eval()
         try:
-            paged = InterfaceModel(model, self._kernels, experts, self._ranks)
+            paged = InterfaceModel(model, self._kernels, experts, self._ranks, self._stage)
             error, limit = check(model, paged)
         except ModelError:
             raise  # the weights are to blame, whoever computes with them
@@ -96,14 +101,21 @@ class InterfaceModel:
     """Runs batches through a model's own forward. Outside of a call of this the model is as it was."""
 
     def __init__(
-        self, model: Any, kernels: Kernels, experts: StackedExperts | None = None, ranks: Group = ALONE
+        self,
+        model: Any,
+        kernels: Kernels,
+        experts: StackedExperts | None = None,
+        ranks: Group = ALONE,
+        stage: Stage = ONLY,
     ) -> None:
         register()
+        self.stage, self.hidden_size, self.vocab_size = stage, model.config.hidden_size, width(_head(model))
         self._model = model
         self._kernels = kernels
         self._experts = experts
         self._configs = _configs(model)
-        self._layers = probe(model, self._configs, model.config.num_hidden_layers)
+        with stage.handing():
+            self._layers = probe(model, self._configs, model.config.num_hidden_layers)
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         layers = [self._layers[index] for index in range(len(self._layers))]
         self.kv_heads = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
@@ -115,16 +127,23 @@ class InterfaceModel:
         self.streaming: Streaming | None = None
         self.max_tokens = MICRO_TOKENS
 
-    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages. Stages: `BatchModel`."""
+        if not self.stage.is_last:
+            return self.hidden(batch, pages, given)
         options = {"logits_to_keep": rows} if rows is not None and self._picks_rows else {}
-        logits: Tensor = self._call(self._model, batch, pages, **options).logits[0]
+        with self.stage.handing(None if given is None else given[None]):
+            logits: Tensor = self._call(self._model, batch, pages, **options).logits[0]
         return logits if rows is None or self._picks_rows else logits.index_select(0, rows)
 
-    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+    def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
         """What the head reads [T, hidden_size]; keys and values go to the pages."""
-        hidden: Tensor = self._call(self._model.base_model, batch, pages).last_hidden_state[0]
-        return hidden
+        with self.stage.handing(None if given is None else given[None]) as handed:
+            found: Tensor = self._call(self._model.base_model, batch, pages).last_hidden_state
+        if not self.stage.is_last:
+            assert handed.taken is not None, "the last layer has run"
+            found = handed.taken
+        return found[0]
 
     def sketch(self) -> "InterfaceModel":
         """Itself: nobody knows which of its layers are alike."""
@@ -148,7 +167,8 @@ def check(model: Any, paged: BatchModel) -> tuple[float, float]:
     texts = [text.to(paged.device) for text in drawn]
     errors = []
     for text, found in zip(texts, _over_pages(paged, texts), strict=True):
-        own = model.forward(input_ids=text[None], use_cache=False).logits[0].float()
+        call = model.forward if paged.stage.count == 1 else model  # hooks of a stage run in a call
+        own = call(input_ids=text[None], use_cache=False).logits[0].float()
         _check_own(model, own)
         error = (own - found.float()).abs().amax(1) / own.abs().max()
         errors += [error[:-STEPS], error[-STEPS:]]
@@ -173,14 +193,28 @@ def _over_pages(paged: BatchModel, texts: list[Tensor]) -> list[Tensor]:
     pages = allocate(paged.kv_heads, len(texts), paged.dtype, paged.device)
     begin = [range(len(text) - STEPS) for text in texts]
     batch = _batch(texts, begin, pages.block_size)
-    prefill = paged.forward(batch, pages, torch.arange(len(batch.ids), device=paged.device))
+    prefill = over_stages(paged, batch, pages, torch.arange(len(batch.ids), device=paged.device))
     found = [[logits] for logits in prefill.split([len(part) for part in begin])]
     for step in range(-STEPS, 0):
         parts = [range(len(text) + step, len(text) + step + 1) for text in texts]
-        logits = paged.forward(_batch(texts, parts, pages.block_size), pages)
+        logits = over_stages(paged, _batch(texts, parts, pages.block_size), pages)
         for rows, row in zip(found, logits.split(1), strict=True):
             rows.append(row)
     return [torch.cat(rows) for rows in found]
+
+
+def over_stages(paged: BatchModel, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+    """The logits of a batch, by all stages together, on each of them."""
+    stage, given = paged.stage, None
+    if not stage.is_first:
+        given = torch.empty(len(batch.ids), paged.hidden_size, dtype=paged.dtype, device=paged.device)
+        stage.link.receive(given)
+    found = paged.forward(batch, pages, rows, given)
+    if stage.is_last:
+        return found if stage.count == 1 else stage.from_last(found.contiguous())
+    stage.link.send(found)
+    count = len(found) if rows is None else len(rows)
+    return stage.from_last(found.new_empty(count, paged.vocab_size))
 
 
 def _batch(texts: list[Tensor], parts: list[range], block_size: int) -> Batch:
@@ -197,6 +231,14 @@ def _batch(texts: list[Tensor], parts: list[range], block_size: int) -> Batch:
         max_q=max(len(part) for part in parts),
         max_len=block_size,
     )
+
+
+def _head(model: Any) -> nn.Module:
+    """What gives logits."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise NotSupported("it does not say which of its modules is its head")
+    return head
 
 
 def refused(model: nn.Module, reason: str) -> NotSupported:

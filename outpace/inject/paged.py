@@ -17,9 +17,11 @@ from outpace.inject.modules import Embedding, FusedLayer, Linear
 from outpace.inject.parts import Parts
 from outpace.inject.policy import ModelRoles, Policy
 from outpace.inject.rope import Table, alibi_slopes, check_length, rope_tables
+from outpace.inject.staged import Blank, width
 from outpace.kernels.rotary import QKV, split_qkv
 from outpace.parallel.group import ALONE, Group
-from outpace.parallel.vocabulary import Vocabulary
+from outpace.parallel.pipeline import ONLY, Stage
+from outpace.parallel.vocabulary import ALL, Vocabulary
 
 if TYPE_CHECKING:
     from outpace.offload.streaming import Streaming
@@ -89,6 +91,12 @@ class BatchModel(Protocol):
     """Whether there is `hidden`."""
     ranks: Group
     """Who runs the same batches, each with its part of the layers."""
+    stage: Stage
+    """Which of the layers these are; those who have the others run the same batches too."""
+    hidden_size: int
+    """Of what a stage gives the next one."""
+    vocab_size: int
+    """Of the logits of all ranks."""
     vocabulary: Vocabulary
     """Whose logits `forward` gives."""
     streaming: "Streaming | None"
@@ -96,13 +104,14 @@ class BatchModel(Protocol):
     max_tokens: int
     """Most tokens of a step that make sense: a layer computes so many one after the other."""
 
-    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
         """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages.
 
-        V: the tokens of this rank (see `vocabulary`).
+        V: the tokens of this rank (see `vocabulary`). given: what the stage before gives [T, H], which may be
+        overwritten; a stage that is not the last one gives what its last layer does [T, H].
         """
 
-    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+    def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
         """What the head reads [T, hidden_size]: Hugging Face's last_hidden_state. Keys and values go to the pages."""
 
     def sketch(self) -> "BatchModel":
@@ -115,14 +124,15 @@ class PagedModel:
     def __init__(self, model: nn.Module, injected: Injected, max_positions: int) -> None:
         config: Any = injected.config
         roles, kernels = check_paged(model, injected.policy, config, max_positions), injected.layers[0].kernels
-        part = Parts(model)
+        part, self._layers = Parts(model), injected.layers
+        self.stage = ONLY if injected.shard is None else injected.shard.mesh.stage
         embedding, head = part(roles.embed), part(roles.head)
-        if not isinstance(embedding, Embedding) or not isinstance(head, Linear):
+        if not isinstance(embedding, Embedding | Blank) or not isinstance(head, Linear | Blank):
             raise NotSupported(
                 "pages: somebody replaced embedding or head after injection; Hugging Face's loop runs them"
             )
-        self._layers = injected.layers
-        self._embedding, self._head = embedding, head
+        self._embedding: Any = embedding
+        self._head: Any = head
         self._scale = roles.embed_scale(config)
         self._positions: Any = None if roles.positions is None else part(roles.positions).weight
         self._offset = roles.position_offset
@@ -134,24 +144,28 @@ class PagedModel:
         self._softcap, self._logit_scale = roles.logit_softcap(config), roles.logit_scale(config)
         self._tables = rope_tables(model, injected, max_positions)
         self.max_positions = min([max_positions, *self._known_positions()])
-        self.dtype, self.device = embedding.dtype, embedding.weight.device
+        self.dtype, self.device = embedding.dtype, next(model.parameters()).device
         self._slopes = [alibi_slopes(layer, max_positions, self.device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
         self.kv_heads = [(count, size, size) for count, size in sizes]
         self.gives_hidden = True
         self.ranks: Group = ALONE if injected.shard is None else injected.shard.ranks
-        self.vocabulary = head.vocabulary
+        self.vocabulary = head.vocabulary if isinstance(head, Linear) else ALL
+        self.hidden_size, self.vocab_size = injected.layers[0].qkv.in_features, width(head)
         self.capturable, self.reentrant = self.ranks.capturable, self.ranks.size == 1
         self.streaming: Streaming | None = None
         self.max_tokens = MICRO_TOKENS
 
-    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages."""
-        return self.head(self.blocks(self.embed(batch), batch, pages, self._layers), rows)
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages. Stages: `BatchModel`."""
+        x = self.blocks(self.embed(batch) if given is None else given, batch, pages, self._layers)
+        return self.head(x, rows) if self.stage.is_last else x
 
-    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+    def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
         """What the head reads [T, hidden_size]; keys and values go to the pages."""
-        x = self.blocks(self.embed(batch), batch, pages, self._layers)
+        x = self.blocks(self.embed(batch) if given is None else given, batch, pages, self._layers)
+        if not self.stage.is_last:
+            return x
         x = x if self._norm is None else self._norm(x)
         return x if self._after is None else self._after(x)
 

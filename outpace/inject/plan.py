@@ -50,9 +50,10 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], *, experts: bool
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Whether somebody hooked a module; Hugging Face's own hooks, which record outputs, do not count."""
+    """Whether somebody hooked a module; hooks of Hugging Face, which record outputs, and our own do not count."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
+    known = ("transformers.", "outpace.inject.staged")
+    return any(not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
 
 
 def _check(planned: PlannedLayer) -> None:

@@ -31,8 +31,9 @@ from outpace.inject.shard import Shard
 from outpace.inject.split import Splits, split_model
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
-from outpace.parallel.group import ALONE, Group
+from outpace.parallel.group import ALONE
 from outpace.parallel.mesh import NO_MESH, Mesh
+from outpace.parallel.pipeline import ONLY
 from outpace.quant.rules import KEEP, Rules
 
 Paged = Callable[[int], BatchModel]
@@ -84,7 +85,9 @@ class Fused:
         assert self._injected is not None, "apply comes first"
         if self._injected.policy.model is None:
             return None
-        return functools.partial(PagedModel, self._model, self._injected)
+        here = {id(module) for module in self._model.modules()}
+        layers = [layer for layer in self._injected.layers if id(layer) in here]  # others are in other stages
+        return functools.partial(PagedModel, self._model, replace(self._injected, layers=layers))
 
     def has_pages(self, max_positions: int) -> bool:
         """Whether the family has such a form."""
@@ -262,7 +265,7 @@ def _over_ranks(
         report_whole(model, splits, [*plan.stacks, *own])
     own_sliced = split_mixtures(found, mesh.expert_tp.size if config.moe.ep_mp_group is not None else 1)
     shard = _shard(mesh, config, splits, {**sliced.splits, **dict(own_sliced)})
-    inner = _level_0(model, kernels, config, needed=not found, ranks=shard.ranks) if level_0 else None
+    inner = _level_0(model, kernels, config, needed=not found, shard=shard) if level_0 else None
     made = Planned(plan, model, kernels, rules, shard, inner)
     return WithMixtures(found, model, kernels, rules, shard, made) if found else made
 
@@ -285,11 +288,12 @@ def _check_shared(model: nn.Module, splits: Splits, config: InferenceConfig) -> 
 
 
 def _level_0(
-    model: nn.Module, kernels: Kernels, config: InferenceConfig, *, needed: bool, ranks: Group = ALONE
+    model: nn.Module, kernels: Kernels, config: InferenceConfig, *, needed: bool, shard: Shard | None = None
 ) -> Interface | None:
     """None: the model cannot run so, and need not."""
+    ranks, stage = (ALONE, ONLY) if shard is None else (shard.ranks, shard.mesh.stage)
     try:
-        return Interface(model, kernels, experts=config.moe.enabled, ranks=ranks)
+        return Interface(model, kernels, experts=config.moe.enabled, ranks=ranks, stage=stage)
     except NotSupported:
         if needed:
             raise

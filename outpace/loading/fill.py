@@ -137,6 +137,13 @@ def targets(model: nn.Module, before: Before) -> list[Target]:
     return list(found.values())
 
 
+def needed_of(model: nn.Module, before: Before, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """What of a checkpoint a model needs that is only a part of what the checkpoint is of."""
+    names = {part.name for target in targets(model, before) for part in target.recipe.parts}
+    names.update(name for name, _ in model.named_buffers())
+    return {name: source for name, source in sources.items() if name in names}
+
+
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a live model in place, one tensor at a time, ties kept (see `Before.of`)."""
     settle(model, Before.of(model, dtype))

@@ -1,6 +1,6 @@
 """Ranks that compute something together, and what they tell each other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -74,6 +74,20 @@ class Group:
             dist.broadcast(there, group=self.handle, group_src=0)
             self._back(there, x)
         return x
+
+    def start_from_first(self, x: Tensor) -> Callable[[], None]:
+        """`from_first` beside other work; what it returns waits for the end of it."""
+        if self.size == 1:
+            return lambda: None
+        there = self._there(x).contiguous()
+        work = dist.broadcast(there, group=self.handle, group_src=0, async_op=True)
+        assert work is not None, "this rank is in the group"
+
+        def finish() -> None:
+            work.wait()
+            self._back(there, x)
+
+        return finish
 
     def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Rows for every rank, in the order of the ranks; those that they have for this one. Counts: of each rank."""

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from outpace.config import InferenceConfig, LLMConfig
+from outpace.config.rules import num_ranks
 from outpace.config.sections import MoEConfig, TensorParallelConfig
 from outpace.errors import ConfigError, StateError
 from outpace.log import chosen
 from outpace.parallel.group import ALONE, Group
+from outpace.parallel.pipeline import ONLY, Stage, stage_of
 
 _MPU = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 BACKENDS: Mapping[str, str] = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
@@ -35,11 +37,13 @@ class Mesh:
     """Shares each expert: ranks that hold the same ones of them."""
     dp: Group = ALONE
     """The same layers with other requests."""
+    stage: Stage = ONLY
+    """Which layers it has."""
 
     @property
     def first(self) -> bool:
         """Whether this rank speaks for all: what is written once, it writes."""
-        return self.tp.rank == self.ep.rank == self.dp.rank == 0
+        return self.tp.rank == self.ep.rank == self.dp.rank == self.stage.peers.rank == 0
 
     @property
     def experts_like_layers(self) -> bool:
@@ -59,7 +63,7 @@ class Mesh:
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest of the numbers of all ranks; each waits for the others."""
-        for group in (self.tp, self.dp, self.ep, self.expert_tp):
+        for group in (self.tp, self.dp, self.ep, self.expert_tp, self.stage.peers):
             number = group.least(number, device)
         return number
 
@@ -69,22 +73,54 @@ NO_MESH = Mesh()
 
 def make_mesh(config: InferenceConfig) -> Mesh:
     """The groups that a config asks for; every rank of the world must ask for the same."""
-    asked, moe = config.tensor_parallel, config.moe
+    asked, moe, stages = config.tensor_parallel, config.moe, config.pipeline_parallel.pp_size
     _check_given(asked, moe)
-    if asked.tp_size == 1 and moe.ep_size == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
+    if num_ranks(config) == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
         return NO_MESH
     device = config.torch_device.type
     if not isinstance(config, LLMConfig) and _is_of_llm():
         raise StateError(
-            f"tensor_parallel.tp_size={asked.tp_size}, moe.ep_size={moe.ep_size}: the other ranks of this process work "
-            "for an LLM alone; shut it down first, or make the engine in processes that torchrun starts"
+            f"{_asked(config)}: the other ranks of this process work for an LLM alone; shut it down first, or make the "
+            "engine in processes that torchrun starts"
         )
-    world = join_world(device, f"tensor_parallel.tp_size={asked.tp_size}, moe.ep_size={moe.ep_size}")
+    world = join_world(device, _asked(config))
+    if world % stages:
+        raise ConfigError(
+            f"pipeline_parallel.pp_size: {world} ranks cannot be divided into {stages} stages; start a multiple of "
+            f"{stages}"
+        )
     tp, dp = _tensor_groups(config, world, device)
     ep, expert_tp = _expert_groups(config, world, device)
-    mesh = Mesh(tp, ep, expert_tp, dp)
-    chosen("ranks", world, f"{tp.size} share each layer, {ep.size} the experts, {dp.size} copies ({_backend(tp, ep)})")
+    stage = _stage(stages, max(tp.size, ep.size) if isinstance(config, LLMConfig) else tp.size, world, device)
+    mesh = Mesh(tp, ep, expert_tp, dp, stage)
+    divided = f"{stages} stages, " if stages > 1 else ""
+    shares = f"{divided}{tp.size} share each layer, {ep.size} the experts, {dp.size} copies"
+    chosen("ranks", world, f"{shares} ({_backend(tp, ep, stage.peers)})")
     return mesh
+
+
+def _asked(config: InferenceConfig) -> str:
+    """The options that ask for ranks."""
+    stages = config.pipeline_parallel.pp_size
+    more = f"pipeline_parallel.pp_size={stages}, " if stages > 1 else ""
+    return f"{more}tensor_parallel.tp_size={config.tensor_parallel.tp_size}, moe.ep_size={config.moe.ep_size}"
+
+
+def _stage(stages: int, together: int, world: int, device: str) -> Stage:
+    """This rank's stage; `together`: consecutive ranks that run the same batches with it."""
+    if stages == 1:
+        return ONLY
+    shape = stages, world // stages // together, together
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("stages", "copies", "together"))
+    every = torch.arange(world).view(shape)
+    mine, everyone = dist.get_rank(), ALONE
+    for copy in range(shape[1]):
+        ranks = every[:, copy].flatten().tolist()
+        handle = dist.new_group(ranks)  # every rank takes part in the making of every group
+        if mine in ranks and isinstance(handle, dist.ProcessGroup):
+            everyone = Group.of(handle)
+    number = stage_of(mine // (world // stages), stages)
+    return Stage.of(number, stages, Group.of(mesh.get_group("stages")), everyone)
 
 
 def join_world(device: str, asked_by: str) -> int:
@@ -144,7 +180,7 @@ def _tensor_groups(config: InferenceConfig, world: int, device: str) -> tuple[Gr
                 "leave one of them out"
             )
         return group, ALONE
-    return _cut("tensor_parallel.tp_size", world, asked.tp_size, device)
+    return _cut("tensor_parallel.tp_size", world, asked.tp_size, device, config.pipeline_parallel.pp_size)
 
 
 def _expert_groups(config: InferenceConfig, world: int, device: str) -> tuple[Group, Group]:
@@ -152,17 +188,24 @@ def _expert_groups(config: InferenceConfig, world: int, device: str) -> tuple[Gr
     if moe.ep_group is not None:
         sliced = ALONE if moe.ep_mp_group is None else _checked("moe.ep_mp_group", moe.ep_mp_group)
         return _checked("moe.ep_group", moe.ep_group), sliced
-    return (ALONE, ALONE) if moe.ep_size == 1 else _cut("moe.ep_size", world, moe.ep_size, device)
+    if moe.ep_size == 1:
+        return ALONE, ALONE
+    return _cut("moe.ep_size", world, moe.ep_size, device, config.pipeline_parallel.pp_size)
 
 
-def _cut(field: str, world: int, size: int, device: str) -> tuple[Group, Group]:
-    """Groups of `size` consecutive ranks, and those of ranks at the same place in them."""
-    if world % size:
-        raise ConfigError(f"{field}: {world} ranks cannot be divided into groups of {size}; start a multiple of {size}")
-    if size == 1:
+def _cut(field: str, world: int, size: int, device: str, stages: int) -> tuple[Group, Group]:
+    """Groups of `size` consecutive ranks of a stage, and those of ranks at the same place in them."""
+    ranks = world // stages
+    if ranks % size:
+        where = "" if stages == 1 else f" of each of {stages} stages"
+        raise ConfigError(
+            f"{field}: {ranks} ranks{where} cannot be divided into groups of {size}; start a multiple of {size}{where}"
+        )
+    if size == 1 and stages == 1:
         return ALONE, Group.of(dist.group.WORLD) if world > 1 and dist.group.WORLD is not None else ALONE
-    mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=("outer", "inner"))
-    return Group.of(mesh.get_group("inner")), Group.of(mesh.get_group("outer"))
+    mesh = init_device_mesh(device, (stages, ranks // size, size), mesh_dim_names=("stages", "outer", "inner"))
+    inner, outer = (Group.of(mesh.get_group(name)) for name in ("inner", "outer"))
+    return (inner if size > 1 else ALONE), (outer if outer.size > 1 else ALONE)
 
 
 def _of_mpu(mpu: Any) -> Any:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedTokenizerBase
 
 from outpace.config import LLMConfig
+from outpace.config.rules import num_ranks
 from outpace.errors import ConfigError, EngineDead, ModelError, NotSupported, OutpaceError, StateError
 from outpace.loading.checkpoint import fetch, local_path
 from outpace.loading.default_model import default_model_path
@@ -94,10 +95,9 @@ class Ranks:
         for each in self._followers:
             assert each.loaded is not None, "awaited"
             agree.check_same(own, each.loaded.facts, each.rank)
-        if parts.model.ranks.size != self.size:
-            raise NotSupported(
-                f"tensor_parallel_size: {self.size} ranks, of which {parts.name} can use {parts.model.ranks.size}"
-            )
+        used = parts.model.ranks.size * parts.model.stage.count
+        if used != self.size:
+            raise NotSupported(f"tensor_parallel_size: {self.size} ranks, of which {parts.name} can use {used}")
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -223,11 +223,6 @@ class Ranks:
     def _kill(self) -> None:
         for each in self._followers:
             each.process.kill()
-
-
-def num_ranks(config: LLMConfig) -> int:
-    """How many ranks an engine with this config has."""
-    return max(config.tensor_parallel.tp_size, config.moe.ep_size)
 
 
 def load_ranked(

@@ -16,12 +16,18 @@ from outpace.offload.asked import device_budget
 from outpace.offload.mapped import mapped
 from outpace.offload.place import even
 from outpace.offload.store_memory import aligned, free_memory
+from outpace.parallel.group import Group
 from outpace.runner.copies import Copies
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import Shape
 
 SLACK = 256 << 20  # bytes of a budget that are left alone: steps of other sizes than those that were tried
 GIB = 1 << 30
+
+
+def everyone(model: BatchModel) -> Group:
+    """All ranks that run the same batches, of all stages."""
+    return model.ranks if model.stage.count == 1 else model.stage.everyone
 
 
 def page_room(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> tuple[int, str]:
@@ -38,7 +44,7 @@ def count_blocks(
     model: BatchModel, config: LLMConfig, limits: Limits, per_block: int, room: int, what: str
 ) -> tuple[int, str]:
     """How many pages there are, and why."""
-    cache, more = config.cache, host_page_bytes(config) // model.ranks.size
+    cache, more = config.cache, host_page_bytes(config) // everyone(model).size
     if cache.num_blocks is not None:
         if more and cache.num_blocks * per_block > room + more:
             raise ConfigError(
@@ -114,7 +120,7 @@ def host_page_bytes(config: LLMConfig) -> int:
 
 def on_host(gib: float, model: BatchModel) -> int:
     """Bytes that this rank may have of so much memory of the host, which all have together."""
-    return int(gib * GIB) // model.ranks.size
+    return int(gib * GIB) // everyone(model).size
 
 
 def host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
@@ -127,17 +133,17 @@ def host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
     row = block_bytes(model.kv_heads, dtype, config.cache.block_size)
     if offload.kv_files:
         row = -(-row // SECTOR) * SECTOR
-    if wanted // model.ranks.size < row:
+    if wanted // everyone(model).size < row:
         raise ConfigError(f"{what}: less than one page of {row / GIB:.3g} GiB; give more, or leave it out")
     if (free := free_memory()) is not None and wanted > free:
         raise ConfigError(
             f"{what}: {wanted / GIB:.1f} GiB of host memory for pages, and {free / GIB:.1f} are free, so "
             f"{(wanted - free) / GIB:.1f} are missing; give less"
         )
-    num_blocks = model.ranks.least(wanted // model.ranks.size // row, model.device)
+    num_blocks = everyone(model).least(wanted // everyone(model).size // row, model.device)
     files = None
     if offload.kv_files:
-        assert model.ranks.size == 1, "a rule says so"
+        assert everyone(model).size == 1, "a rule says so"
         files = _files(config, row)
     memory = aligned(num_blocks * row, pinned=model.device.type == "cuda")[: num_blocks * row]
     chosen("host pages", num_blocks, f"{what}, {row / (1 << 20):.3g} MiB each")

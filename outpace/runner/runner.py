@@ -62,7 +62,8 @@ class Runner:
         self._copies = copies
         self._limits = limits
         self._salt = salt
-        self._leads = model.ranks.rank == 0
+        self._stage = model.stage
+        self._leads = model.ranks.rank == 0 and model.stage.is_last
         """Whether this rank chooses tokens and tells of them; the others run the same steps with it."""
         max_blocks = -(-limits.max_model_len // pages.block_size)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
@@ -70,6 +71,11 @@ class Runner:
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._grammars = Grammars(model.device)
         self._pooling = Pooling()
+        self._given: Tensor | None = None
+        """What the stage before gives [T, H], always in the same place, so that a graph can read it."""
+        if not model.stage.is_first:
+            size = limits.max_num_batched_tokens, model.hidden_size
+            self._given = torch.zeros(size, dtype=model.dtype, device=model.device)
         self.graphs = StepGraphs(model.device, graphs_later)
 
     @torch.no_grad()
@@ -96,7 +102,8 @@ class Runner:
         batch = self._batch(self.rows.send(Layout(), shape.num_seqs, wait=True), shape)
         ids = torch.arange(shape.num_tokens, device=self._model.device) % vocab_size
         batch = replace(batch, ids=ids, slots=torch.zeros_like(batch.slots))
-        return torch.no_grad()(lambda: self._model.forward(batch, self._pages, batch.cu_q[1:]))
+        given = self._input(shape.num_tokens)
+        return torch.no_grad()(lambda: self._model.forward(batch, self._pages, batch.cu_q[1:], given))
 
     def reset(self) -> None:
         """Forget every request. Pages keep what is in them."""
@@ -144,7 +151,10 @@ class Runner:
         return self._run(self.rows.take(step.sequences), fresh=fresh)
 
     def logits(self, step: Step) -> Tensor:
-        """Run a step as `run` does; the logits [S, V] of all tokens, which the next step may overwrite."""
+        """Run a step as `run` does; the logits [S, V] of all tokens, which the next step may overwrite.
+
+        Stages before the last give something else.
+        """
         return self._model.vocabulary.whole(self.run(step).logits)
 
     def _launch(self, step_id: int, layout: Layout, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
@@ -159,7 +169,10 @@ class Runner:
         part = layout.only(pooled)
         shape = Shape.of(len(pooled), part.num_tokens)
         batch = self._batch(self.rows.send(part, len(pooled), wait=True), shape)
-        vectors = self._pooling.add(part, self._model.hidden(batch, self._pages))
+        self._take_in(part.num_tokens)
+        hidden = self._model.hidden(batch, self._pages, self._input(part.num_tokens))
+        self._hand_on(hidden)
+        vectors = self._pooling.add(part, hidden)  # of other stages than the last, nobody reads them
         others = sorted(set(range(len(layout.owners))) - set(pooled))
         if not others:
             return lambda: StepOutput(step_id, {}, pooled=vectors.read())
@@ -180,17 +193,35 @@ class Runner:
         elif self._model.streaming is not None:
             self._model.streaming.restore()  # a graph expects the first layers; a call that failed may have left others
         header = self.rows.send(layout, shape.num_seqs, wait=wait)
+        self._take_in(layout.num_tokens)
         logits, likeliest = run(shape)
+        self._hand_on(logits[: layout.num_tokens])
         return Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
 
     def _forward(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """The step whose header is on the device: logits [S, V] and likeliest tokens [S]."""
         header = self.rows.header(shape.num_seqs)
         rows = None if shape.kind == "decode" else (header.cu_q[1:] - 1).clamp(min=0)
-        logits = self._model.forward(self._batch(header, shape), self._pages, rows)
+        logits = self._model.forward(self._batch(header, shape), self._pages, rows, self._input(shape.num_tokens))
+        if not self._stage.is_last:
+            return logits, header.rows  # hidden states, and no tokens
         likeliest = self._model.vocabulary.likeliest(logits)
         self.rows.write(header.rows, header.writes, likeliest)
         return logits, likeliest
+
+    def _input(self, num_tokens: int) -> Tensor | None:
+        """Where the model reads what the stage before gives; None: it is the first."""
+        return None if self._given is None else self._given[:num_tokens]
+
+    def _take_in(self, num_tokens: int) -> None:
+        """Wait for what the stage before gives of a step."""
+        if self._given is not None:
+            self._stage.link.receive(self._given[:num_tokens])
+
+    def _hand_on(self, hidden: Tensor) -> None:
+        """Send the stage after what it needs of a step."""
+        if not self._stage.is_last:
+            self._stage.link.send(hidden)
 
     def _batch(self, header: Header, shape: Shape) -> Batch:
         found = ragged_inputs(
@@ -209,14 +240,19 @@ class Runner:
             for piece in layout.pieces(index, PIECE):
                 shape = Shape(piece.num_tokens, 1, "chunks")
                 batch = self._batch(self.rows.send(piece, 1, wait=True), shape)
-                found = self._model.forward(batch, self._pages)
+                self._take_in(piece.num_tokens)
+                found = self._model.forward(batch, self._pages, given=self._input(piece.num_tokens))
+                self._hand_on(found)
                 whole = self._model.vocabulary.whole(found)
                 if self._leads:
                     prompts.add(piece, whole)
                 logits[index] = found[-1]
         others = [index for index in range(len(layout.owners)) if index not in logits]
         if others:
-            logits.update(zip(others, self._run(layout.only(others), wait=True).logits, strict=True))
+            logits.update(zip(others, self._run(layout.only(others), wait=True).logits, strict=False))
+        if not self._stage.is_last:
+            nothing = torch.empty(0, device=self._model.device)
+            return Ran(nothing, nothing, nothing, nothing)
         stacked = torch.stack([logits[index] for index in range(len(layout.owners))])
         header = self.rows.send(layout, len(layout.owners), wait=True)
         likeliest = self._model.vocabulary.likeliest(stacked)
@@ -225,6 +261,8 @@ class Runner:
 
     def _choose(self, step_id: int, layout: Layout, ran: Ran, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
         """Choose tokens for the sequences that sample, and send them on their way to the host."""
+        if not self._stage.is_last:
+            return lambda: StepOutput(step_id, {})
         chooses = [
             samples and not owner.request.prompt_only
             for samples, owner in zip(layout.samples, layout.owners, strict=True)

@@ -20,6 +20,7 @@ from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 from outpace.runner.room import (
     check_memory,
     count_blocks,
+    everyone,
     host_level,
     host_page_bytes,
     layers_on_host,
@@ -94,7 +95,7 @@ def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> tupl
     took, least = _step_seconds(model, config, limits)
     allowed, reason = allowed_seconds(least)
     fitting = fitting_tokens(guess, took, allowed, limits.max_num_seqs, model.max_tokens)
-    tokens = model.ranks.least(fitting, model.device)
+    tokens = everyone(model).least(fitting, model.device)
     chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, {reason}")
     return replace(limits, max_num_batched_tokens=tokens), allowed
 
@@ -107,12 +108,12 @@ def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
     """
     runner = Runner(model, make_pages(model, config, 1), limits)
     full = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
-    vocab_size = runner.warm_up(full).shape[1]
+    runner.warm_up(full)
     few = min(LEAST_TOKENS, limits.max_num_seqs)
 
     def graph(shape: Shape) -> Callable[[], object]:
         with CAPTURING, gemm_library(shape.num_tokens):
-            return captured(runner.trial(shape, vocab_size), pool=None, warm_ups=1)
+            return captured(runner.trial(shape, model.vocab_size), pool=None, warm_ups=1)
 
     if config.cuda_graphs and model.capturable:
         try:
@@ -120,9 +121,9 @@ def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
         except Uncapturable:
             mend(model.device)  # the log says so when steps are captured
             graphs = []
-        if model.ranks.least(len(graphs), model.device):  # a replay waits for the other ranks
+        if everyone(model).least(len(graphs), model.device):  # a replay waits for the other ranks
             return _seconds(graphs[0], model.device), _seconds(graphs[1], model.device)
-    return _seconds(runner.trial(full, vocab_size), model.device), 0.0
+    return _seconds(runner.trial(full, model.vocab_size), model.device), 0.0
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
@@ -150,7 +151,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
     with _timed(seconds, "memory"):
         room, what = page_room(model, config, limits, wanted)
         num_blocks, reason = count_blocks(model, config, limits, per_block, room, what)
-        num_blocks = model.ranks.least(num_blocks, model.device)
+        num_blocks = everyone(model).least(num_blocks, model.device)
         beyond = host_page_bytes(config) > 0
         away = layers_on_host(model.kv_heads, dtype, cache.block_size, num_blocks, room) if beyond else ()
     chosen("num_blocks", num_blocks, reason)
@@ -208,9 +209,9 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple
     picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
     if not picked:
         return
-    if model.ranks.size > 1:
+    if everyone(model).size > 1:
         logits = [sketch.vocabulary.whole(run(shape)) for shape in picked]
-        if model.ranks.rank == 0:
+        if model.ranks.rank == 0 and model.stage.is_last:
             _choose_once(logits[0])
         return
     first, *others = picked

@@ -248,7 +248,7 @@ def test_a_wrong_command_is_exit_code_2(args: tuple[str, ...]) -> None:
     [
         (("serve", "--port", "99999"), 2, "error: port: input should be less than or equal to 65535, got 99999"),
         (("serve", "--dtype", "int4"), 2, "error: dtype: 'int4' is not a dtype Outpace runs in; use one of"),
-        (("serve", "--pipeline-parallel-size", "2"), 2, "error: pipeline_parallel_size: "),
+        (("serve", "--pipeline-parallel-size", "0"), 2, "error: pipeline_parallel_size: "),
         (("serve", "/no/such/model"), 1, "error: model: no such file or folder"),
         (("generate", "hi", "--dtype", "int4"), 2, "error: dtype: 'int4'"),
         (("generate", "hi", "--temperature", "-1"), 2, "error: temperature: "),

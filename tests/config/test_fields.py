@@ -549,6 +549,9 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "tensor_parallel.tp_grain_size": tp_grain_size_acts,
     "tensor_parallel.mpu": lambda: refused("tensor_parallel.mpu: expected an object with", tp={"mpu": object()}),
     "tensor_parallel.tp_group": lambda: refused("tensor_parallel.tp_group: expected a process", tp={"tp_group": 1}),
+    "pipeline_parallel.pp_size": lambda: refused("pipeline_parallel.pp_size=2.*alone", pp={"pp_size": 2}),
+    "pipeline_parallel.layers": lambda: raises("a number of layers", pp={"pp_size": 2, "layers": [1]}),
+    "pipeline_parallel.micro_batches": lambda: raises("micro_batches: .*got 0", pp={"micro_batches": 0}),
     "moe.ep_size": lambda: refused("moe.ep_size=2: this process is alone", moe={"ep_size": 2}),
     "moe.hot_experts": lambda: raises("moe.hot_experts and moe.expert_load go together", moe={"hot_experts": 1}),
     "moe.expert_load": expert_load_acts,
@@ -651,7 +654,7 @@ NUMBERS = numbers(FIELDS)
 
 @pytest.mark.parametrize("path", NUMBERS)
 def test_a_bool_is_no_number(path: str) -> None:
-    value = [True] if path == "moe.moe_experts" else True
+    value = [True] if path in ("moe.moe_experts", "pipeline_parallel.layers") else True
     with pytest.raises(ConfigError, match=rf"^{path}: expected a number, got \[?True\]?$"):
         InferenceConfig.of(nested(path, value))
 
@@ -686,6 +689,13 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("enable_cuda_graph", "tensor_parallel.tp_size > 1"),
         "turn one of them off",
     ),
+    (
+        {"enable_cuda_graph": True, "pp": 2},
+        ("enable_cuda_graph", "pipeline_parallel.pp_size > 1"),
+        "turn one of them off",
+    ),
+    ({"pp": 2, "tp": {"tp_group": 1}}, ("pipeline_parallel.pp_size", "tp_group"), "give tp_size instead"),
+    ({"pp": 2, "moe": {"ep_group": 1}}, ("pipeline_parallel.pp_size", "moe.ep_group"), "give moe.ep_size instead"),
     ({"enable_cuda_graph": True}, ("enable_cuda_graph", "device"), "leave it off"),
     (
         {"enable_cuda_graph": True, "keep_module_on_host": True},

@@ -9,7 +9,7 @@ import torch
 
 from outpace.cache.block_pool import BlockPool
 from outpace.config import InferenceConfig, LLMConfig
-from outpace.config.rules import LATER_IN_LLM, LLM_COMPOSITIONS
+from outpace.config.rules import LLM_COMPOSITIONS
 from outpace.errors import ConfigError, InputError, NotSupportedYet, Overloaded
 from outpace.llm_engine import LLMEngine
 from outpace.prepare import load_paged
@@ -175,8 +175,7 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
 
 
 def test_every_field_of_llm_has_an_entry() -> None:
-    assert EFFECTS.keys() | LATER_IN_LLM.keys() == FIELDS.keys()
-    assert not EFFECTS.keys() & LATER_IN_LLM.keys()
+    assert EFFECTS.keys() == FIELDS.keys()
 
 
 @pytest.mark.parametrize("path", EFFECTS)

@@ -27,6 +27,7 @@ VLLM_NAMES: dict[str, tuple[str, Any]] = {
     "async_scheduling": ("scheduler.async_scheduling", False),
     "gpu_memory_utilization": ("cache.gpu_memory_utilization", 0.5),
     "tensor_parallel_size": ("tensor_parallel.tp_size", 2),
+    "pipeline_parallel_size": ("pipeline_parallel.pp_size", 2),
     "quantization": ("quant.scheme", "int4"),
     "cpu_offload_gb": ("offload.cpu_offload_gb", 2.5),
     "kv_offloading_size": ("offload.kv_offloading_size", 2.5),
@@ -71,6 +72,7 @@ def test_every_option_of_the_runtime_goes_without_its_section() -> None:
     assert LLMConfig.flat.keys() == FLAT.keys()
     assert {path for name, (path, _) in FLAT.items() if name != "max_model_len"} == {
         "tensor_parallel.tp_size",
+        "pipeline_parallel.pp_size",
         "moe.ep_size",
         "quant.scheme",
         "quant.kv_cache_dtype",

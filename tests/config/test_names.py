@@ -47,7 +47,7 @@ DEEPSPEED_SECTIONS: dict[str, dict[str, Any]] = {
 }
 DEEPSPEED_QUANT: dict[str, Any] = {"enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1}
 OUR_OWN = {"device": None, "kernels": None, "max_cuda_graphs": 16, "graph_output": "copy", "seed": None}
-OUR_SECTIONS = {"offload", "zero"}
+OUR_SECTIONS = {"offload", "pipeline_parallel", "zero"}
 
 DEEPSPEED_ALIASES: dict[str, tuple[str, Any]] = {
     "kernel_inject": ("replace_with_kernel_inject", False),
@@ -122,7 +122,7 @@ def test_aliases_are_deepspeeds(alias: str, name: str, value: Any) -> None:
 
 
 def test_there_are_no_other_aliases() -> None:
-    assert InferenceConfig.aliases.keys() == DEEPSPEED_ALIASES.keys()
+    assert InferenceConfig.aliases.keys() == DEEPSPEED_ALIASES.keys() | {"pp"}
     assert InferenceConfig.deprecated.keys() == DEEPSPEED_DEPRECATED.keys()
 
 

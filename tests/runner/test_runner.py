@@ -19,6 +19,7 @@ from outpace.config import LLMConfig
 from outpace.inject.paged import Batch
 from outpace.offload.streaming import Streaming
 from outpace.parallel.group import ALONE, Group
+from outpace.parallel.pipeline import ONLY, Stage
 from outpace.parallel.vocabulary import ALL, Vocabulary
 from outpace.runner import start, step_graphs
 from outpace.runner.capture import Uncapturable
@@ -46,11 +47,14 @@ class Counting:
     gives_hidden: bool = True
     ranks: Group = ALONE
     vocabulary: Vocabulary = ALL
+    stage: Stage = ONLY
+    hidden_size: int = 2
+    vocab_size: int = 50
     streaming: Streaming | None = None
     max_tokens: int = 8192
     batches: list[Batch] = field(default_factory=list)
 
-    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
         self.batches.append(batch)
         logits = torch.zeros(len(batch.ids), 50)
         logits[torch.arange(len(batch.ids)), (batch.ids + 1) % 50] = 1.0
@@ -59,7 +63,7 @@ class Counting:
         keys[batch.slots[real]] = batch.ids[real, None, None].float().expand(-1, *keys.shape[1:])
         return logits if rows is None else logits.index_select(0, rows)
 
-    def hidden(self, batch: Batch, pages: Pages) -> Tensor:
+    def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
         """Each token and its position."""
         self.forward(batch, pages)
         return torch.stack([batch.ids, batch.positions], 1).float()

@@ -134,9 +134,9 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
 ) -> None:
     forward = PagedModel.forward
 
-    def waits(paged: PagedModel, batch: Any, pages: Any, rows: Tensor | None = None) -> Tensor:
+    def waits(paged: PagedModel, batch: Any, *more: Any) -> Tensor:
         assert int(batch.cu_q[-1]) >= 0  # the host waits for the device, which no graph can
-        return forward(paged, batch, pages, rows)
+        return forward(paged, batch, *more)
 
     monkeypatch.setattr(PagedModel, "forward", waits)
     asked, plain = work(LONGEST), model("llama")

@@ -1,0 +1,210 @@
+"""A model cut to the layers of one stage. Its own code still runs it, as if it had no others.
+
+The first layer of a stage takes what the stage before sends instead of what the model gives it, and the last layer's
+output goes to the stage after; what the model makes of it then is nobody's. The results of the last stage go to all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.errors import NotSupported
+from outpace.inject.modules import FusedLayer
+from outpace.log import chosen
+from outpace.offload.units import find_layers
+from outpace.parallel.pipeline import Stage
+from outpace.parallel.spans import Span
+from outpace.parallel.stages import FIELD, as_asked, balanced
+from outpace.parallel.vocabulary import ALL
+
+Later = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class End:
+    """A table before the layers, or behind them."""
+
+    path: str
+    width: int
+    """Of what it gives."""
+    embeds: bool
+    """Of token ids."""
+
+
+@dataclass
+class Cut:
+    """Which layers of a model a stage has."""
+
+    model: nn.Module
+    stage: Stage
+    span: Span
+    path: str
+    """Of the list of layers."""
+    ends: tuple[End | None, End | None]
+    """The tables at both ends, where the model names them."""
+    later: list[Later] | None = None
+    """Results on their way, while several calls are made one after the other; None: each call waits for its own."""
+
+    @property
+    def layers(self) -> nn.Module:
+        """The list of layers."""
+        return self.model.get_submodule(self.path)
+
+    def apply(self, dtype: torch.dtype) -> None:
+        """Let go of all layers but these, and of a table at an end that is in another stage. Names stay the same."""
+        layers = self.layers
+        for place, name in enumerate([*layers._modules]):
+            if not self.span[0] <= place < self.span[1]:
+                del layers._modules[name]
+        for end, needed in zip(self.ends, (self.stage.is_first, self.stage.is_last), strict=True):
+            if end is not None and not needed:
+                self.model.set_submodule(end.path, Blank(end, dtype))
+
+    def settle(self) -> None:
+        """Once the layers have their weights: they are numbered from 0, as caches and configs have it."""
+        layers, first = self.layers, self.span[0]
+        layers._modules = {str(place): layer for place, layer in enumerate(layers._modules.values())}
+        for module in layers.modules():
+            if isinstance(module, FusedLayer):
+                module.index -= first
+            if isinstance(vars(module).get("layer_idx"), int):
+                module.layer_idx -= first  # type: ignore[operator,assignment]
+        _shorten(self.model, self.span)
+        inner = list(layers.children())
+        inner[0].register_forward_pre_hook(self._take_in, with_kwargs=True)
+        inner[-1].register_forward_hook(self._hand_on)
+        self.model.register_forward_hook(self._share)
+
+    def _take_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the stage before gives, instead of the first argument."""
+        if self.stage.is_first:
+            return None
+        own = args[0] if args else kwargs["hidden_states"]
+        handed = self.stage.handed
+        if handed is None:
+            x = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            self.stage.link.receive(x)
+        elif handed.given is None:
+            return None
+        else:
+            x = handed.given
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+    def _hand_on(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """What the last layer gives, to the stage after."""
+        x = output if isinstance(output, Tensor) else output[0]
+        if (handed := self.stage.handed) is not None:
+            handed.taken = x
+        elif not self.stage.is_last:
+            self.stage.link.send(x)
+
+    def _share(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The last stage's results, to all."""
+        if self.stage.handed is not None:
+            return
+        started = [self.stage.peers.start_from_first(each) for each in _tensors(output)]
+        if self.later is not None:
+            self.later += started
+            return
+        for finish in started:
+            finish()
+        self.stage.link.flush()
+
+
+def plan_cut(model: nn.Module, stage: Stage, asked: tuple[int, ...] | None) -> Cut | None:
+    """How a whole model, before injection, is cut to a stage; None: there is one stage."""
+    if stage.count == 1:
+        return None
+    found = find_layers(model)
+    lists = {path.rpartition(".")[0] for path, _ in found}
+    if len(lists) != 1 or not all(isinstance(model.get_submodule(path), nn.ModuleList) for path in lists):
+        raise NotSupported(
+            f"{FIELD}: {type(model).__name__} has {len(lists) or 'no'} lists of layers (nn.ModuleList), and stages are "
+            "cut from one; use tensor parallelism, or run it on one rank"
+        )
+    _check(model, found[0][1])
+    ends = _end(model, "get_input_embeddings", 1), _end(model, "get_output_embeddings", 0)
+    sizes = [_size(layer) for _, layer in found]
+    at_ends = [0 if end is None else _size(model.get_submodule(end.path)) for end in ends]
+    spans = balanced(sizes, stage.count, *at_ends) if asked is None else as_asked(asked, len(found))
+    each = ", ".join(str(stop - start) for start, stop in spans)
+    why = "asked for" if asked else "the slowest stage is as fast as can be"
+    chosen("layers of each stage", each, f"{why}; this is stage {stage.number}")
+    return Cut(model, stage, spans[stage.number], lists.pop(), ends)
+
+
+def _check(model: Any, layer: nn.Module) -> None:
+    """Refuse what depends on more than the layers of a stage."""
+    config = getattr(model, "config", None)
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False) and not isinstance(layer, FusedLayer):
+        raise NotSupported(f"{FIELD}: its layers scale by their number (scale_attn_by_inverse_layer_idx); leave it out")
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotSupported(f"{FIELD}: {type(model).__name__} is an encoder with a decoder; use tensor parallelism")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise NotSupported(f"{FIELD}: {type(model).__name__} shares keys between layers; use tensor parallelism")
+
+
+def _end(model: Any, name: str, dim: int) -> End | None:
+    """The table that a model of Hugging Face names at one of its ends; `dim` of its weight is what it gives."""
+    try:
+        table = getattr(model, name)()
+    except (AttributeError, NotImplementedError):
+        return None
+    path = next((path for path, module in model.named_modules() if module is table), None)
+    weight = getattr(table, "weight", None)
+    return None if path is None or weight is None else End(path, weight.shape[dim], embeds=dim == 1)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shorten(model: nn.Module, span: Span) -> None:
+    """Let configs speak of the layers of a stage alone."""
+    start, stop = span
+    for config in {id(each): each for module in model.modules() if (each := getattr(module, "config", None))}.values():
+        whole = getattr(config, "num_hidden_layers", None)
+        if not isinstance(whole, int):
+            continue
+        for name, value in list(vars(config).items()):
+            if isinstance(value, list | tuple) and len(value) == whole and name.endswith(("layer_types", "layers")):
+                setattr(config, name, value[start:stop])
+        config.num_hidden_layers = stop - start
+
+
+class Blank(nn.Module):
+    """Stands for a table that another stage has; what it gives has the shape of it."""
+
+    def __init__(self, end: End, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.end = end
+        self.dtype = dtype
+        """Of what it gives."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[..., width] of zeros, for ids [...] or rows [..., any]."""
+        shape = x.shape if self.end.embeds else x.shape[:-1]
+        return torch.zeros(*shape, self.end.width, dtype=self.dtype, device=x.device)
+
+
+def width(head: Any) -> int:
+    """Tokens that a head gives logits of, on whatever rank and stage."""
+    if isinstance(head, Blank):
+        return head.end.width
+    vocabulary = getattr(head, "vocabulary", ALL)
+    return sum(vocabulary.sizes) or int(head.weight.shape[0])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a model's output; caches are each stage's own."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
