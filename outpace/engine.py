@@ -47,6 +47,7 @@ class InferenceEngine(nn.Module):
         self.info, self._dtype, self._device = prepared.info, prepared.dtype, prepared.device
         self.mesh = prepared.mesh
         """The ranks that run it together: each of them must make the same calls."""
+        self._cut = prepared.cut
         if self.mesh is not NO_MESH:
             self.module.requires_grad_(False)  # gradients do not cross ranks
         self._fused = isinstance(prepared.injection, Fused)
@@ -83,8 +84,10 @@ class InferenceEngine(nn.Module):
         self._refuse_attentions(kwargs.get("output_attentions"))
         if self._graphs is None:
             args, kwargs = self._here((args, kwargs))
-            check_alike(self.mesh.tp, "forward", (args, kwargs), self._device)
-            return module(*args, **kwargs)
+            check_alike(self.mesh.together, "forward", (args, kwargs), self._device)
+            if self._cut is None:
+                return module(*args, **kwargs)
+            return self._cut.forward(args, kwargs, self.inference_config.pipeline_parallel.micro_batches)
         if self._graphs.uncapturable is not None:
             return self._graphs(*self._here(args), **self._here(kwargs))
         if self.streaming is not None:
@@ -107,10 +110,10 @@ class InferenceEngine(nn.Module):
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
         self._refuse_attentions(call.setting("output_attentions"))
         also = seed, self.generation_config
-        common = common_generate(self.mesh.tp, call.kwargs, also, self._device, call.setting("max_time"))
+        common = common_generate(self.mesh.together, call.kwargs, also, self._device, call.setting("max_time"))
         call = replace(call, kwargs=common)
         if seed is None:
-            same_draws(self.mesh.tp, self._device)
+            same_draws(self.mesh.together, self._device)
         with self._profiler.measure("generate"), self._seeded(seed):
             return call.restore(self._generate(module, call))
 

@@ -15,12 +15,14 @@ from outpace.errors import NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.log import chosen
 from outpace.offload.units import find_layers
+from outpace.parallel.micro_batches import in_parts, joined
 from outpace.parallel.pipeline import Stage
 from outpace.parallel.spans import Span
 from outpace.parallel.stages import FIELD, as_asked, balanced
 from outpace.parallel.vocabulary import ALL
 
 Later = Callable[[], None]
+PARTS = 4  # of a batch, for each stage
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,19 @@ class Cut:
         inner[0].register_forward_pre_hook(self._take_in, with_kwargs=True)
         inner[-1].register_forward_hook(self._hand_on)
         self.model.register_forward_hook(self._share)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int | None) -> Any:
+        """Call the model in micro-batches: while one is in the stage after, the next is here."""
+        calls = in_parts(args, kwargs, PARTS * self.stage.count if parts is None else parts)
+        self.later = []
+        try:
+            outputs = [self.model(*own, **more) for own, more in calls]
+            for finish in self.later:
+                finish()
+        finally:
+            self.later = None
+        self.stage.link.flush()
+        return joined(outputs)
 
     def _take_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stage before gives, instead of the first argument."""

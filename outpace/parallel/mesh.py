@@ -51,6 +51,11 @@ class Mesh:
         return self.tp.ranks == self.ep.ranks
 
     @property
+    def together(self) -> Group:
+        """The ranks that must make the same calls."""
+        return self.tp if self.stage is ONLY else self.stage.everyone
+
+    @property
     def local(self) -> int:
         """Processes of the world on this machine, this one included."""
         if self is NO_MESH or not dist.is_initialized():

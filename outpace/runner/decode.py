@@ -1,8 +1,6 @@
 """`engine.generate` over pages: steps of a runner, and tokens picked from them as Hugging Face's loop does."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,16 +13,13 @@ from outpace.inject.paged import BatchModel
 from outpace.runner.capture import StreamLock
 from outpace.runner.rows import on_device
 from outpace.runner.runner import Limits, Runner
+from outpace.runner.sequences import CHECK_EVERY, Measure, Sequences, until_end
+from outpace.runner.staged_sequences import StagedSequences
 from outpace.runner.step_graphs import CHUNK_SIZES, FEW, Shape, shapes
-from outpace.types import Request, ScheduledSequence, Step
-
-Measure = Callable[[], AbstractContextManager[Any]]
-"""What times each forward, where somebody wants to know."""
 
 ROOM = 1024  # tokens of a sequence that pages are made for at least, so that a longer call seldom makes new ones
 STEP_TOKENS = 8192  # most tokens of a prefill step: longer prompts run in chunks
 GRAPH_TOKENS = 2048  # most tokens of a prefill under a graph: a longer one keeps the GPU busy without, and unpadded
-CHECK_EVERY = 16  # steps between looks at whether every sequence has ended: a look makes the host wait for the GPU
 
 
 class PagedDecoder:
@@ -82,7 +77,7 @@ class PagedDecoder:
         with self._lock.held():
             return self._begin(ids, mask, limit).likeliest(limit, stops, pad)
 
-    def _begin(self, ids: Tensor, mask: Tensor | None, limit: int) -> "_Sequences":
+    def _begin(self, ids: Tensor, mask: Tensor | None, limit: int) -> "Sequences":
         """The sequences of a call, on a runner that has room for them and has forgotten the call before."""
         blocks = blocks_for(limit)
         need = len(ids), limit, len(ids) * blocks
@@ -93,9 +88,9 @@ class PagedDecoder:
             self._runner = self._make_runner(seqs, length, pages)
             self._room = seqs, length, pages
         self._runner.reset()
-        whole = self._model.vocabulary.whole
-        return _Sequences(
-            self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens, whole
+        kind = Sequences if self._model.stage.count == 1 else StagedSequences
+        return kind(
+            self._model, self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens
         )
 
     @torch.inference_mode(False)  # buffers made in inference mode could not be written by calls outside it
@@ -106,99 +101,6 @@ class PagedDecoder:
         alone = [Shape(size, 1, "fresh") for size in CHUNK_SIZES if size <= GRAPH_TOKENS]
         later = [*shapes(num_seqs, GRAPH_TOKENS), *alone] if self._graphs else ()
         return Runner(model, pages, limits, graphs_later=later)
-
-
-class _Sequences:
-    """The sequences of one call: first their prompts, then a token of each at a time. Tokens stay on the device."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        ids: Tensor,
-        prompts: list[tuple[int, ...]],
-        num_blocks: int,
-        measure: Measure,
-        step_tokens: int,
-        whole: Callable[[Tensor], Tensor],
-    ) -> None:
-        """ids: [B, L], padding included; num_blocks: pages of each sequence; whole: logits of all ranks, of one's."""
-        self.ids = ids
-        self._runner = runner
-        self._prompts = prompts
-        self._num_blocks = num_blocks
-        self._measure = measure
-        self._step_tokens = step_tokens
-        self.whole = whole
-        self._lens = on_device([len(prompt) for prompt in prompts], ids.device)
-        self._num_new = 0
-
-    def prefill(self) -> Tensor:
-        """Logits [B, V] after the prompts, of this rank's tokens (see `whole`)."""
-        found = []
-        with self._measure():
-            for entries in self._chunks():
-                logits = self._runner.run(Step(0, sequences=entries), fresh=True).logits
-                found.append(logits[: sum(entry.samples for entry in entries)].clone())
-        self._num_new = 1
-        return torch.cat(found)
-
-    def step(self) -> Tensor:
-        """The same after the newest tokens, which the next step overwrites."""
-        with self._measure():
-            lengths = (len(prompt) + self._num_new for prompt in self._prompts)
-            entries = [ScheduledSequence(str(index), length - 1, 1, True) for index, length in enumerate(lengths)]
-            logits = self._runner.run(Step(0, sequences=entries)).logits
-        self._num_new += 1
-        return logits
-
-    def put(self, tokens: Tensor) -> None:
-        """Go on with these tokens [B] instead of the likeliest ones."""
-        self._runner.rows.tokens[self._rows, self._lens + (self._num_new - 1)] = tokens.to(torch.int32)
-
-    def likeliest(self, limit: int, stops: Tensor, pad: Any) -> Tensor:
-        """The ids with the likeliest tokens after them. The host waits for the device every few steps at most."""
-        self.prefill()
-        while self.ids.shape[1] + self._num_new < limit:
-            look = len(stops) and self._num_new % CHECK_EVERY == 0
-            if look and bool(torch.isin(self._new(), stops).any(1).all()):
-                break
-            self.step()
-        return torch.cat([self.ids, _until_end(self._new(), stops, pad)], 1)
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        """[B] where the tokens of the sequences are, once they have begun."""
-        return self._runner.rows.of(str(index) for index in range(len(self._prompts)))
-
-    def _new(self) -> Tensor:
-        """The new tokens so far [B, N]."""
-        places = self._lens[:, None] + torch.arange(self._num_new, device=self._lens.device)
-        return self._runner.rows.tokens[self._rows[:, None], places].to(self.ids.dtype)
-
-    def _chunks(self) -> Iterator[list[ScheduledSequence]]:
-        """The prompts as steps. What does not fit into one goes on in the next, so they end in their order."""
-        entries: list[ScheduledSequence] = []
-        room = self._step_tokens
-        for index, prompt in enumerate(self._prompts):
-            start = 0
-            while start < len(prompt):
-                count = min(room, len(prompt) - start)
-                entries.append(self._entry(index, start, count))
-                start, room = start + count, room - count
-                if not room:
-                    yield entries
-                    entries, room = [], self._step_tokens
-        if entries:
-            yield entries
-
-    def _entry(self, index: int, start: int, count: int) -> ScheduledSequence:
-        """A piece of a prompt. The first one brings all its tokens, and the pages that the whole call needs."""
-        name, prompt, samples = str(index), self._prompts[index], start + count == len(self._prompts[index])
-        if start:
-            return ScheduledSequence(name, start, count, samples)
-        blocks = tuple(range(index * self._num_blocks, (index + 1) * self._num_blocks))
-        request = Request(request_id=name, prompt_token_ids=prompt)
-        return ScheduledSequence(name, 0, count, samples, new_blocks=blocks, request=request, token_ids=prompt)
 
 
 class _Picks:
@@ -212,7 +114,7 @@ class _Picks:
         self.likeliest = self._plain and not sample and not processors
         """Whether it is the likeliest token each time, until a length or an end."""
 
-    def loop(self, sequences: _Sequences, limit: int, streamer: Any) -> Tensor:
+    def loop(self, sequences: Sequences, limit: int, streamer: Any) -> Tensor:
         """The ids with new tokens after them, until every sequence has ended."""
         ids, length = sequences.ids, sequences.ids.shape[1]
         going = torch.ones(len(ids), dtype=torch.int64, device=ids.device)
@@ -237,7 +139,7 @@ class _Picks:
             streamer.end()
         if not self._plain:
             return ids
-        return torch.cat([sequences.ids, _until_end(ids[:, length:], self._stops, self._pad)], 1)
+        return torch.cat([sequences.ids, until_end(ids[:, length:], self._stops, self._pad)], 1)
 
     def _pick(self, ids: Tensor, logits: Tensor) -> Tensor:
         """A token for each sequence [B]."""
@@ -260,12 +162,3 @@ def _without_padding(ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
     rows = ids.cpu()
     kept = rows if mask is None else [row[keep] for row, keep in zip(rows, mask.bool().cpu(), strict=True)]
     return [tuple((found if len(found) else row).tolist()) for found, row in zip(kept, rows, strict=True)]
-
-
-def _until_end(new: Tensor, stops: Tensor, pad: Any) -> Tensor:
-    """New tokens [B, N] with padding after the first end of each, as far as the longest goes."""
-    if not len(stops):
-        return new
-    ends = torch.isin(new, stops).long()
-    after = (ends.cumsum(1) - ends) > 0
-    return new.masked_fill(after, pad)[:, : int((~after).sum(1).max())]

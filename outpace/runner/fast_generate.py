@@ -14,7 +14,8 @@ from outpace.inject.plan import foreign_hooks
 from outpace.inject.start import Paged
 from outpace.loading.inspect import generation_config, token_list
 from outpace.log import chosen
-from outpace.runner.decode import Measure, PagedDecoder
+from outpace.runner.decode import PagedDecoder
+from outpace.runner.sequences import Measure
 
 Setting = Callable[[str], Any]
 """A generation setting as Hugging Face resolves it: keyword, then given config, then the model's own."""

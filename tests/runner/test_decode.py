@@ -24,7 +24,8 @@ from outpace.cache.kv_cache import Pages, allocate
 from outpace.inject.paged import PagedModel
 from outpace.runner import decode, step_graphs
 from outpace.runner.capture import Uncapturable
-from outpace.runner.decode import CHECK_EVERY, PagedDecoder
+from outpace.runner.decode import PagedDecoder
+from outpace.runner.sequences import CHECK_EVERY
 from outpace.runner.step_graphs import Shape, StepGraphs
 from tests.inject.checks import injected_copy, padded_prompts, randomised
 from tests.models import VOCAB, tiny

@@ -1,0 +1,68 @@
+"""A call of a model in parts: which rows of its arguments each part has, and the results joined again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from outpace.errors import NotSupported
+from outpace.parallel.stages import parts_of
+
+_BY_ROWS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "x", "hidden_states"}
+)
+"""Arguments that have a row for each of the batch, or one for all."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> list[Call]:
+    """At most so many calls that together are this one; one, where an argument belongs to the whole batch."""
+    if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
+        raise NotSupported(
+            "output_hidden_states, output_attentions: no stage of a pipeline has those of all layers; leave them out"
+        )
+    by_rows = {name: value for name, value in kwargs.items() if name in _BY_ROWS and isinstance(value, Tensor)}
+    others = [value for name, value in kwargs.items() if name not in by_rows]
+    first = next((value for value in (*args, *by_rows.values()) if isinstance(value, Tensor) and value.dim()), None)
+    tied = any(isinstance(value, Tensor | Cache) for value in (*args[1:], *others))
+    rows = 1 if first is None or tied else first.shape[0]
+    if rows < 2 or parts < 2:
+        return [(args, dict(kwargs))]
+
+    def cut(value: Any, start: int, stop: int) -> Any:
+        whole = not isinstance(value, Tensor) or not value.dim() or value.shape[0] != rows
+        return value if whole else value[start:stop]
+
+    return [
+        (tuple(cut(each, *part) for each in args), {**kwargs, **{name: cut(x, *part) for name, x in by_rows.items()}})
+        for part in parts_of(rows, parts)
+    ]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The results of all parts as those of one call."""
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs))
+    if isinstance(first, Cache):
+        return _joined_caches(outputs)
+    if isinstance(first, Mapping):
+        kind: Any = type(first)
+        return kind(**{name: joined([each[name] for each in outputs]) for name in first})
+    if isinstance(first, tuple | list):
+        return type(first)(joined(each) for each in zip(*outputs, strict=True))
+    return first
+
+
+def _joined_caches(caches: Sequence[Any]) -> Any:
+    """Keys and values of all rows, in the first of the caches."""
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        for name in ("keys", "values"):
+            parts: list[Any] = [getattr(layer, name, None) for layer in layers]
+            if all(isinstance(part, Tensor) for part in parts):
+                setattr(layers[0], name, torch.cat(parts))
+    return caches[0]

@@ -1,0 +1,139 @@
+"""The sequences of one call over several stages: in groups, so that each stage has work while others have theirs.
+
+Every rank makes the same call and runs its layers of every step, in the same order; the last stage tells the others
+what it found. Whose turn it is follows from numbers alone: of the groups whose tokens are known, the one that has
+waited for longest; if there is none, the next piece of a prompt.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.parallel.stages import parts_of
+from outpace.runner.sequences import CHECK_EVERY, Sequences, until_end
+from outpace.types import ScheduledSequence, Step
+
+LEAST_TOKENS = 256  # of a piece of prompts
+PIECES = 4  # of prompts, for each stage
+
+
+@dataclass(eq=False)
+class Group:
+    """Sequences that take their steps together."""
+
+    members: range
+    chunks: list[list[ScheduledSequence]]
+    """Of their prompts, those that are still to come."""
+    num_new: int = 0
+    """Tokens that each of them has, or will have from a step on its way."""
+    since: int = -1
+    """The last step that it had."""
+    arriving: list[tuple[Callable[[], None], Tensor, list[str]]] = field(default_factory=list)
+    """Tokens on their way from the last stage, and whose they are."""
+
+
+def next_group(groups: Sequence[Group], now: int, stages: int) -> Group | None:
+    """Whose turn it is in the step `now`; None: nobody has anything left to do."""
+    decoding = [group for group in groups if not group.chunks]
+    first = min(decoding, key=lambda group: group.since, default=None)
+    if first is not None and first.since <= now - stages:
+        return first  # its tokens are known by now
+    return next((group for group in groups if group.chunks), first)
+
+
+class StagedSequences(Sequences):
+    """As `Sequences`, with the same results on all ranks."""
+
+    def __init__(self, model: Any, *args: Any) -> None:
+        super().__init__(model, *args)
+        self._stage, self._vocab_size = model.stage, model.vocab_size
+        joined, self.whole = self.whole, lambda logits: logits  # what `prefill` and `step` give is whole already
+        self._joined = joined
+        total = sum(len(prompt) for prompt in self._prompts)
+        self._step_tokens = min(self._step_tokens, max(LEAST_TOKENS, -(-total // (PIECES * self._stage.count))))
+        self._groups = [
+            Group(range(*part), list(self._chunks(range(*part))))
+            for part in parts_of(len(self._prompts), self._stage.count)
+        ]
+
+    def prefill(self) -> Tensor:
+        """Logits [B, V] after the prompts."""
+        with self._measure():
+            found = [self._logits(chunk, fresh=True) for group in self._groups for chunk in group.chunks]
+        self._num_new = 1
+        return self._told(found)
+
+    def step(self) -> Tensor:
+        """The same after the newest tokens."""
+        with self._measure():
+            found = [self._logits(self._decodes(group.members, self._num_new)) for group in self._groups]
+        self._num_new += 1
+        return self._told(found)
+
+    def _logits(self, entries: list[ScheduledSequence], *, fresh: bool = False) -> tuple[Callable[[], None], Tensor]:
+        """Run a step; its logits [S, V] as they arrive on all ranks."""
+        ran = self._runner.run(Step(0, sequences=entries), fresh=fresh)
+        count = sum(entry.samples for entry in entries)
+        if self._stage.is_last:
+            logits = self._joined(ran.logits[:count]).float().clone()
+        else:
+            logits = torch.empty(count, self._vocab_size, device=self.ids.device)
+        return (self._stage.peers.start_from_first(logits) if count else lambda: None), logits
+
+    def _told(self, found: list[tuple[Callable[[], None], Tensor]]) -> Tensor:
+        for finish, _ in found:
+            finish()
+        self._stage.link.flush()
+        return torch.cat([logits for _, logits in found])
+
+    def likeliest(self, limit: int, stops: Tensor, pad: Any) -> Tensor:
+        """The ids with the likeliest tokens after them. A group does not wait for the others."""
+        most, now = limit - self.ids.shape[1], 0
+        going = list(self._groups)
+        while (group := next_group(going, now, self._stage.count)) is not None:
+            self._take(group)
+            if not group.chunks and (group.num_new >= most or self._has_ended(group, stops)):
+                going.remove(group)
+                continue
+            with self._measure():
+                self._run(group)
+            group.since, now = now, now + 1
+        self._stage.link.flush()
+        self._num_new = max(group.num_new for group in self._groups)
+        return torch.cat([self.ids, until_end(self._new(), stops, pad)], 1)
+
+    def _run(self, group: Group) -> None:
+        """The next step of a group. Its tokens are sent on their way to the other stages."""
+        fresh = bool(group.chunks)
+        entries = group.chunks.pop(0) if fresh else self._decodes(group.members, group.num_new)
+        ran = self._runner.run(Step(0, sequences=entries), fresh=fresh)
+        names = [entry.request_id for entry in entries if entry.samples]
+        if not group.chunks:
+            group.num_new += 1
+        if names:
+            tokens = torch.empty(len(names), dtype=torch.int64, device=self.ids.device)
+            if self._stage.is_last:
+                tokens.copy_(ran.likeliest[: len(names)])
+            group.arriving.append((self._stage.peers.start_from_first(tokens), tokens, names))
+
+    def _take(self, group: Group) -> None:
+        """Put the tokens that a group waits for into its rows."""
+        for finish, tokens, names in group.arriving:
+            finish()
+            index = torch.tensor([int(name) for name in names], device=self.ids.device)
+            places = self._lens[index] + max(0, group.num_new - 1)
+            self._runner.rows.tokens[self._runner.rows.of(names), places] = tokens.to(torch.int32)
+        group.arriving = []
+
+    def _has_ended(self, group: Group, stops: Tensor) -> bool:
+        """Whether all its sequences have met an end; looked at every few steps."""
+        if not len(stops) or not group.num_new or group.num_new % CHECK_EVERY:
+            return False
+        names = [str(index) for index in group.members]
+        lens = self._lens[group.members.start : group.members.stop]
+        places = lens[:, None] + torch.arange(group.num_new, device=lens.device)
+        new = self._runner.rows.tokens[self._runner.rows.of(names)[:, None], places]
+        return bool(torch.isin(new, stops.to(new.dtype)).any(1).all())
