@@ -95,17 +95,13 @@ class Cut:
 
     def _take_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stage before gives, instead of the first argument."""
-        if self.stage.is_first:
-            return None
-        own = args[0] if args else kwargs["hidden_states"]
-        handed = self.stage.handed
+        own, handed = args[0] if args else kwargs["hidden_states"], self.stage.handed
+        x = None if handed is None else handed.given
         if handed is None:
-            x = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-            self.stage.link.receive(x)
-        elif handed.given is None:
+            x = None if self.stage.is_first else torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            self.stage.link.begin(x)
+        if x is None:
             return None
-        else:
-            x = handed.given
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     def _hand_on(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -114,12 +110,14 @@ class Cut:
         if (handed := self.stage.handed) is not None:
             handed.taken = x
         elif not self.stage.is_last:
-            self.stage.link.send(x)
+            self.stage.link.end(x)
 
     def _share(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The last stage's results, to all."""
         if self.stage.handed is not None:
             return
+        if self.stage.is_last:
+            self.stage.link.end(None)
         started = [self.stage.peers.start_from_first(each) for each in _tensors(output)]
         if self.later is not None:
             self.later += started

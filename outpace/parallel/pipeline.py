@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.parallel.group import ALONE, Group
+from outpace.parallel.trace import Trace, now
 
 
 def stage_of(block: int, stages: int) -> int:
@@ -39,8 +40,32 @@ class Link:
     """The block of the stage before."""
     after: int = 0
     """The block of the stage after."""
+    trace: Trace | None = None
+    """When this stage computed, if somebody wants to know."""
     _on_their_way: deque[tuple["dist.Work", Tensor]] = field(default_factory=deque)
     _side: "torch.cuda.Stream | None" = None
+    _count: int = 0
+    _asked_at: float = 0.0
+    _begun_at: float = 0.0
+
+    def begin(self, into: Tensor | None) -> None:
+        """This stage computes next what the one before has sent; None: it is the first."""
+        if self.trace is not None:
+            self._asked_at = now()
+        if into is not None:
+            self.receive(into)
+        if self.trace is not None:
+            self._begun_at = now()
+
+    def end(self, x: Tensor | None) -> None:
+        """This stage has computed what it sends to the one after; None: it is the last."""
+        if self.trace is not None:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self.trace.add(self._count, self._begun_at, now(), self._begun_at - self._asked_at)
+            self._count += 1
+        if x is not None:
+            self.send(x)
 
     def receive(self, into: Tensor) -> None:
         """What the stage before has sent next. On a GPU it is on its way while earlier work goes on."""
@@ -108,7 +133,8 @@ class Stage:
     @classmethod
     def of(cls, number: int, count: int, peers: Group, everyone: Group) -> "Stage":
         """A stage with its link to the others."""
-        link = Link(peers, block_of(number - 1, count), block_of(number + 1, count))
+        trace = Trace.asked(number, dist.get_rank())
+        link = Link(peers, block_of(number - 1, count), block_of(number + 1, count), trace)
         return cls(number, count, peers, everyone, link)
 
     @property

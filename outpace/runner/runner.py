@@ -215,13 +215,11 @@ class Runner:
 
     def _take_in(self, num_tokens: int) -> None:
         """Wait for what the stage before gives of a step."""
-        if self._given is not None:
-            self._stage.link.receive(self._given[:num_tokens])
+        self._stage.link.begin(self._input(num_tokens))
 
     def _hand_on(self, hidden: Tensor) -> None:
         """Send the stage after what it needs of a step."""
-        if not self._stage.is_last:
-            self._stage.link.send(hidden)
+        self._stage.link.end(None if self._stage.is_last else hidden)
 
     def _batch(self, header: Header, shape: Shape) -> Batch:
         found = ragged_inputs(
