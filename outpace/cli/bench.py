@@ -29,8 +29,8 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help=f"{KINDS}, or a shape with random weights: llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, qwen3-0.6b, "
-        "qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, gpt-oss-20b, deepseek-v2-lite.",
+        help=f"{KINDS}, or a shape with random weights: llama-3.1-8b, llama-3.1-70b, llama-3.1-405b, llama-3.2-1b, "
+        "qwen3-0.6b, qwen3-30b-a3b, qwen3-235b-a22b, mixtral-8x7b, gpt-oss-20b, deepseek-v2-lite.",
         show_default=DEFAULT,
     ),
 ]
