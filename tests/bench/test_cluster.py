@@ -14,7 +14,7 @@ from bench.cluster_model import BETWEEN, MOST, NODE, WORK, Layout, Model, Rates,
 from bench.cluster_nodes import Choice, Cluster, choices
 from bench.cluster_queue import Arrival, Latencies, Speed, arrivals, simulate
 from bench.cluster_show import NODES, tables
-from bench.scaling import Measured, Share
+from bench.scaling import DOCS, Measured, Share
 from outpace.bench.shapes import SHAPES
 from outpace.offload.numbers import Work
 from outpace.parallel.trace import bubble_formula
@@ -188,7 +188,7 @@ def test_a_saturated_replica_does_what_the_model_says(model: Model) -> None:
 
 
 def test_the_document_has_these_tables(found: list[Choice]) -> None:
-    text = (cluster.DOCS / "scaling.md").read_text()
+    text = (DOCS / "scaling.md").read_text()
     assert tables(found) in text, "write them anew: scripts/bench cluster --docs"
 
 
