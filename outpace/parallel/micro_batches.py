@@ -62,7 +62,7 @@ def _joined_caches(caches: Sequence[Any]) -> Any:
     """Keys and values of all rows, in the first of the caches."""
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for name in ("keys", "values"):
-            parts: list[Any] = [getattr(layer, name, None) for layer in layers]
+            parts: list[Any] = [vars(layer).get(name) for layer in layers]
             if all(isinstance(part, Tensor) for part in parts):
                 setattr(layers[0], name, torch.cat(parts))
     return caches[0]
