@@ -67,6 +67,7 @@ class Row:
     table: list[int]
     num_computed: int
     prompt_only: bool
+    told: list[int] = field(default_factory=list)
 
 
 class Runner:
@@ -76,8 +77,11 @@ class Runner:
     writes only then, in any order. What is read or written too early or too late shows in the answers.
     """
 
-    def __init__(self, block_size: int, slow: random.Random | None = None, broken_files: float = 0.0) -> None:
+    def __init__(
+        self, block_size: int, slow: random.Random | None = None, broken_files: float = 0.0, depth: int = 1
+    ) -> None:
         self.block_size = block_size
+        self.depth = depth
         self.slow = slow
         self.broken_files = broken_files
         self.rows: dict[str, Row] = {}
@@ -148,12 +152,21 @@ class Runner:
             self.rows[entry.request_id] = Row(list(entry.token_ids), [], entry.start, entry.request.prompt_only)
         row = self.rows[entry.request_id]
         row.table += entry.new_blocks
+        if self.depth > 1:
+            self._tell_first_stage(row, entry)
         assert entry.num_new_tokens > 0
         assert entry.start == row.num_computed, "tokens are computed once, in order"
         row.num_computed += entry.num_new_tokens
         assert len(row.table) == -(-row.num_computed // self.block_size)
         for position in range(entry.start, row.num_computed):
             self.pages[self._place(row, position)] = (position, row.tokens[position])
+
+    def _tell_first_stage(self, row: Row, entry: ScheduledSequence) -> None:
+        """The first stage knows the tokens that steps bring, and no others."""
+        first = 0 if entry.request is not None else entry.start
+        row.told[first : first + len(entry.token_ids)] = entry.token_ids
+        end = entry.start + entry.num_new_tokens
+        assert row.told[:end] == row.tokens[:end], "a token that the first stage has not been told"
 
     def _sample(self, entry: ScheduledSequence) -> int:
         row = self.rows[entry.request_id]
@@ -192,6 +205,7 @@ class Simulation:
     broken_files: float = 0.0
     caching: bool = True
     overlap: int = 0
+    depth: int = 1
     max_waiting: int = 1000
     chunk: int | None = None
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -211,9 +225,10 @@ class Simulation:
             max_model_len=self.num_blocks * self.block_size + 1,
             max_waiting=self.max_waiting,
             max_chunk_beside_decodes=self.chunk,
+            depth=self.depth,
             tiers=self.tiers,
         )
-        self.runner = Runner(self.block_size, self.slow, self.broken_files)
+        self.runner = Runner(self.block_size, self.slow, self.broken_files, self.depth)
         self.unstarted: dict[tuple[str, int], deque[str]] = {}
 
     def add(self, prompt: list[int] | int, max_tokens: int = 4, name: str | None = None, **more: Any) -> str:
@@ -253,6 +268,9 @@ class Simulation:
             assert entry.request_id not in self.reasons.keys() | self.aborted | step.preempted.keys()
             if entry.request is not None:
                 self._check_turn(entry.request)
+        if self.depth > 1:
+            chosen = {each.request_id for other, _ in self.flying for each in other.sequences if each.samples}
+            assert chosen.isdisjoint(entry.request_id for entry in step.sequences), "its token is not known yet"
         self.flying.append((step, self.runner.run(step)))
         self.steps.append(step)
         return step
@@ -289,7 +307,7 @@ class Simulation:
         todo = [name for name in self.requests if name not in self.reasons.keys() | self.aborted]
         tokens = sum(len(self.requests[name].prompt_token_ids) + self.requests[name].max_tokens for name in todo)
         in_order = len({(self.requests[name].priority, self.requests[name].caller) for name in todo}) < 2
-        bound = ((tokens + len(todo)) * (1 if in_order else max(1, len(todo)))) * (1 + self.overlap) + 10
+        bound = ((tokens + len(todo)) * (1 if in_order else max(1, len(todo)))) * (self.depth + self.overlap) + 10
         for count in range(bound):
             if not self.scheduler.has_work:
                 self.check_end()
@@ -682,6 +700,31 @@ def test_a_decode_does_not_wait_for_the_token_before() -> None:
     sim.check_end()
 
 
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_stages_all_have_a_step(depth: int) -> None:
+    sim = Simulation(depth=depth, overlap=depth - 1, max_num_seqs=7, budget=32)
+    for _ in range(7):
+        sim.add(3, max_tokens=40)
+    for _ in range(4 * depth):
+        sim.step()
+    for _ in range(3):
+        round_of = [sim.step() for _ in range(depth)]
+        served = Counter(entry.request_id for step in round_of for entry in step.sequences)
+        assert len(served) == 7
+        assert set(served.values()) == {1}
+        assert max(len(step.sequences) for step in round_of) == -(-7 // depth)
+    sim.drain()
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    sim = Simulation(depth=3, overlap=2, budget=8, max_num_seqs=2)
+    sim.add(22, max_tokens=2)
+    assert [sim.shape(sim.schedule()) for _ in range(4)] == [
+        {"0": (0, 8, False)}, {"0": (8, 8, False)}, {"0": (16, 6, True)}, {}
+    ]  # fmt: skip
+    sim.drain()
+
+
 def test_the_extra_token_of_a_finished_request_is_ignored() -> None:
     sim = Simulation(overlap=1)
     stop = alone_tokens([7, 7])[0]
@@ -816,11 +859,11 @@ def crowd(seed: int, count: int = 60, **more: Any) -> Simulation:
     return sim
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize(("overlap", "depth"), [(0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (4, 4)])
 @pytest.mark.parametrize("swap_space", [0, 8, 100])
 @pytest.mark.parametrize("caching", [True, False])
-def test_ten_times_the_cache_ends_with_nothing_lost(overlap: int, swap_space: int, caching: bool) -> None:
-    sim = crowd(3, overlap=overlap, swap_space=swap_space, caching=caching)
+def test_ten_times_the_cache_ends_with_nothing_lost(overlap: int, depth: int, swap_space: int, caching: bool) -> None:
+    sim = crowd(3, overlap=overlap, depth=depth, swap_space=swap_space, caching=caching)
     demand = sum(len(request.prompt_token_ids) + request.max_tokens for request in sim.requests.values())
     assert demand > 10 * sim.num_blocks * sim.block_size * 2
     sim.drain()
@@ -894,6 +937,7 @@ def random_simulation(rng: random.Random) -> Simulation:
         budget=max_num_seqs + rng.randrange(20),
         caching=rng.random() < 0.7,
         overlap=rng.choice((0, 1, 1, 2)),
+        depth=rng.choice((1, 1, 2, 3)),
         max_waiting=rng.randrange(1, 20),
         chunk=rng.choice((None, 1, 5)),
     )
@@ -935,6 +979,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         broken_files=st.sampled_from([0.0, 0.3]),
         caching=st.booleans(),
         chunk=st.none() | st.integers(1, 4),
+        depth=st.integers(1, 3),
     )
     def start(self, max_num_seqs: int, spare: int, levels: tuple[int, int, int], **sizes: Any) -> None:
         sizes |= dict(zip(("swap_space", "kv", "kv_files"), levels, strict=True))
