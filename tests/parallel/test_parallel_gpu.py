@@ -14,10 +14,12 @@ from tests.sharded_models import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 NAMES = ("llama", "qwen3", "gpt_neox", "falcon 40b", "bloom", "moe: qwen3", "moe: gpt-oss", "moe: olmoe")
+STAGED = ("llama", "gpt2", "bloom", "gemma3", "moe: mixtral", "own: glm4")
 CASES: tuple[Case, ...] = (
     *(("on_a_gpu", name, tp(2)) for name in NAMES),
     ("on_a_gpu", "moe: mixtral", {"moe": {"ep_size": 2}}),
     ("on_a_gpu", "moe: mixtral", tp(2, moe={"ep_size": 2})),
+    *(("on_a_gpu", name, {"pipeline_parallel": {"pp_size": 2}}) for name in STAGED),
 )
 
 
@@ -33,7 +35,11 @@ def test_two_ranks_on_one_gpu(case: Case) -> None:
     assert not problem, problem
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"moe": {"ep_size": 2}}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantization": "int8"}, {"moe": {"ep_size": 2}}, {"pp": 2}, {"pp": 2, "enforce_eager": True}],
+    ids=str,
+)
 def test_llm_on_two_ranks_of_one_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_RANKS_SHARE_DEVICE", "1")
     make("mixtral" if "moe" in options else "llama").save_pretrained(tmp_path)
@@ -41,8 +47,9 @@ def test_llm_on_two_ranks_of_one_gpu(options: dict[str, Any], tmp_path: Path, mo
     kinds = (SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=0.8, seed=3, max_tokens=12))
     found = []
     for ranks in (1, 2):
-        given = {**options, **({} if ranks == 1 else {"tensor_parallel_size": ranks})}
-        given.pop("moe" if ranks == 1 else "", None)
+        given = {**options, **({} if ranks == 1 or "pp" in options else {"tensor_parallel_size": ranks})}
+        for name in ("moe", "pp") if ranks == 1 else ():
+            given.pop(name, None)
         with LLM(str(tmp_path), device="cuda", dtype="fp32", num_blocks=64, max_model_len=64, **given) as llm:
             answers = [llm.generate(prompts, params, use_tqdm=False) for params in kinds]
             found.append([[each.outputs[0].token_ids for each in some] for some in answers])
