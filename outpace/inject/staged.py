@@ -208,7 +208,7 @@ def width(head: Any) -> int:
     if isinstance(head, Blank):
         return head.end.width
     vocabulary = getattr(head, "vocabulary", ALL)
-    return sum(vocabulary.sizes) or int(head.weight.shape[0])
+    return sum(vocabulary.sizes) or int(getattr(head, "out_features", 0) or head.weight.shape[0])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -108,7 +108,8 @@ def test_n8_families(family: str, place: str, tmp_path: Path) -> None:
     }
     model = deep(family, 9)
     vocab = model.config.vocab_size
-    with LLM(copy.deepcopy(model), **{**options, "enable_cuda_graph": place == "host"}) as resident:
+    graphs = place == "host" and family != "mixtral"  # experts that come when they are chosen are in no graph
+    with LLM(copy.deepcopy(model), **{**options, "enable_cuda_graph": graphs}) as resident:
         wanted = answers_short(resident, vocab)
     values = sum(weight.numel() for weight in model.parameters())
     with LLM(model, **options, **offload(place, tmp_path, values // 4)) as llm:
