@@ -16,7 +16,7 @@ from bench.scaling import DENSE, MEMORY, MOE, RESERVED, Measured, Share, collect
 from outpace.bench.shapes import SHAPES, rank_shape
 from outpace.offload.cards import DISK
 from outpace.offload.numbers import Experts, Work
-from outpace.parallel.trace import bubble_formula
+from outpace.parallel.stages import bubble
 
 WORK = Work(prompt=1000, new=1000)  # as in the run that one GPU was measured with
 NODE = 8  # GPUs
@@ -261,7 +261,7 @@ class Model:
         decode = self.parts(model, weights, layout, 1, WORK, prompts=False).total
         stage = decode + prompt / chunks * self.prompt_token(model, weights, layout.tp) / layout.pp
         sends = (layout.pp - 1) * self.send(self._share(model, weights, layout.tp).hidden, prompt // chunks, layout)
-        return chunks * stage / (1 - bubble_formula(layout.pp, chunks)) / self.factor + sends
+        return chunks * stage / (1 - bubble(layout.pp, chunks)) / self.factor + sends
 
     @cached_property
     def prompts_reach(self) -> dict[str, float]:

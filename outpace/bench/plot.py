@@ -70,6 +70,36 @@ def plot_steps(lines: Mapping[str, Mapping[int, float]], title: str, path: Path)
     _save(figure, axes, path)
 
 
+def plot_pipeline(found: Figures, path: Path) -> None:
+    """When each stage computed: a row for each, a bar with its number for each micro-batch; what is idle is hatched."""
+    figure, axes = _figure()
+    timeline = found["timeline"]
+    figure.set_size_inches(max(9, 0.6 * found["outpace"]["micro_batches"]), 2.2 + 0.7 * len(timeline))
+    every = [span for spans in timeline.values() for span in spans]
+    zero, last = min(span[1] for span in every), max(span[2] for span in every)
+    axes.barh([*timeline], last - zero, height=0.8, color="white", edgecolor="#cccccc", hatch="////")
+    for stage, spans in timeline.items():
+        for place, (_, begin, end, _) in enumerate(spans):
+            colour = "#6baed6" if place % 2 else "#2171b5"
+            axes.barh(stage, end - begin, left=begin - zero, height=0.8, color=colour, edgecolor="white")
+            axes.text((begin + end) / 2 - zero, stage, str(place + 1), ha="center", va="center", color="white")
+    ours = found["outpace"]
+    axes.set_title(
+        f"{ours['model']} on {ours['device']}: {ours['pp']} stages, {ours['micro_batches']} micro-batches of "
+        f"{ours['tokens']} tokens\nidle {found['bubble']:.1%}, by (pp-1)/(m+pp-1) {found['bubble_formula']:.1%}; "
+        f"{found['speedup']:.2f} times as fast as one process, ideal {found['ideal_speedup']:.2f}",
+        loc="left",
+    )
+    axes.set(
+        yticks=[*timeline],
+        yticklabels=[f"stage {stage}" for stage in timeline],
+        xlabel="s (hatched: idle)",
+        xlim=(0, last - zero),
+    )
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=130)
+
+
 def _figure() -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 

@@ -80,6 +80,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
         },
     },
+    "small": {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "vocab_size": 1024,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    },
     "tiny": {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256,
@@ -92,7 +97,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
     },
 }  # fmt: skip
-"""Entries of the published config.json files; tiny and tiny-moe are for tries without a GPU."""
+"""Entries of the published config.json files; small, tiny and tiny-moe are for tries without a GPU. The layers of small
+are nearly all of it, so that stages of a pipeline are equal."""
 SMALL = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
 """Dense ones that one GPU runs with room to spare."""
 DENSE = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" not in shape)

@@ -108,6 +108,37 @@ def profile_table(found: Figures) -> Table:
     return table
 
 
+def pipeline_table(found: Figures) -> Table:
+    """The speed-up and the bubble, each beside its formula."""
+    ours = found["outpace"]
+    table = Table(
+        title=f"{ours['model']} in {ours['dtype']} on {ours['device']}: {ours['pp']} stages, {ours['micro_batches']} "
+        f"micro-batches of {ours['tokens']} tokens",
+        title_justify="left",
+        caption=_busy(ours["used_by_other_programs"])
+        + f"best of {ours['turns']} turns each, by turns; every process has {_threads(ours['threads'])}",
+        caption_justify="left",
+    )
+    for column in ("", "measured", "ideal", "of ideal"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    speedup, ideal = found["speedup"], found["ideal_speedup"]
+    table.add_row("one process, s", f"{min(found['one_process_seconds']):.2f}", "", "")
+    table.add_row("pipeline, s", f"{min(found['pipeline_seconds']):.2f}", "", "")
+    table.add_row("times as fast", f"{speedup:.3f}", f"{ideal:.3f}", f"{found['of_ideal']:.3f}")
+    table.add_row("the same, median of the turns", f"{found['median_speedup']:.3f}", "", "")
+    table.add_row("idle: bubble, (pp-1)/(m+pp-1)", f"{found['bubble']:.4f}", f"{found['bubble_formula']:.4f}", "")
+    busy, formula = 1 - found["bubble"], 1 - found["bubble_formula"]
+    table.add_row("computing", f"{busy:.4f}", f"{formula:.4f}", f"{busy / formula:.3f}")
+    table.add_row("idle without fill and drain", f"{found['bubble_steady']:.4f}", "0", "")
+    for stage, took in found["stage_ms"].items():
+        table.add_row(f"stage {stage}, ms a micro-batch", f"{took:.1f}", "", "")
+    return table
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
 def _table(facts: dict[str, Any], what: str, columns: Sequence[str], first: str = "") -> Table:
     """An empty table that says under itself where this was measured."""
     parts = ", ".join(f"{part} {took:.2f}" for part, took in facts["startup_seconds"].items())

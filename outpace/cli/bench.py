@@ -1,4 +1,4 @@
-"""`outpace bench throughput|latency|serve`: figures of a model on this machine, beside its limit, or of a server."""
+"""`outpace bench throughput|latency|pipeline|serve`: figures of a model on this machine, or of a server."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,7 +90,7 @@ def throughput(
     if not splitfuse:
         chat = workload is Lengths.SHAREGPT
         work = Workload(input_len=input_len, output_len=output_len, chat=chat, dataset=dataset)
-        _throughput(model, work, num_prompts, seed, _levels(concurrency), options, files)
+        _throughput(model, work, num_prompts, seed, _levels("concurrency", concurrency), options, files)
         return
     from outpace.bench.splitfuse import Experiment
 
@@ -132,6 +132,40 @@ def latency(
     Console().print(latency_table(found))
     found["outpace"]["options"] = _given(options)
     write_json(files.json, found)
+
+
+@app.command("pipeline")
+def pipeline(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"{KINDS}, or a shape with random weights: small, tiny, ...")
+    ] = "small",
+    pp: Annotated[int, typer.Option("--pp", help="Stages, a process each.")] = 2,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches: prompts as long as a step.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 128,
+    turns: Annotated[int, typer.Option(help="Turns of one process and of the pipeline; the best of each count.")] = 3,
+    threads: Annotated[int, typer.Option(help="Threads of each process on a CPU.")] = 1,
+    layers: Annotated[str | None, typer.Option(help="Layers of each stage: 4,4. Default: balanced.")] = None,
+    random: Random = False,
+    dtype: DType = None,
+    device: Device = None,
+    output_json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw when each stage computed into this .png file.")] = None,
+) -> None:
+    """A pipeline of stages against one process: the speed-up beside the ideal one, and the timeline of the stages."""
+    files = Files(output_json, plot)
+    from outpace.bench.pipeline import Experiment
+    from outpace.bench.pipeline import pipeline as measure
+    from outpace.bench.plot import plot_pipeline
+    from outpace.bench.tables import pipeline_table
+
+    stages = _levels("layers", layers)
+    experiment = Experiment(pp, micro_batches, tokens, turns, threads, None if stages is None else tuple(stages))
+    with progress() as say:
+        found = measure(model, experiment, random=random, say=say, dtype=dtype, device=device)
+    Console().print(pipeline_table(found))
+    write_json(files.json, found)
+    if files.plot is not None:
+        plot_pipeline(found, files.plot)
 
 
 def _throughput(
@@ -235,13 +269,13 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _levels(text: str | None) -> list[int] | None:
+def _levels(name: str, text: str | None) -> list[int] | None:
     """1,4,16 as numbers."""
     if text is None:
         return None
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError(f"concurrency: expected numbers like 1,4,16, got {text!r}")
+        raise InputError(f"{name}: expected numbers like 1,4,16, got {text!r}")
     return [int(part) for part in parts]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outpace.errors import ConfigError, InputError
+from outpace.parallel.stages import bubble
 
 ENVIRONMENT = "OUTPACE_PIPELINE_TRACE"
 
@@ -93,19 +94,16 @@ def shifted(spans: Iterable[Span], offset: float) -> list[Span]:
     return sorted(moved, key=lambda span: span.begin)
 
 
-def since(stages: Stages, begin: float) -> dict[int, list[Span]]:
-    """What began at this time or later: without warm-up."""
-    return {stage: [span for span in spans if span.begin >= begin] for stage, spans in stages.items()}
-
-
-def bubble_formula(stages: int, micro_batches: int) -> float:
-    """The idle share of a pipeline with equal stages and micro-batches, from its fill to its drain."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def within(stages: Stages, begin: float, end: float) -> dict[int, list[Span]]:
+    """What ran between two times: without warm-up."""
+    return {
+        stage: [span for span in spans if span.begin >= begin and span.end <= end] for stage, spans in stages.items()
+    }
 
 
 def ideal_speedup(stages: int, micro_batches: int) -> float:
     """How many times as fast as one stage that does it all."""
-    return stages * (1 - bubble_formula(stages, micro_batches))
+    return stages * (1 - bubble(stages, micro_batches))
 
 
 def idle_share(stages: Stages, begin: float | None = None, end: float | None = None) -> float:

@@ -17,7 +17,7 @@ from bench.cluster_show import NODES, tables
 from bench.scaling import DOCS, Measured, Share
 from outpace.bench.shapes import SHAPES
 from outpace.offload.numbers import Work
-from outpace.parallel.trace import bubble_formula
+from outpace.parallel.stages import bubble
 
 SPEED = Speed(slots=8, steps=[0.01 + 0.001 * size for size in range(9)], prompt_token=1e-5)
 SHORT = Work(prompt=100, new=20)
@@ -71,7 +71,7 @@ def test_stages_wait_for_sends_unless_there_is_another_micro_batch(model: Model)
     assert more.shares["waiting for stages"] == pytest.approx(0, abs=1e-12)
     assert more.rate > exact.rate
     few = model.replica("llama-3.1-8b", "bf16", Layout(4, 1, 1), most=64)
-    assert few.shares["waiting for stages"] > bubble_formula(4, 1), "one micro-batch keeps one of four stages busy"
+    assert few.shares["waiting for stages"] > bubble(4, 1), "one micro-batch keeps one of four stages busy"
     inside, outside = (model.send(8192, 64, Layout(2, tp)) for tp in (4, 8))
     assert outside > inside
 
@@ -80,7 +80,7 @@ def test_a_prompt_fills_and_drains_the_pipeline(model: Model) -> None:
     free = Model(model.measured, replace(model.rates, nvlink_seconds=0.0, nvlink=math.inf))
     kind = "llama-3.1-8b", "bf16"
     alone, staged = (free.first_token(*kind, Layout(pp), 4096) for pp in (1, 4))
-    assert staged / alone == pytest.approx(1 / 4 / (1 - bubble_formula(4, 2)))
+    assert staged / alone == pytest.approx(1 / 4 / (1 - bubble(4, 2)))
     assert free.first_token(*kind, Layout(4), 1000) == pytest.approx(free.first_token(*kind, Layout(), 1000))
 
 

@@ -136,7 +136,7 @@ def test_what_is_wrong_is_said_before_the_model_is_looked_for(
 def test_random_needs_a_name(run_main: Main) -> None:
     code, _, err = run_main("bench", "latency", "--random", "--device", "cpu")
     assert code == 2
-    assert "error: random: name a shape (llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, " in err
+    assert "error: random: name a shape (llama-3.1-8b, llama-3.1-70b, llama-3.1-405b, " in err
 
 
 def test_requests_that_the_model_cannot_hold(folder: Path, run_main: Main) -> None:

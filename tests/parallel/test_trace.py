@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from outpace.errors import ConfigError, InputError
+from outpace.parallel.stages import bubble
 from outpace.parallel.trace import (
     ENVIRONMENT,
     Span,
     Trace,
-    bubble_formula,
     ideal_speedup,
     idle_share,
     read,
     shifted,
-    since,
     steady_idle_share,
+    within,
 )
 
 
@@ -31,7 +31,7 @@ def pipeline(stages: int, micro_batches: int, took: float = 1.0, gap: float = 0.
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (2, 1), (2, 16), (3, 7), (4, 16)])
 def test_equal_stages_have_the_bubble_of_the_formula(stages: int, micro_batches: int) -> None:
     ideal = pipeline(stages, micro_batches)
-    assert idle_share(ideal) == pytest.approx(bubble_formula(stages, micro_batches))
+    assert idle_share(ideal) == pytest.approx(bubble(stages, micro_batches))
     if micro_batches >= stages:  # else there is no time at which all stages have work
         assert steady_idle_share(ideal) == pytest.approx(0, abs=1e-12)
     whole = max(spans[-1].end for spans in ideal.values())
@@ -41,7 +41,7 @@ def test_equal_stages_have_the_bubble_of_the_formula(stages: int, micro_batches:
 def test_gaps_count_as_idle_in_the_steady_state_too() -> None:
     found = pipeline(2, 16, took=1.0, gap=0.25)
     assert steady_idle_share(found) == pytest.approx(0.2, abs=0.02)
-    assert idle_share(found) > bubble_formula(2, 16)
+    assert idle_share(found) > bubble(2, 16)
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
@@ -51,7 +51,7 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
 
 
 def test_less_than_two_stages_and_micro_batches() -> None:
-    assert bubble_formula(1, 1) == 0
+    assert bubble(1, 1) == 0
     assert ideal_speedup(1, 3) == 1
     assert ideal_speedup(4, 1) == 1
     assert idle_share({0: [Span(0, 1.0, 1.0)]}) == 0
@@ -98,5 +98,5 @@ def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_trace() -> None:
-    assert since(pipeline(2, 3), 2.0) == {0: [Span(2, 2.0, 3.0)], 1: [Span(1, 2.0, 3.0), Span(2, 3.0, 4.0)]}
+    assert within(pipeline(2, 3), 2.0, 3.5) == {0: [Span(2, 2.0, 3.0)], 1: [Span(1, 2.0, 3.0)]}
     assert shifted([Span(1, 5.0, 6.0), Span(0, 1.0, 2.0)], 1.0) == [Span(0, 2.0, 3.0), Span(1, 6.0, 7.0)]
