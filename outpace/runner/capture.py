@@ -40,7 +40,8 @@ def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable
         except Exception as error:
             raise Uncapturable((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
 
-    def replay() -> Result:
+    def replay(reads: object = run) -> Result:
+        """`reads`: the graph reads tensors that the function has, so it lives as long as the graph does."""
         graph.replay()
         return output
 
