@@ -19,8 +19,9 @@ class Uncapturable(Exception):
 
 
 def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable[[], Result]:
-    """`run` as a graph; it must work on static buffers alone. A replay overwrites the result of the one before.
+    """`run` as a graph; it must work on static buffers alone, which the caller keeps alive as long as the graph.
 
+    A replay overwrites the result of the one before.
     An error in a warm-up is run's own. Warm-ups run on the stream of the capture, so that what torch makes for each
     stream (cuBLAS: 32 MiB) is made once.
     """
@@ -40,8 +41,7 @@ def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable
         except Exception as error:
             raise Uncapturable((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
 
-    def replay(reads: object = run) -> Result:
-        """`reads`: the graph reads tensors that the function has, so it lives as long as the graph does."""
+    def replay() -> Result:
         graph.replay()
         return output
 

@@ -109,11 +109,13 @@ def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
     runner = Runner(model, make_pages(model, config, 1), limits)
     full = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
     runner.warm_up(full)
-    few = min(LEAST_TOKENS, limits.max_num_seqs)
+    few, kept = min(LEAST_TOKENS, limits.max_num_seqs), list[object]()
 
     def graph(shape: Shape) -> Callable[[], object]:
+        trial = runner.trial(shape, model.vocab_size)
+        kept.append(trial)  # the graph reads the tensors that it has
         with CAPTURING, gemm_library(shape.num_tokens):
-            return captured(runner.trial(shape, model.vocab_size), pool=None, warm_ups=1)
+            return captured(trial, pool=None, warm_ups=1)
 
     if config.cuda_graphs and model.capturable:
         try:
