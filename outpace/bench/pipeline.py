@@ -30,7 +30,17 @@ from outpace.kernels.limits import device_name
 from outpace.llm import LLM
 from outpace.loading.dtypes import choose_dtype, short
 from outpace.parallel.stages import bubble
-from outpace.parallel.trace import ENVIRONMENT, Span, Stages, ideal_speedup, idle_share, read, steady_idle_share, within
+from outpace.parallel.trace import (
+    ENVIRONMENT,
+    Span,
+    Stages,
+    ideal_speedup,
+    idle_share,
+    read,
+    replayed,
+    steady_idle_share,
+    within,
+)
 from outpace.runner.machine import cores, usage, used_by_others
 
 
@@ -74,6 +84,8 @@ class Turn:
 
     alone: float
     """Seconds of one process."""
+    alone_cpu: float
+    """Of its CPU time."""
     seconds: float
     stages: Stages
     others: float | None
@@ -155,14 +167,15 @@ def _turns(alone: LLM, staged: LLM, traces: Path, experiment: Experiment, say: C
     for number in range(experiment.turns + 1):
         prompts = [latency_prompt(vocab, experiment.tokens, each) for each in range(experiment.micro_batches)]
         items, before = [Item(prompt, 1) for prompt in prompts], usage()
+        cpu = time.process_time()
         seconds = run(alone.engine, items).seconds
-        after = usage()
+        cpu, after = time.process_time() - cpu, usage()
         begin = time.perf_counter()
         took = run(staged.engine, items).seconds
         if number == 0:
             continue  # to warm up
         others = None if before is None or after is None else used_by_others(before, after)
-        turn = Turn(seconds, took, within(read(traces), begin, begin + took), others)
+        turn = Turn(seconds, cpu, took, within(read(traces), begin, begin + took), others)
         say(f"turn {number} of {experiment.turns}: {turn.speedup:.2f} times as fast as one process")
         yield turn
 
@@ -186,6 +199,7 @@ def figures(turns: Sequence[Turn], experiment: Experiment, facts: Figures) -> Fi
         "bubble_formula": bubble(experiment.pp, experiment.micro_batches),
         "bubble_steady": steady_idle_share(best.stages),
         "stage_ms": computing,
+        "by_cpu_time": _by_cpu_time(turns, experiment),
         "timeline": shown,
         "outpace": {
             **facts,
@@ -193,6 +207,21 @@ def figures(turns: Sequence[Turn], experiment: Experiment, facts: Figures) -> Fi
             "used_by_other_programs": {"cores": max(others), "of": cores()} if others else None,
         },
     }
+
+
+def _by_cpu_time(turns: Sequence[Turn], experiment: Experiment) -> Figures | None:
+    """What the same would be if no other program ran, from the CPU time of every computation. None: on a GPU."""
+    alone, without = min(turn.alone_cpu for turn in turns), [replayed(turn.stages) for turn in turns]
+    best = min(without, key=_length)
+    if not _length(best):
+        return None
+    speedup, ideal = alone / _length(best), ideal_speedup(experiment.pp, experiment.micro_batches)
+    figures = {"one_process_seconds": alone, "pipeline_seconds": _length(best), "speedup": speedup}
+    return {**figures, "of_ideal": speedup / ideal, "bubble": idle_share(best)}
+
+
+def _length(stages: Stages) -> float:
+    return max((span.end for spans in stages.values() for span in spans), default=0.0)
 
 
 def _median_ms(spans: Sequence[Span]) -> float:

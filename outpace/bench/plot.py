@@ -79,7 +79,7 @@ def plot_pipeline(found: Figures, path: Path) -> None:
     zero, last = min(span[1] for span in every), max(span[2] for span in every)
     axes.barh([*timeline], last - zero, height=0.8, color="white", edgecolor="#cccccc", hatch="////")
     for stage, spans in timeline.items():
-        for place, (_, begin, end, _) in enumerate(spans):
+        for place, (_, begin, end, *_) in enumerate(spans):
             colour = "#6baed6" if place % 2 else "#2171b5"
             axes.barh(stage, end - begin, left=begin - zero, height=0.8, color=colour, edgecolor="white")
             axes.text((begin + end) / 2 - zero, stage, str(place + 1), ha="center", va="center", color="white")

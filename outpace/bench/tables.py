@@ -130,6 +130,10 @@ def pipeline_table(found: Figures) -> Table:
     busy, formula = 1 - found["bubble"], 1 - found["bubble_formula"]
     table.add_row("computing", f"{busy:.4f}", f"{formula:.4f}", f"{busy / formula:.3f}")
     table.add_row("idle without fill and drain", f"{found['bubble_steady']:.4f}", "0", "")
+    if (by_cpu := found["by_cpu_time"]) is not None:
+        ratio = f"{by_cpu['of_ideal']:.3f}"
+        table.add_row("by CPU time: times as fast", f"{by_cpu['speedup']:.3f}", f"{ideal:.3f}", ratio)
+        table.add_row("by CPU time: bubble", f"{by_cpu['bubble']:.4f}", f"{found['bubble_formula']:.4f}", "")
     for stage, took in found["stage_ms"].items():
         table.add_row(f"stage {stage}, ms a micro-batch", f"{took:.1f}", "", "")
     return table

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.parallel.group import ALONE, Group
-from outpace.parallel.trace import Trace, now
+from outpace.parallel.trace import Trace, cpu_time, now
 
 
 def stage_of(block: int, stages: int) -> int:
@@ -47,6 +47,7 @@ class Link:
     _count: int = 0
     _asked_at: float = 0.0
     _begun_at: float = 0.0
+    _cpu_before: float = 0.0
 
     def begin(self, into: Tensor | None) -> None:
         """This stage computes next what the one before has sent; None: it is the first."""
@@ -55,14 +56,15 @@ class Link:
         if into is not None:
             self.receive(into)
         if self.trace is not None:
-            self._begun_at = now()
+            self._begun_at, self._cpu_before = now(), cpu_time()
 
     def end(self, x: Tensor | None) -> None:
         """This stage has computed what it sends to the one after; None: it is the last."""
         if self.trace is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-            self.trace.add(self._count, self._begun_at, now(), self._begun_at - self._asked_at)
+            waited, used = self._begun_at - self._asked_at, cpu_time() - self._cpu_before
+            self.trace.add(self._count, self._begun_at, now(), waited, used)
             self._count += 1
         if x is not None:
             self.send(x)

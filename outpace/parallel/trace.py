@@ -28,6 +28,8 @@ class Span(NamedTuple):
     end: float
     waited: float = 0.0
     """Seconds before `begin` in which the stage waited for the input."""
+    cpu: float = 0.0
+    """Seconds of the process's CPU time, which other programs on a busy machine do not make longer."""
 
 
 Stages = Mapping[int, Sequence[Span]]
@@ -50,16 +52,16 @@ class Trace:
         folder = os.environ.get(ENVIRONMENT)
         return cls(stage, rank, Path(folder)) if folder else None
 
-    def add(self, step: int, begin: float, end: float, waited: float = 0.0) -> None:
+    def add(self, step: int, begin: float, end: float, waited: float = 0.0, cpu: float = 0.0) -> None:
         """Record one computation; times are `now()`. On a GPU, synchronize before taking the time of the end."""
-        span = Span(step, begin, end, waited)
+        span = Span(step, begin, end, waited, cpu)
         self.spans.append(span)
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(span) + "\n")
 
 
-now = time.perf_counter
+now, cpu_time = time.perf_counter, time.process_time
 
 
 def _new_file(path: Path, head: Mapping[str, int]) -> Path:
@@ -99,6 +101,19 @@ def within(stages: Stages, begin: float, end: float) -> dict[int, list[Span]]:
     return {
         stage: [span for span in spans if span.begin >= begin and span.end <= end] for stage, spans in stages.items()
     }
+
+
+def replayed(stages: Stages) -> dict[int, list[Span]]:
+    """The same work without other programs and waits: every computation takes its CPU time, as early as it can."""
+    found: dict[int, list[Span]] = {}
+    ready = dict[int, float]()
+    for stage, spans in sorted(stages.items()):
+        free = 0.0
+        for span in spans:
+            begin = max(free, ready.get(span.step, 0.0))
+            free = ready[span.step] = begin + span.cpu
+            found.setdefault(stage, []).append(Span(span.step, begin, free, 0.0, span.cpu))
+    return found
 
 
 def ideal_speedup(stages: int, micro_batches: int) -> float:

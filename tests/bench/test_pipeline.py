@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench import pipeline as script
 from outpace.bench.pipeline import Experiment, Turn, figures
 from outpace.bench.plot import plot_pipeline
 from outpace.bench.tables import pipeline_table
@@ -28,14 +29,18 @@ def shown(found: dict[str, Any]) -> str:
 
 def test_an_ideal_pipeline_is_as_its_formulas_say(tmp_path: Path) -> None:
     experiment = Experiment(pp=2, micro_batches=16, turns=2)
-    ideal = schedule(2, 16, took=0.1)
-    turns = [Turn(3.6, 2.4, ideal, None), Turn(3.2, 1.7, ideal, 1.5)]
+    ideal = {stage: [span._replace(cpu=0.1) for span in spans] for stage, spans in schedule(2, 16, took=0.1).items()}
+    turns = [Turn(3.6, 3.3, 2.4, ideal, None), Turn(3.2, 3.2, 1.7, ideal, 1.5)]
     found = figures(turns, experiment, FACTS)
     assert found["speedup"] == pytest.approx(found["ideal_speedup"]) == pytest.approx(32 / 17)
     assert found["bubble"] == pytest.approx(found["bubble_formula"]) == pytest.approx(1 / 17)
     assert found["bubble_steady"] == pytest.approx(0, abs=1e-9)
     assert found["median_speedup"] == pytest.approx((3.6 / 2.4 + 3.2 / 1.7) / 2)
     assert found["stage_ms"] == {0: pytest.approx(100), 1: pytest.approx(100)}
+    by_cpu = found["by_cpu_time"]
+    assert (by_cpu["one_process_seconds"], by_cpu["pipeline_seconds"]) == (3.2, pytest.approx(1.7))
+    assert by_cpu["of_ideal"] == pytest.approx(1)
+    assert by_cpu["bubble"] == pytest.approx(1 / 17)
     text = shown(found)
     assert re.search(r"times as fast +│ +1\.882 │ +1\.882 │ +1\.000", text)
     assert re.search(r"idle: bubble.* │ +0\.0588 │ +0\.0588", text)
@@ -48,8 +53,11 @@ def test_an_ideal_pipeline_is_as_its_formulas_say(tmp_path: Path) -> None:
 
 def test_the_fastest_turn_is_drawn() -> None:
     slow, fast = (schedule(2, 4, took=took) for took in (0.3, 0.2))
-    found = figures([Turn(1.6, 1.5, slow, None), Turn(1.7, 1.0, fast, None)], Experiment(micro_batches=4), FACTS)
-    assert found["timeline"][0][0] == [0, 0.0, 0.2, 0.0]
+    found = figures(
+        [Turn(1.6, 1.6, 1.5, slow, None), Turn(1.7, 1.7, 1.0, fast, None)], Experiment(micro_batches=4), FACTS
+    )
+    assert found["timeline"][0][0] == [0, 0.0, 0.2, 0.0, 0.0]
+    assert found["by_cpu_time"] is None, "no CPU time was recorded"
     assert found["speedup"] == pytest.approx(1.6 / 1.0)
     assert "busy machine" not in shown(found)
 
@@ -81,12 +89,13 @@ def test_two_stages_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = json.loads((tmp_path / "a.json").read_text())
     first, last = found["timeline"]["0"], found["timeline"]["1"]
     assert len(first) == len(last) == 5, "one step for each micro-batch"
-    for (step, begin, end, _), (other, later, done, waited) in zip(first, last, strict=True):
+    for (step, begin, end, *_), (other, later, done, waited, cpu) in zip(first, last, strict=True):
         assert step == other
         assert begin < end
         assert later < done
         assert begin < later, "the last stage has what the first one sent"
         assert waited >= 0
+        assert cpu >= 0
     assert 0 < found["bubble"] < 1
     assert 0 <= found["bubble_steady"] < 1
     assert found["bubble_formula"] == pytest.approx(1 / 6)
@@ -98,3 +107,15 @@ def test_layers_are_numbers() -> None:
     result = outpace("bench", "pipeline", "tiny", "--layers", "one,1")
     assert isinstance(result.exception, InputError)
     assert str(result.exception).startswith("layers: expected numbers")
+
+
+def test_results_beside_their_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ideal = schedule(2, 16, took=0.1)
+    made = figures([Turn(3.2, 3.2, 1.7, ideal, 0.1)], Experiment(turns=1), FACTS)
+    monkeypatch.setattr(script, "pipeline", lambda model, experiment, **options: made)
+    monkeypatch.setattr("sys.argv", ["pipeline", "--out", str(tmp_path), "--turns", "1"])
+    script.main()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
+    ratios = [row["measured / ideal"] for row in rows if row["measured / ideal"] != "-"]
+    assert ratios == [pytest.approx(1)] * 4

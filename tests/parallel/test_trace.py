@@ -13,6 +13,7 @@ from outpace.parallel.trace import (
     ideal_speedup,
     idle_share,
     read,
+    replayed,
     shifted,
     steady_idle_share,
     within,
@@ -64,11 +65,11 @@ def test_ranks_write_files_that_are_read_as_stages(tmp_path: Path) -> None:
     for rank, stage in enumerate((1, 1, 0, 0)):  # two ranks share a stage; the first rank has the last stage
         trace = Trace(stage, rank, folder)
         for span in pipeline(2, 3)[stage]:
-            trace.add(span.step, span.begin + 100 * rank, span.end + 100 * rank, waited=0.5)
+            trace.add(span.step, span.begin + 100 * rank, span.end + 100 * rank, waited=0.5, cpu=0.25)
         assert [span.step for span in trace.spans] == [0, 1, 2]
     found = read(folder, {2: -200.0})
     assert {stage: [tuple(span) for span in spans] for stage, spans in found.items()} == {
-        stage: [(*span[:3], 0.5) for span in spans] for stage, spans in pipeline(2, 3).items()
+        stage: [(*span[:3], 0.5, 0.25) for span in spans] for stage, spans in pipeline(2, 3).items()
     }
 
 
@@ -100,3 +101,11 @@ def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
 def test_parts_of_a_trace() -> None:
     assert within(pipeline(2, 3), 2.0, 3.5) == {0: [Span(2, 2.0, 3.0)], 1: [Span(1, 2.0, 3.0)]}
     assert shifted([Span(1, 5.0, 6.0), Span(0, 1.0, 2.0)], 1.0) == [Span(0, 2.0, 3.0), Span(1, 6.0, 7.0)]
+
+
+def test_cpu_times_are_replayed_without_waits() -> None:
+    busy = {stage: [span._replace(cpu=0.5) for span in spans] for stage, spans in pipeline(3, 8, gap=2.0).items()}
+    alone = {stage: [span._replace(cpu=0.5) for span in spans] for stage, spans in pipeline(3, 8, took=0.5).items()}
+    assert replayed(busy) == alone
+    uneven = {0: [Span(0, 0, 0, cpu=1), Span(1, 0, 0, cpu=1)], 1: [Span(0, 0, 0, cpu=3), Span(1, 0, 0, cpu=3)]}
+    assert [span.begin for span in replayed(uneven)[1]] == [1, 4]
