@@ -1,7 +1,7 @@
 """Two stages of one thread each against one process with one thread: `scripts/bench pipeline`.
 
-The same as `outpace bench pipeline small`, with steps long enough for a CPU that is used by others now and then. Targets:
-0.85 of the ideal speed-up, and a bubble within 10 % of the formula.
+The same as `outpace bench pipeline small`, with longer steps. Targets: 0.85 of the ideal speed-up, and a bubble within
+10 % of the formula.
 """
 
 from typing import Any
