@@ -2,6 +2,8 @@
 
 import asyncio
 import datetime
+import importlib.metadata
+import importlib.util
 import os
 import resource
 import sys
@@ -16,7 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import report
 from bench.soak import bodies, callers, chart, faults, load, streams
+from bench.soak.cluster import CPUS, cluster
 from bench.soak.leaks import MOST_RSS_MB, Sample, Watch, growth, positive_control
+from bench.soak.ray_rows import RAY_ROWS
 from bench.soak.row import FULL, Result, Soak
 from bench.soak.server import Server, serving, write_model
 
@@ -46,6 +50,10 @@ FILES = 4096  # open files that the rows need
 
 async def rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
     """The results as they come."""
+    if on_cluster := [name for name in RAY_ROWS if name in wanted]:
+        async with cluster(soak.model.parent) as made:
+            for name in on_cluster:
+                yield await RAY_ROWS[name](soak, made)
     if wanted & {*WARMING, *SHARED, *LEDGERS}:
         async for result in shared_rows(soak, wanted):
             yield result
@@ -114,11 +122,16 @@ def main() -> int:
     """The exit code: 1 if a row failed."""
     parser = report.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=FULL, help="how long; in less than 10 faults are fewer")
-    parser.add_argument("--only", default=",".join(ROWS), help=f"rows, divided by commas, of {', '.join(ROWS)}")
+    parser.add_argument("--ray", action="store_true", help="the rows of a Ray cluster instead; needs outpace[ray]")
+    known = f"{', '.join(ROWS)}; with --ray of {', '.join(RAY_ROWS)}"
+    parser.add_argument("--only", help=f"rows, divided by commas, of {known}; all unless given")
     options = parser.parse_args()
-    wanted = frozenset(options.only.split(","))
-    if not wanted <= set(ROWS):
-        parser.error(f"--only: no such row: {', '.join(sorted(wanted - set(ROWS)))}")
+    rows = tuple(RAY_ROWS) if options.ray else ROWS
+    wanted = frozenset(options.only.split(",") if options.only else rows)
+    if not wanted <= set(rows):
+        parser.error(f"--only: no such row: {', '.join(sorted(wanted - set(rows)))}")
+    if options.ray and importlib.util.find_spec("ray") is None:
+        parser.error("--ray: Ray Serve is not installed; pip install 'outpace[ray]'")
     if options.minutes <= 0:
         parser.error("--minutes: expected more than 0")
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -132,17 +145,21 @@ def main() -> int:
         weights = write_model(soak.model, 256, 4)
         write_model(soak.small, 32, 2)
         results = asyncio.run(run(soak, wanted, console))
-    write(results, soak, options.out, {"weights": weights, "minutes": round((time.monotonic() - begin) / 60, 1)})
+    notes: dict[str, object] = {"weights": weights, "minutes": round((time.monotonic() - begin) / 60, 1)}
+    if options.ray:
+        notes |= {"ray": importlib.metadata.version("ray"), "cluster": f"one node, num_cpus={CPUS}"}
+    write(results, soak, options.out, notes, "ray" if options.ray else "cpu")
     return int(not all(result.passed for result in results))
 
 
-def write(results: list[Result], soak: Soak, folder: Path, notes: Mapping[str, object]) -> None:
+def write(results: list[Result], soak: Soak, folder: Path, notes: Mapping[str, object], device: str) -> None:
     """The table on the screen; the results as JSON, Markdown and a picture."""
     table = [asdict(result) | {"passed": "pass" if result.passed else "FAIL"} for result in results]
     kind = f"cpu with {os.cpu_count()} cores, which the clients share"
-    report.save("soak", "cpu", table, {"machine": kind, **notes}, folder, soak.details)
+    report.save("soak", device, table, {"machine": kind, **notes}, folder, soak.details)
     report.show("soak", table)
-    chart.draw(soak.details, folder / f"soak_cpu_{datetime.date.today().isoformat()}.png")
+    if device == "cpu":
+        chart.draw(soak.details, folder / f"soak_cpu_{datetime.date.today().isoformat()}.png")
 
 
 if __name__ == "__main__":

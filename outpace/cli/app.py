@@ -13,6 +13,7 @@ from outpace.cli import (
     bench,
     chat,
     complete,
+    deploy,
     eval,
     generate,
     info,
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.command("chat")(chat.command)
 app.command("complete")(complete.command)
+app.command("deploy", add_help_option=False, context_settings=dict(serve.CONTEXT))(deploy.command)
 app.command("eval", add_help_option=False, context_settings=dict(serve.CONTEXT))(eval.command)
 app.command("generate")(generate.command)
 app.command("info")(info.command)

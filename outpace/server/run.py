@@ -52,7 +52,7 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
         console.print(f"error: {error}")
         return WRONG_OPTION
     try:
-        _check_model(model)
+        check_model(model)
         _allow_files(config.max_connections + SPARE_FILES)
         sock = _bound(config)
     except (OutpaceError, OSError) as error:
@@ -126,7 +126,7 @@ def check_files(config: ServerConfig) -> None:
             raise ConfigError(f"ssl_certfile: it and ssl_keyfile cannot be used ({error}); give both as PEM") from None
 
 
-def _check_model(model: str | None) -> None:
+def check_model(model: str | None) -> None:
     """Look at a folder; a name of a model elsewhere is looked up when it is loaded."""
     path = None if model is None else local_path(model)
     if path is not None and path.suffix.lower() != ".gguf":

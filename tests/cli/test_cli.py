@@ -273,8 +273,8 @@ def test_item_19_exit_code_2_is_an_option_that_cannot_work_and_1_all_else(
 
 
 COMMANDS = (
-    *("chat", "complete", "eval", "generate", "info", "models", "plan", "probe", "quantize", "run-batch", "serve"),
-    *("shard", "verify"),
+    *("chat", "complete", "deploy", "eval", "generate", "info", "models", "plan", "probe", "quantize", "run-batch"),
+    *("serve", "shard", "verify"),
 )
 BENCHES = ("bench throughput", "bench latency", "bench serve")
 

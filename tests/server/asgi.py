@@ -5,15 +5,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 
 @dataclass
 class Call:
     """One request in progress."""
 
-    app: FastAPI
+    app: ASGIApp
     path: str
     body: Any = None
     pieces: list[bytes] | None = None
@@ -21,6 +20,8 @@ class Call:
     whole: bool = True
     """Whether the last piece ends the body."""
     headers: dict[str, str] = field(default_factory=dict)
+    method: str = "POST"
+    query: bytes = b""
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     taken: int = 0
     """Pieces of the body that the server has read."""
@@ -47,11 +48,11 @@ class Call:
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.4"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": self.method,
             "scheme": "http",
             "path": self.path,
             "raw_path": self.path.encode(),
-            "query_string": b"",
+            "query_string": self.query,
             "root_path": "",
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 1),
@@ -70,6 +71,17 @@ class Call:
     def status(self) -> int:
         """The status, or 0 before there is one."""
         return next((message["status"] for message in self.sent if message["type"] == "http.response.start"), 0)
+
+    @property
+    def answer_headers(self) -> dict[str, str]:
+        """The headers of the answer; none before there is one."""
+        starts = [message for message in self.sent if message["type"] == "http.response.start"]
+        return {name.decode(): value.decode() for start in starts for name, value in start["headers"]}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is whole."""
+        return any(each["type"] == "http.response.body" and not each.get("more_body", False) for each in self.sent)
 
     @property
     def text(self) -> str:

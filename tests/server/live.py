@@ -5,7 +5,7 @@ the token of "a" gives "aaa...". Its template shows everything that a request ca
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,12 @@ from openai import AsyncOpenAI, OpenAI
 from tokenizers.processors import TemplateProcessing
 
 import outpace
-from outpace.server.python_api import Server
+from outpace.server.python_api import Client, Server
 from tests.models import byte_tokenizer, tiny
 from tests.patience import PATIENCE
 
+URL = "OUTPACE_TEST_URL"
+"""In the environment, where a server of `OPTIONS` runs already, for tests of answers alone."""
 RANKS = "OUTPACE_TEST_RANKS"
 """In the environment, how many ranks the server has: every test of the API passes with any number."""
 NAMES = ("tiny", "org/tiny-alias")
@@ -31,6 +33,16 @@ BODY_TIMEOUT = 2.0
 VOCAB = 258
 END, BEGIN = 256, 257
 A, B = 64, 65  # the tokens of "a" and "b"
+OPTIONS: Mapping[str, Any] = {
+    "device": "cpu",
+    "served_model_name": list(NAMES),
+    "max_num_seqs": MAX_NUM_SEQS,
+    "template_processes": 1,
+    "tool_call_parser": "hermes",
+    "access_log": False,
+    "allow_priority": True,
+    "body_timeout": BODY_TIMEOUT,
+}
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}{{ mood }}"
     "{{ reasoning_effort }}{{ '!' if enable_thinking }}{{ verbosity }}"
@@ -45,14 +57,20 @@ TEMPLATE = (
 class Live:
     """A running server."""
 
-    server: Server
+    client: Client
     folder: Path
     """Where its model is."""
 
     @property
+    def server(self) -> Server:
+        """Its process, if it was started here."""
+        assert isinstance(self.client, Server), "another process has started it"
+        return self.client
+
+    @property
     def url(self) -> str:
         """Where it listens."""
-        return self.server.url
+        return self.client.url
 
     @property
     def port(self) -> int:
@@ -126,18 +144,7 @@ def started(folder: Path) -> Iterator[Live]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUTPACE_API_KEYS", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")  # more gain nothing, and spin on a busy machine
-        server = outpace.serve(
-            folder,
-            device="cpu",
-            served_model_name=list(NAMES),
-            max_num_seqs=MAX_NUM_SEQS,
-            template_processes=1,
-            tool_call_parser="hermes",
-            access_log=False,
-            allow_priority=True,
-            body_timeout=BODY_TIMEOUT,
-            tensor_parallel_size=int(os.environ.get(RANKS, "1")),
-        )
+        server = outpace.serve(folder, **OPTIONS, tensor_parallel_size=int(os.environ.get(RANKS, "1")))
     with server:
         made = Live(server, folder)
         with made.http() as client:
@@ -149,5 +156,9 @@ def started(folder: Path) -> Iterator[Live]:
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """The server that tests share."""
+    if url := os.environ.get(URL):
+        with outpace.client(url) as client:
+            yield Live(client, Path())
+        return
     with started(tmp_path_factory.mktemp("live") / "model") as made:
         yield made
