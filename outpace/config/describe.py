@@ -27,7 +27,7 @@ An option marked *later* is understood and raises `NotSupportedYet` when it is s
 """
 _FLAT = """## Names without a section
 
-`LLM` takes vLLM's names, and the options of `cache` and `scheduler` without their section.
+`LLM` takes vLLM's names, and the options of `cache`, `scheduler` and `nodes` without their section.
 """
 
 

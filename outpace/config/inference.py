@@ -12,6 +12,7 @@ from outpace.config.sections import (
     CacheConfig,
     CheckpointConfig,
     MoEConfig,
+    NodesConfig,
     OffloadConfig,
     PipelineParallelConfig,
     QuantizationConfig,
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 _SCHEDULES = "only outpace.LLM and outpace serve schedule requests; leave it out"
 ZERO_OPTIMIZATION = "DeepSpeed's name in configs of training; give its dictionary as zero, with aio in it"
+_STARTS_RANKS = (
+    "only outpace.LLM and outpace serve start ranks: for torchrun --nnodes N, leave it out"
+)
 _KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; leave it out"
 
 
@@ -57,6 +61,7 @@ class InferenceConfig(ConfigModel):
     elsewhere: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("scheduler", *SchedulerConfig.model_fields, "deterministic"), _SCHEDULES),
         **dict.fromkeys(("cache", *CacheConfig.model_fields, "num_gpu_blocks_override"), _KEEPS_PAGES),
+        **dict.fromkeys(("nodes", *NodesConfig.model_fields), _STARTS_RANKS),
         "enforce_eager": "a name of outpace.LLM alone; use enable_cuda_graph",
         "max_model_len": "a name of outpace.LLM alone; use max_out_tokens",
         "tensor_parallel_size": "a name of outpace.LLM alone; use tensor_parallel.tp_size",

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from outpace.config.inference import ZERO_OPTIMIZATION, InferenceConfig
 from outpace.config.rules import COMPOSITIONS, LLM_COMPOSITIONS
-from outpace.config.sections import CacheConfig, OffloadConfig, SchedulerConfig
+from outpace.config.sections import CacheConfig, NodesConfig, OffloadConfig, SchedulerConfig
 
 
 class LLMConfig(InferenceConfig):
@@ -29,6 +29,7 @@ class LLMConfig(InferenceConfig):
         },
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},
+        **{name: f"nodes.{name}" for name in NodesConfig.model_fields},
     }
     """vLLM's names, and the options of the runtime without their section."""
     aliases: ClassVar[Mapping[str, str]] = {**InferenceConfig.aliases, **flat}
@@ -45,6 +46,8 @@ class LLMConfig(InferenceConfig):
     """The paged key-value cache."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """Continuous batching."""
+    nodes: NodesConfig = NodesConfig()
+    """One model over several machines."""
     deterministic: bool = False
     """Bitwise the same tokens for a request whatever shares its batch."""
     enforce_eager: bool | None = None

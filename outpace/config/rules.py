@@ -269,6 +269,23 @@ LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
         "offload.kv_files with enable_prefix_caching=False: files hold prefixes; turn it on, or leave kv_files out",
     ),
     (
+        lambda c: c.nodes.nnodes == 1 and c.nodes != type(c.nodes)(),
+        "nodes: its fields concern several machines; give nodes.nnodes too, or leave them out",
+    ),
+    (
+        lambda c: c.nodes.nnodes > 1 and c.nodes.master_addr is None,
+        "nodes.nnodes > 1 without nodes.master_addr: the nodes meet at node 0; give its address",
+    ),
+    (
+        lambda c: c.nodes.node_rank >= c.nodes.nnodes > 1,
+        "nodes.node_rank: nodes are counted from 0; give one that is smaller than nodes.nnodes",
+    ),
+    (
+        lambda c: c.nodes.node_rank == 0 and num_ranks(c) % c.nodes.nnodes > 0,
+        "nodes.nnodes: every node has as many ranks; give tensor_parallel_size (or another number of ranks) that is a "
+        "multiple of it",
+    ),
+    (
         lambda c: not c.replace_with_kernel_inject,
         "replace_with_kernel_inject=False: LLM runs fused layers over pages; leave it out, or use init_inference",
     ),

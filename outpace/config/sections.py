@@ -309,6 +309,25 @@ class SchedulerConfig(ConfigModel):
     """Schedule and launch the next step while one runs; None: on a GPU, since a CPU has nobody to leave it to."""
 
 
+class NodesConfig(ConfigModel):
+    """One model over several machines."""
+
+    nnodes: int = Field(default=1, ge=1)
+    """Machines that the ranks are spread over, as many on each."""
+    node_rank: int = Field(default=0, ge=0)
+    """Which of them this is. Node 0 answers requests; the others work for it."""
+    master_addr: str | None = Field(default=None, min_length=1)
+    """Address of node 0, where the others meet."""
+    master_port: int = Field(default=29500, ge=1, le=65534)
+    """Port there for control, and the next one for torch.distributed to meet at."""
+    interface: str | None = Field(default=None, min_length=1)
+    """Network interface that all traffic between nodes uses; None: the one that leads to `master_addr`."""
+    join_timeout: float = Field(default=25.0, gt=0, allow_inf_nan=False)
+    """Seconds to wait for the other nodes, at the start and after a loss."""
+    link_timeout: float = Field(default=10.0, ge=1, allow_inf_nan=False)
+    """Seconds without a sign of life of a node until it counts as lost; node 0's value counts."""
+
+
 class OffloadConfig(ConfigModel):
     """Models larger than the device: layers in host memory or on NVMe, streamed to where they run."""
 

@@ -60,7 +60,7 @@ class Mesh:
         """Processes of the world on this machine, this one included."""
         if self is NO_MESH or not dist.is_initialized():
             return 1
-        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return _local_of_llm() or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
     def everywhere(self, good: bool, device: torch.device) -> bool:
         """Whether something is so on all ranks; each waits for the others."""
@@ -142,15 +142,21 @@ def join_world(device: str, asked_by: str) -> int:
     return dist.get_world_size()
 
 
-def mark_as_of_llm() -> None:
-    """Say that the other ranks of this world do what an LLM sends them, and nothing else."""
-    dist.distributed_c10d._get_default_store().set(_OF_LLM, "")
+def mark_as_of_llm(local: int) -> None:
+    """Say that the other ranks of this world do what an LLM sends them, and nothing else; so many on each machine."""
+    dist.distributed_c10d._get_default_store().set(_OF_LLM, str(local))
 
 
 def _is_of_llm() -> bool:
+    return _local_of_llm() > 0
+
+
+def _local_of_llm() -> int:
+    """Ranks on each machine of a world that an LLM made; 0: this is none."""
     with contextlib.suppress(RuntimeError, ValueError):  # a world without a store is somebody's own
-        return dist.is_initialized() and bool(dist.distributed_c10d._get_default_store().check([_OF_LLM]))
-    return False
+        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        return int(store.get(_OF_LLM)) if store is not None and store.check([_OF_LLM]) else 0
+    return 0
 
 
 def _check_given(asked: TensorParallelConfig, moe: MoEConfig) -> None:

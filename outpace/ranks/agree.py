@@ -11,7 +11,15 @@ import transformers
 
 from outpace._version import __version__
 from outpace.errors import EngineDead
+from outpace.loading.checkpoint import WEIGHT_FILES, fetch, local_path
+from outpace.loading.default_model import default_model_path
+from outpace.loading.read_tokenizer import is_default
 from outpace.prepare import PagedParts
+
+WEIGHTS = (*WEIGHT_FILES, ".gguf")
+CONFIGS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+HEAD = 1 << 20  # bytes of a file that are compared whole
+SAMPLES, SAMPLE = 64, 4096  # places after that, and bytes of each
 
 
 def versions() -> dict[str, str]:
@@ -20,12 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def facts(parts: PagedParts, model: str | None) -> dict[str, str]:
-    """What a rank has loaded, as short texts."""
-    config = parts.config.model_dump(mode="json", exclude={"device"}, fallback=repr)
+    """What a rank has loaded, as short texts. Files count by what they hold: their times differ between machines."""
+    config = parts.config.model_dump(mode="json", exclude={"device", "nodes"}, fallback=repr)
+    files = _files(model)
     return {
-        "model": parts.name,
+        **({} if files else {"model": parts.name}),
         "config": _digest(config),
-        "files": _digest(_files(model)),
+        **{f"file {name}": value for name, value in files.items()},
         "max_model_len": str(parts.max_model_len),
         "ranks": str(parts.model.ranks.size),
     }
@@ -41,14 +50,33 @@ def check_same(first: Mapping[str, str], other: Mapping[str, str], rank: int) ->
             )
 
 
-def _files(model: str | None) -> list[tuple[str, int, int]]:
-    """Name, size and time of the files of a model that is on disk."""
-    path = Path(model or "")
-    if model is None or not path.exists():
-        return []
+def _files(model: str | None) -> dict[str, str]:
+    """A short text for each file of a model that decides what is computed."""
+    path = where(model)
     files = [path] if path.is_file() else [Path(entry.path) for entry in os.scandir(path) if entry.is_file()]
-    found = [(file.name, file.stat()) for file in sorted(files)]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return {file.name: sample(file) for file in sorted(files) if file.suffix in WEIGHTS or file.name in CONFIGS}
+
+
+def where(model: str | None) -> Path:
+    """Where a model lies on this machine; it is fetched if it does not."""
+    path = None if model is None else local_path(model)
+    if is_default(model, path):
+        return default_model_path()
+    return fetch(str(model)) if path is None else path
+
+
+def sample(file: Path) -> str:
+    """A text that differs for files that differ in size, at the beginning, at the end or at places in between."""
+    found = hashlib.sha256()
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        found.update(size.to_bytes(8, "little"))
+        opened.seek(0)
+        found.update(opened.read(HEAD))  # of safetensors: names, shapes and places of all tensors
+        for part in range(1, SAMPLES + 1):
+            opened.seek(max(0, size * part // SAMPLES - SAMPLE))
+            found.update(opened.read(SAMPLE))
+    return found.hexdigest()[:16]
 
 
 def _digest(value: object) -> str:

@@ -1,6 +1,7 @@
 """Entry point of every rank but the first. It runs the steps that it is sent, and ends when the first rank does.
 
-Usage: python -m outpace.ranks.follower FD PARENT, with the number of its socket and the pid of the first rank.
+Usage: python -m outpace.ranks.follower FD PARENT, with the number of its socket to the first rank and the pid of the
+process that started it: the first rank, or the agent of another node.
 """
 
 import faulthandler
@@ -12,17 +13,23 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from outpace.ranks.messages import Begin, Failed, Frames, Here, Launch, Loaded, Sender, ToFollower, frame
+import msgspec
+
+from outpace.ranks.messages import Begin, Failed, Frames, Here, Launch, Loaded, Ping, Pong, Sender, ToFollower, frame
+from outpace.ranks.network import own_sockets, watch_over_new
+from outpace.ranks.process import watched
 
 if TYPE_CHECKING:
     from outpace.runner.runner import Runner
 
 _AT_ONCE = 1 << 18  # bytes to read at a time
+_PONG = frame(Pong())
 Inbox = queue.SimpleQueue[ToFollower]
 
 
@@ -32,8 +39,8 @@ def main(fd: int, parent: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when to end
     os.set_inheritable(fd, False)
     sock, inbox = socket.socket(fileno=fd), Inbox()
-    threading.Thread(target=_read, args=(sock, parent, inbox), daemon=True).start()
     sender = Sender(sock)
+    threading.Thread(target=_read, args=(sock, sender, parent, inbox), daemon=True).start()
     try:
         follow(inbox, lambda message: sender.send(frame(message)))
     except BaseException as error:
@@ -46,29 +53,49 @@ def main(fd: int, parent: int) -> NoReturn:
     os._exit(1)  # at once: another thread may be inside a collective
 
 
-def _read(sock: socket.socket, parent: int, inbox: Inbox) -> NoReturn:
+def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoReturn:
     """Take in what is sent, and end the process with the first rank, whatever the main thread does meanwhile."""
     news, frames = select.poll(), Frames[ToFollower](ToFollower)
     news.register(sock, select.POLLIN)
-    watched = _watch(parent)
-    if watched is not None:  # the socket tells too, unless a fork of the first rank has a copy of it
-        news.register(watched, select.POLLIN)
+    own = watched(parent)
+    if own is not None:  # the socket tells too, unless a fork of the first rank has a copy of it
+        news.register(own, select.POLLIN)
+    limit, heard = 0.0, time.monotonic()
     while os.getppid() == parent:
-        ready = [number for number, _ in news.poll()]
+        ready = [number for number, _ in news.poll(1000 if limit else None)]
         if sock.fileno() in ready:
-            data = sock.recv(_AT_ONCE)
+            data = _received(sock)
             if not data:
                 break
+            heard = time.monotonic()
             for message in frames.feed(data):
-                inbox.put(message)
+                if isinstance(message, Ping):
+                    sender.send_small(_PONG)
+                elif isinstance(message, Begin):
+                    limit = message.link_timeout
+                    inbox.put(_located(message, sock))
+                else:
+                    inbox.put(message)
+        if limit and time.monotonic() - heard > limit:
+            sys.stderr.write(f"nothing was heard from the first rank for {limit:g} s: it or the link to it is down\n")
+            sys.stderr.flush()
+            os._exit(1)
     os._exit(0)
 
 
-def _watch(pid: int) -> int | None:
-    """What becomes readable when this process ends; None: the system has no such thing."""
-    with suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return None
+def _received(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(_AT_ONCE)
+    except OSError:  # the system gave the connection up
+        return b""
+
+
+def _located(begin: Begin, sock: socket.socket) -> Begin:
+    """With the place of the store, which a rank of another machine knows by its own connection."""
+    if begin.host is not None:
+        return begin
+    host, port = sock.getpeername()[:2]
+    return msgspec.structs.replace(begin, host=host, port=port + 1)
 
 
 def _failed(error: BaseException) -> Failed:
@@ -107,15 +134,21 @@ def start(begin: Begin, send: Callable[[Here | Loaded], None]) -> "Runner":
     from outpace.prepare import load_paged
     from outpace.ranks import agree, world
     from outpace.runner.start import start_runner
+    from outpace.runner.threads import share
 
-    store = world.meet(begin.size, begin.port, begin.listening)
+    assert begin.host is not None, "located"
+    local = begin.local or begin.size
+    store = world.meet(begin.size, begin.port, begin.listening, host=begin.host)
     send(Here(agree.versions()))
     config = LLMConfig(**begin.config)
-    torch.set_num_threads(begin.threads)
+    torch.set_num_threads(begin.threads or share(torch.get_num_threads(), local))
     if config.torch_device.type == "cuda":
         torch.cuda.set_device(config.torch_device)
-    world.join(store, begin.rank, begin.size, str(config.torch_device))
+    before = set(own_sockets().values())
+    world.join(store, begin.rank, begin.size, str(config.torch_device), local)
     parts = load_paged(begin.model, config, tokenizer=False)
+    if begin.link_timeout:
+        watch_over_new(before, begin.link_timeout)
     send(Loaded(agree.facts(parts, begin.model)))
     return start_runner(parts.model, parts.config, parts.max_model_len).runner
 

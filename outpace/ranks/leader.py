@@ -4,11 +4,10 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,14 +21,14 @@ from transformers import PreTrainedTokenizerBase
 from outpace.config import LLMConfig
 from outpace.config.rules import num_ranks
 from outpace.errors import ConfigError, EngineDead, ModelError, NotSupported, OutpaceError, StateError
-from outpace.loading.checkpoint import fetch, local_path
-from outpace.loading.default_model import default_model_path
-from outpace.loading.read_tokenizer import is_default
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
 from outpace.prepare import PagedParts, load_paged
 from outpace.ranks import agree, world
+from outpace.ranks.gather import Tell, gather, open_doors, start_ranks
 from outpace.ranks.messages import Begin, Reset, Sender, ToFollower, frame
+from outpace.ranks.network import Place, connections, own_sockets, place_of, watch_over_new
+from outpace.ranks.process import start
 from outpace.ranks.steps import launch_of
 from outpace.ranks.watch import Follower, Watch
 from outpace.runner.threads import share
@@ -50,6 +49,10 @@ class Ranks:
     def __init__(self, config: LLMConfig) -> None:
         self.size = num_ranks(config)
         """How many there are, this one included."""
+        self.local = self.size // config.nodes.nnodes
+        """How many of them are on this machine, and on each other one."""
+        self._place = place_of(config.nodes) if config.nodes.nnodes > 1 else None
+        """Of this machine among several."""
         self.config = config
         """Of this rank."""
         self.on_lost: Callable[[str], None] = lambda cause: None
@@ -60,31 +63,108 @@ class Ranks:
         self._closed = False
         self._in_world = False
         """Whether this process is in a world for these ranks: it may be in one of another LLM."""
+        self._before: frozenset[str] = frozenset()
+        self._made: frozenset[str] | None = None
+        """Sockets of this process that the world has made; None: it makes more."""
         self._pid = os.getpid()
 
-    def start(self, model: str | None) -> None:
-        """Start the others, and join them."""
+    @property
+    def nodes(self) -> list[str]:
+        """The machines, if there are several, with their ranks."""
+        if self._place is None or self._watch is None:
+            return []
+        there = {node.number: node for node in self._watch.nodes}
+        first = f"node 0 ({self._place.address}): ranks {list(range(self.local))}"
+        return [first, *(f"{there[number].name}: ranks {list(there[number].ranks)}" for number in sorted(there))]
+
+    def start(self, model: str | None, tell: Tell = lambda part: None) -> None:
+        """Start the others, and join them. tell: is told what is waited for."""
         kind = self.config.device_type
-        world.check_world(self.size, self.config.device, kind)
+        world.check_world(self.size, self.config.device, kind, self.local)
         self._in_world = True
+        self._before = frozenset(own_sockets().values())
         sent = as_data(self.config)
-        self.config = LLMConfig(**{**self.config.given(), "device": world.device_of(0, kind)})
-        with world.listening_socket() as store, world.local():
+        begin = partial(self._begin, model, sent, kind)
+        store = self._start_here(begin) if self._place is None else self._start_nodes(self._place, begin, tell)
+        self.config = LLMConfig(**{**self.config.given(), "device": world.device_of(0, kind, self.local)})
+        world.join(store, 0, self.size, self.config.device or kind, self.local)
+        pids = [each.process.pid for each in self._followers if each.process is not None]
+        chosen("started ranks", self.size - 1, f"processes {pids}" + "".join(f"; {node}" for node in self.nodes))
+
+    def _start_here(self, begin: Callable[..., None]) -> TCPStore:
+        """All ranks on this machine."""
+        with world.listening_socket() as store:
             port = store.getsockname()[1]
             for rank in range(1, self.size):
-                self._followers.append(_start(rank, store if rank == 1 else None))
-            self._watch = Watch(self._followers, lambda cause: self.on_lost(cause))
+                self._followers.append(_start(rank, self._environment, store if rank == 1 else None))
+            self._watch = Watch(self._followers, lambda cause: self.on_lost(cause), cut=self._cut)
             for each in self._followers:
-                given = {**sent, "device": world.device_of(each.rank, kind)}
-                number = store.fileno() if each.rank == 1 else None
-                threads, level = share(torch.get_num_threads(), self.size), logger.getEffectiveLevel()
-                _send(each, Begin(each.rank, self.size, port, number, model, given, threads, level))
+                begin(each, port, store.fileno() if each.rank == 1 else None, world.HOST)
+        self._await_here()
+        return self._meet(port)
+
+    def _start_nodes(self, place: Place, begin: Callable[..., None], tell: Tell) -> TCPStore:
+        """Ranks on several machines: this one keeps the store."""
+        door, listening = open_doors(self.config, self.size, place)
+        self._followers += [_start(rank, self._environment, None) for rank in range(1, self.local)]
+        self._watch = Watch(self._followers, lambda cause: self.on_lost(cause), door, self._cut)
+        with listening:
+            seconds = self.config.nodes.join_timeout
+            gather(self._watch, door, place, seconds, tell)
+            port = listening.getsockname()[1]
+            store = world.meet(self.size, port, listening.detach(), host=place.address)
+        start_ranks(self._watch, door, self._followers, seconds)
+        for each in self._followers:
+            begin(each, port, None, place.address if each.node is None else None)
+        self._await_here()
+        world.all_here(store)
+        return store
+
+    def _begin(
+        self,
+        model: str | None,
+        config: dict[str, Any],
+        kind: str,
+        follower: Follower,
+        port: int,
+        listening: int | None,
+        host: str | None,
+    ) -> None:
+        """Tell a rank what to load."""
+        node, nodes = follower.node, self.config.nodes
+        source = model if node is None or node.model is None else node.model
+        given = {**config, "device": world.device_of(follower.rank, kind, self.local)}
+        threads = share(torch.get_num_threads(), self.local) if node is None else 0
+        about = threads, logger.getEffectiveLevel(), host, self.local, nodes.link_timeout if node is not None else 0.0
+        _send(follower, Begin(follower.rank, self.size, port, listening, source, given, *about))
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """Where gloo and NCCL listen."""
+        if self.size == 1:
+            return {}
+        return world.local_environment() if self._place is None else self._place.environment
+
+    def _await_here(self) -> None:
+        """Wait until all others have found the store, and see that they have the same versions."""
         self._await(lambda each: each.here is not None)
         for each in self._followers:
             assert each.here is not None, "awaited"
             agree.check_same(agree.versions(), each.here.versions, each.rank)
-        world.join(self._meet(port), 0, self.size, self.config.device or kind)
-        chosen("started ranks", self.size - 1, f"processes {[each.process.pid for each in self._followers]}")
+
+    def _cut(self) -> None:
+        """Have collectives of this process end that wait for ranks that are gone.
+
+        Those of gloo end by themselves if all were on this machine. A machine that cannot be reached any more does not
+        close its connections: this process does.
+        """
+        world.free()
+        if self._place is None or self._watch is None:
+            return
+        made = frozenset(own_sockets().values()) - self._before if self._made is None else self._made
+        for sock in connections(made - self._watch.sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def agree(self, parts: PagedParts, model: str | None) -> None:
         """Wait until all have loaded the model, and see that it is the same one."""
@@ -98,16 +178,20 @@ class Ranks:
         used = parts.model.ranks.size * parts.model.stage.count
         if used != self.size:
             raise NotSupported(f"tensor_parallel_size: {self.size} ranks, of which {parts.name} can use {used}")
+        if self._place is not None and self._watch is not None:
+            watch_over_new(self._before, self.config.nodes.link_timeout)
+            self._made = frozenset(own_sockets().values()) - self._before
+            self._watch.serving()
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """What is done inside is part of the start: if it fails, no rank is left behind."""
         try:
-            with world.local() if self.size > 1 else contextlib.nullcontext():
+            with world.environment(self._environment):
                 yield
         except BaseException as error:
             cause = self.cause_of(error)
-            self.close()
+            self.close(f"node 0 could not start: {cause or error or type(error).__name__}")
             if cause is not None:
                 raise cause from error
             raise
@@ -158,13 +242,20 @@ class Ranks:
         if self.size > 1:
             self._tell(Reset())
 
-    def close(self) -> None:
-        """End the others and wait for their end. May be called again, and from any thread."""
+    def part(self) -> None:
+        """Tell other machines that this process ends as it should; its own ranks see that."""
+        if self._watch is not None and not self._is_fork():
+            self._watch.closing = True
+            self._watch.dismiss(None)
+
+    def close(self, cause: str | None = None) -> None:
+        """End the others and wait for their end. May be called again, and from any thread. cause: what failed."""
         if self.size == 1 or self._closed or self._is_fork():
             return
         self._closed = True
         if self._watch is not None:
             self._watch.closing = True
+            self._watch.dismiss(cause)
             for each in self._followers:
                 with contextlib.suppress(OSError):
                     each.socket.shutdown(socket.SHUT_WR)
@@ -218,11 +309,12 @@ class Ranks:
         self._given_up = f"{cause}; the other ranks were ended"
         if self._watch is not None:
             self._watch.closing = True
+            self._watch.dismiss(self._given_up)
         self._kill()
 
     def _kill(self) -> None:
-        for each in self._followers:
-            each.process.kill()
+        if self._watch is not None:
+            self._watch.kill()
 
 
 def load_ranked(
@@ -230,8 +322,17 @@ def load_ranked(
     config: LLMConfig,
     *,
     tokenizer: bool | PreTrainedTokenizerBase = True,
+    tell: Tell = lambda part: None,
 ) -> tuple[PagedParts, Ranks]:
-    """`load_paged` on as many ranks as the config asks for: what this one has, and the way to the others."""
+    """`load_paged` on as many ranks as the config asks for: what this one has, and the way to the others.
+
+    tell: is told what is done.
+    """
+    if config.nodes.node_rank > 0:
+        raise ConfigError(
+            f"nodes.node_rank: this is node 0, which asks the others; on node {config.nodes.node_rank} run `outpace "
+            "serve` with --nnodes, --node-rank and --master-addr"
+        )
     ranks = Ranks(config)
     if ranks.size == 1:
         return load_paged(model, config, tokenizer=tokenizer), ranks
@@ -242,8 +343,9 @@ def load_ranked(
         )
     source = None if model is None else os.fspath(model)
     with ranks.starting():
-        _fetch(source)
-        ranks.start(source)
+        agree.where(source)  # before several ranks look for it
+        ranks.start(source, tell)
+        tell("loading the weights")
         parts = load_paged(source, ranks.config, tokenizer=tokenizer)
         ranks.agree(parts, source)
     return parts, ranks
@@ -268,22 +370,13 @@ def starting(ranks: Ranks, streaming: Streaming | None) -> Iterator[None]:
         raise
 
 
-def _fetch(source: str | None) -> None:
-    """Have the model on this machine before several ranks look for it."""
-    path = None if source is None else local_path(source)
-    if is_default(source, path):
-        default_model_path()
-    elif path is None:
-        fetch(str(source))
-
-
 def as_data(config: LLMConfig) -> dict[str, Any]:
     """The options that were given, as plain data; what is none is refused by name."""
     for path in _OBJECTS:
         section, _, name = path.partition(".")
         if getattr(getattr(config, section), name) is not None:
             raise ConfigError(f"{path}: it cannot be sent to the ranks that LLM starts; leave it out, or {_REMEDY}")
-    given = config.model_dump(exclude_unset=True, exclude={"device"})
+    given = config.model_dump(exclude_unset=True, exclude={"device", "nodes"})
     for name, value in given.items():
         try:
             msgspec.msgpack.encode(value)
@@ -294,21 +387,11 @@ def as_data(config: LLMConfig) -> dict[str, Any]:
     return given
 
 
-def _start(rank: int, store: socket.socket | None) -> Follower:
-    """The process of a rank. It imports what this process would, and nothing from where it stands."""
+def _start(rank: int, environment: Mapping[str, str], store: socket.socket | None) -> Follower:
+    """A rank on this machine. store: the socket of the store, if it is to keep it."""
     ours, theirs = socket.socketpair()
-    path = os.pathsep.join(path for path in sys.path if path)
     with theirs:
-        kept = [theirs.fileno(), *([] if store is None else [store.fileno()])]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=kept,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # Ctrl-C in a terminal goes to this process, which decides
-            env={**world.LOCAL_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
-        )
+        process = start(PROGRAM, theirs, environment, [] if store is None else [store.fileno()])
     return Follower(rank, process, ours, Sender(ours))
 
 

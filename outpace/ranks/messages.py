@@ -11,10 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from outpace.ranks.network import writable
 from outpace.types import Copy, Pooling, Preemption, Request, SamplingParams, ScheduledSequence, Step
 
 Kind = TypeVar("Kind")
 _LENGTH = struct.Struct("<I")
+_LONGEST = 1 << 30
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -23,14 +25,20 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rank: int
     size: int
     port: int
-    """Of the store at which ranks find each other, on this machine alone."""
+    """Of the store at which ranks find each other."""
     listening: int | None
     """The number of that store's socket, for the rank that keeps it."""
     model: str | None
     config: dict[str, Any]
     threads: int
-    """Of a CPU."""
+    """Of a CPU; 0: this rank's share of what its machine has."""
     log_level: int
+    host: str | None = "127.0.0.1"
+    """Where the store is; None: where the control connection leads to, at the next port."""
+    local: int = 0
+    """Ranks on the machine of this one; 0: all are on one."""
+    link_timeout: float = 0.0
+    """Seconds without a sign of life of the first rank until it counts as lost; 0: they are on one machine."""
 
 
 class About(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +105,14 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Forget every request."""
 
 
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Is anybody there? Between machines, every few seconds, and answered at once."""
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Yes."""
+
+
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The rank has begun, and found the store."""
 
@@ -120,11 +136,15 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A collective failed, as it does when another rank has ended: that one knows the cause."""
 
 
-ToFollower = Begin | Launch | Reset
-ToLeader = Here | Loaded | Failed
+ToFollower = Begin | Launch | Reset | Ping
+ToLeader = Here | Loaded | Failed | Pong
 
 
-def frame(message: ToFollower | ToLeader) -> bytes:
+class Unreadable(ValueError):
+    """What came is no message, or longer than it may be."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
     """A message as it crosses the socket."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -133,19 +153,26 @@ def frame(message: ToFollower | ToLeader) -> bytes:
 class Frames(Generic[Kind]):
     """Messages from bytes as they come."""
 
-    def __init__(self, kinds: Any) -> None:
+    def __init__(self, kinds: Any, longest: int = _LONGEST) -> None:
+        """longest: bytes of a message; a longer one is not waited for."""
+        self._longest = longest
         self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kinds)
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Kind]:
-        """The messages that are complete with these bytes."""
+        """The messages that are complete with these bytes. Raises Unreadable."""
         self._data += data
         found: list[Kind] = []
         while len(self._data) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if end > self._longest:
+                raise Unreadable(f"a message of {end} bytes")
             if len(self._data) < end:
                 break
-            found.append(self._decoder.decode(bytes(self._data[_LENGTH.size : end])))
+            try:
+                found.append(self._decoder.decode(bytes(self._data[_LENGTH.size : end])))
+            except msgspec.MsgspecError as error:
+                raise Unreadable(str(error)) from None
             del self._data[:end]
         return found
 
@@ -160,3 +187,15 @@ class Sender:
         """Send a frame; OSError if nobody is there any more."""
         with self._lock:
             self._socket.sendall(data)
+
+    def send_small(self, data: bytes) -> None:
+        """Send a short frame if that takes no waiting; otherwise something is on its way already."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if writable(self._socket):
+                self._socket.sendall(data)
+        except OSError:  # nobody is there: whoever reads is told
+            pass
+        finally:
+            self._lock.release()

@@ -1,10 +1,10 @@
-"""The world of torch.distributed that started ranks join: on this machine alone, gone when its ranks are."""
+"""The world of torch.distributed that started ranks join: on the interface asked for, gone when its ranks are."""
 
 import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -18,13 +18,14 @@ HOST = "127.0.0.1"
 SHARE = "OUTPACE_RANKS_SHARE_DEVICE"
 """Set in the environment, all ranks use the first GPU, and gloo: for tests on a machine that has one."""
 PATIENCE = timedelta(minutes=30)  # of a collective: a rank may still be reading weights, or compiling kernels
+MEETING = timedelta(seconds=20)  # for ranks of several machines that are all there to connect with each other
+_ALL_HERE = "outpace/all ranks are here"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 LOCAL_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK}
-"""Has gloo listen on this machine alone."""
 
 
-def check_world(size: int, device: str | None, device_type: str) -> None:
-    """Refuse what cannot become a world of so many ranks on this machine, before any of them is started."""
+def check_world(size: int, device: str | None, device_type: str, local: int) -> None:
+    """Refuse what cannot become a world of so many ranks, before any of them is started. local: on this machine."""
     if all(name in os.environ for name in STARTED_BY):
         raise ConfigError(
             f"tensor_parallel_size: {size} ranks, but torchrun has started this process as one of several; LLM and "
@@ -43,8 +44,8 @@ def check_world(size: int, device: str | None, device_type: str) -> None:
             "CUDA_VISIBLE_DEVICES"
         )
     count = torch.cuda.device_count()
-    if count < size and not shares_device():
-        raise ConfigError(f"tensor_parallel_size: {size} ranks need a GPU each, and there are {count}; ask for fewer")
+    if count < local and not shares_device():
+        raise ConfigError(f"tensor_parallel_size: {local} ranks need a GPU each, and there are {count}; ask for fewer")
 
 
 def shares_device() -> bool:
@@ -52,9 +53,9 @@ def shares_device() -> bool:
     return bool(os.environ.get(SHARE))
 
 
-def device_of(rank: int, device_type: str) -> str:
-    """Where a rank runs."""
-    return "cpu" if device_type == "cpu" else f"cuda:{0 if shares_device() else rank}"
+def device_of(rank: int, device_type: str, local: int) -> str:
+    """Where a rank runs. local: ranks on each machine."""
+    return "cpu" if device_type == "cpu" else f"cuda:{0 if shares_device() else rank % local}"
 
 
 def listening_socket() -> socket.socket:
@@ -62,36 +63,62 @@ def listening_socket() -> socket.socket:
     return socket.create_server((HOST, 0), backlog=1024)
 
 
-def meet(size: int, port: int, listening: int | None = None, patience: timedelta = PATIENCE) -> TCPStore:
+def meet(
+    size: int, port: int, listening: int | None = None, patience: timedelta = PATIENCE, host: str = HOST
+) -> TCPStore:
     """The store of a world, at this port; one rank keeps it, and must have it before others ask for it.
 
-    That is not the first rank: whoever waits at a store whose rank has ended is told so at once, and the first one,
-    which may be somebody's own process, must not be left waiting.
+    On one machine that is not the first rank: whoever waits at a store whose rank has ended is told so at once, and the
+    first one, which may be somebody's own process, must not be left waiting. Of several machines it is the first one:
+    its own connection to the store is cut when others are lost (see `leader`).
     """
     keeps = listening is not None
-    store = TCPStore(HOST, port, size, keeps, patience, wait_for_workers=False, master_listen_fd=listening)
+    store = TCPStore(host, port, size, keeps, patience, wait_for_workers=False, master_listen_fd=listening)
     store.set_timeout(PATIENCE)
     return store
 
 
-def join(store: TCPStore, rank: int, size: int, device: str) -> None:
-    """Become a rank of a world."""
+def all_here(store: TCPStore) -> None:
+    """Say that all ranks of several machines have found the store."""
+    store.set(_ALL_HERE, "")
+
+
+def join(store: TCPStore, rank: int, size: int, device: str, local: int) -> None:
+    """Become a rank of a world of which so many are on this machine.
+
+    Ranks of several machines first wait until all have found the store. Then a machine that others cannot connect to
+    is an error soon.
+    """
+    if local < size:
+        store.wait([_ALL_HERE], PATIENCE)
     kind = device.partition(":")[0]
     backend = "cpu:gloo,cuda:gloo" if kind == "cuda" and shares_device() else BACKENDS[kind]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    mark_as_of_llm()
+    timeout = MEETING if local < size else PATIENCE
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if local < size:
+        dist.distributed_c10d._set_pg_timeout(PATIENCE)
+        store.set_timeout(PATIENCE)
+    mark_as_of_llm(local)
+
+
+def local_environment() -> dict[str, str]:
+    """Has gloo listen on this machine alone, unless the user says otherwise."""
+    return {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
 
 
 @contextlib.contextmanager
-def local() -> Iterator[None]:
-    """Groups that are made inside listen on this machine alone."""
-    added = {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(added)
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Groups that are made inside listen where these variables say."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def of_others(error: BaseException) -> bool:

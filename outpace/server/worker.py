@@ -353,7 +353,7 @@ def _tokens(number: int, completion: CompletionOutput, sent: int, room: int) -> 
 def load(start: Start, tell: Callable[[str], None]) -> tuple[LLMEngine, PagedParts, dict[str, float]]:
     """The engine that was asked for, and what its start took by part. It sees token ids alone: no tokenizer."""
     tell("loading the weights")
-    parts, ranks = load_ranked(start.model, LLMConfig.of(start.options), tokenizer=False)
+    parts, ranks = load_ranked(start.model, LLMConfig.of(start.options), tokenizer=False, tell=tell)
     tell("compiling kernels, measuring memory, capturing graphs")
     engine = LLMEngine(parts, ranks=ranks)
     ranks.on_lost = _end_soon
@@ -428,7 +428,10 @@ def serve(channel: Channel) -> int:
         channel.drain(LAST_WORDS)
         return 1
     channel.send(ready(engine, parts, seconds))
-    return Worker(engine, parts, channel).run()
+    code = Worker(engine, parts, channel).run()
+    if code == 0:
+        engine.ranks.part()
+    return code
 
 
 def run(fd: int) -> int:

@@ -152,6 +152,19 @@ def arrives(path: str, value: Any) -> Callable[[], None]:
     return check
 
 
+NODES: dict[str, Any] = {"nnodes": 2, "master_addr": "10.0.0.1"}
+
+
+def of_a_node(name: str, value: Any) -> Callable[[], None]:
+    """A field that acts when several nodes start, see tests/nodes; alone it is refused."""
+
+    def check() -> None:
+        assert at(of(**NODES, node_rank=1, **{name: value}), f"nodes.{name}") == value
+        raises("nodes: its fields concern several machines; give nodes.nnodes too", **{name: value})
+
+    return check
+
+
 EFFECTS: Mapping[str, Callable[[], None]] = {
     "replace_with_kernel_inject": lambda: raises("replace_with_kernel_inject=False: LLM runs", kernel_inject=False),
     "enable_cuda_graph": lambda: raises("enable_cuda_graph: a CPU has no CUDA graphs", enable_cuda_graph=True),
@@ -171,6 +184,13 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "scheduler.max_chunk_beside_decodes": max_chunk_beside_decodes_acts,
     "scheduler.max_waiting": max_waiting_acts,
     "scheduler.async_scheduling": arrives("scheduler.async_scheduling", False),
+    "nodes.nnodes": lambda: raises("nodes.nnodes: every node has as many ranks", **NODES),
+    "nodes.node_rank": lambda: raises("nodes.node_rank: nodes are counted from 0", **NODES, node_rank=2),
+    "nodes.master_addr": lambda: raises("nodes.nnodes > 1 without nodes.master_addr", nnodes=2, node_rank=1),
+    "nodes.master_port": of_a_node("master_port", 5000),
+    "nodes.interface": of_a_node("interface", "eth0"),
+    "nodes.join_timeout": of_a_node("join_timeout", 5.0),
+    "nodes.link_timeout": of_a_node("link_timeout", 5.0),
 }
 
 
@@ -232,6 +252,10 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("offload.kv_files", "ranks"),
         "leave kv_files out",
     ),
+    ({"nodes": {"master_port": 4}}, ("nodes", "nodes.nnodes"), "leave them out"),
+    ({"nnodes": 2, "tensor_parallel_size": 2}, ("nodes.nnodes", "nodes.master_addr"), "give its address"),
+    ({**NODES, "node_rank": 3}, ("nodes.node_rank", "nodes.nnodes"), "give one that is smaller"),
+    ({**NODES, "tensor_parallel_size": 3}, ("nodes.nnodes", "tensor_parallel_size"), "a multiple of it"),
     (
         {"offload": {"kv_files": 5, "kv": 5, "nvme": "x"}, "enable_prefix_caching": False},
         ("offload.kv_files", "enable_prefix_caching"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import CacheConfig, InferenceConfig, LLMConfig, SchedulerConfig
-from outpace.config.sections import OffloadConfig
+from outpace.config.sections import NodesConfig, OffloadConfig
 from outpace.errors import ConfigError
 from tests.config.walk import nested
 
@@ -46,9 +46,11 @@ OUR_NAMES: dict[str, tuple[str, Any]] = {
     "offload_kv": ("offload.kv", 10_000),
     "offload_host_pages": ("offload.host_pages", 10_000),
     "offload_kv_files": ("offload.kv_files", 10_000),
+    **{name: (f"nodes.{name}", None) for name in NodesConfig.model_fields},  # tests/config/test_llm_fields.py
 }
 FLAT = VLLM_NAMES | OUR_NAMES
 NEEDS_MORE = {"gpu_memory_utilization", "tensor_parallel_size", "offload_kv_files", "offload_expert_cache"}
+NEEDS_MORE |= set(NodesConfig.model_fields)
 ACCEPTED = {name: row for name, row in FLAT.items() if name not in NEEDS_MORE}
 """Those that a CPU can have, alone."""
 
@@ -78,6 +80,7 @@ def test_every_option_of_the_runtime_goes_without_its_section() -> None:
         "quant.kv_cache_dtype",
         *(f"cache.{name}" for name in CacheConfig.model_fields),
         *(f"scheduler.{name}" for name in SchedulerConfig.model_fields),
+        *(f"nodes.{name}" for name in NodesConfig.model_fields),
         *(f"offload.{name}" for name in OffloadConfig.model_fields if name != "slots"),
     }
     assert not FLAT.keys() & (LLMConfig.model_fields.keys() | InferenceConfig.aliases.keys())
