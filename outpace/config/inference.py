@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 
 _SCHEDULES = "only outpace.LLM and outpace serve schedule requests; leave it out"
 ZERO_OPTIMIZATION = "DeepSpeed's name in configs of training; give its dictionary as zero, with aio in it"
-_STARTS_RANKS = (
-    "only outpace.LLM and outpace serve start ranks: for torchrun --nnodes N, leave it out"
-)
+_STARTS_RANKS = "only outpace.LLM and outpace serve start ranks (here torchrun --nnodes does); leave it out"
 _KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; leave it out"
 
 

@@ -51,6 +51,8 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
         return WRONG_OPTION
+    if asked.nodes.node_rank > 0:
+        return run_node(model, asked, config, console)
     try:
         check_model(model)
         _allow_files(config.max_connections + SPARE_FILES)
@@ -68,6 +70,20 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
         return WRONG_OPTION if isinstance(error, ConfigError) else NOT_STARTED  # some only the engine can judge
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def run_node(model: str | None, asked: AskedConfig, config: ServerConfig, console: Console) -> int:
+    """Work for node 0 until it ends; the exit code. There is no HTTP here, whatever the options of the server say."""
+    from outpace.ranks.agent import run_agent
+
+    if unused := sorted(config.model_fields_set - {"log_json"}):
+        logger.info("only node 0 serves HTTP; these options do nothing here: %s", ", ".join(unused))
+    try:
+        _check_model(model)
+        return run_agent(model, asked)
+    except (OutpaceError, OSError) as error:
+        console.print(f"error: {error}")
+        return WRONG_OPTION if isinstance(error, ConfigError) else NOT_STARTED
 
 
 async def _serve(
