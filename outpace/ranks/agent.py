@@ -25,6 +25,7 @@ from outpace.log import logger
 from outpace.ranks.messages import Frames, Ping, Pong, Sender, Unreadable, frame
 from outpace.ranks.network import Place, connect, place_of, watch_over
 from outpace.ranks.node_messages import (
+    LONGEST_HELLO,
     PROTOCOL,
     Accepted,
     Arrive,
@@ -154,21 +155,27 @@ def hello(place: Place, message: Join | Arrive, timeout: float) -> tuple[socket.
     sock = connect(place.master, place.port, place.address, timeout)
     try:
         sock.sendall(frame(message))
-        frames, answers = Frames[ToNode](ToNode), list[ToNode]()
-        while not answers:
-            if not (data := sock.recv(4096)):
-                raise ConnectionError("it closed the connection: is it node 0, with the same version of Outpace?")
-            answers = frames.feed(data)
-        if isinstance(answers[0], Refused):
-            raise Refusal(answers[0])
-        if not isinstance(answers[0], Accepted):
-            raise Unreadable("an answer that is none")
+        answer = _answer(sock)
+        if isinstance(answer, Refused):
+            raise Refusal(answer)
+        if not isinstance(answer, Accepted):
+            raise Unreadable("it does not answer as node 0 does")
         sock.settimeout(None)
-        watch_over(sock, answers[0].link_timeout)
-        return sock, answers[0].link_timeout
+        watch_over(sock, answer.link_timeout)
+        return sock, answer.link_timeout
     except BaseException:
         sock.close()
         raise
+
+
+def _answer(sock: socket.socket) -> ToNode:
+    """The first message, and no byte more: what follows may be for the rank that gets the socket."""
+    frames = Frames[ToNode](ToNode, LONGEST_HELLO)
+    while True:
+        if not (data := sock.recv(frames.wanted)):
+            raise ConnectionError("it closed the connection: is it node 0, with the same version of Outpace?")
+        if answers := frames.feed(data):
+            return answers[0]
 
 
 class Session:

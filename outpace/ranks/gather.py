@@ -60,9 +60,10 @@ def gather(watch: Watch, door: Door, place: Place, seconds: float, tell: Tell) -
     door.open = False
 
 
-def start_ranks(watch: Watch, door: Door, followers: list[Follower], seconds: float) -> None:
+def start_ranks(watch: Watch, door: Door, followers: list[Follower], seconds: float, tell: Tell) -> None:
     """Have all nodes start their ranks, and wait until these have come."""
     wanted = door.wanted
+    tell("starting ranks on all nodes")
     for node in watch.nodes:
         node.sender.send_small(frame(StartRanks(list(node.ranks), wanted.size, door.key)))
     if not watch.wait(lambda: len(followers) == wanted.size - 1, seconds):

@@ -113,7 +113,7 @@ class Ranks:
             gather(self._watch, door, place, seconds, tell)
             port = listening.getsockname()[1]
             store = world.meet(self.size, port, listening.detach(), host=place.address)
-        start_ranks(self._watch, door, self._followers, seconds)
+        start_ranks(self._watch, door, self._followers, seconds, tell)
         for each in self._followers:
             begin(each, port, None, place.address if each.node is None else None)
         self._await_here()

@@ -159,6 +159,13 @@ class Frames(Generic[Kind]):
         self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kinds)
         self._data = bytearray()
 
+    @property
+    def wanted(self) -> int:
+        """Bytes to the end of the message that comes, as far as its length is known."""
+        known = len(self._data) >= _LENGTH.size
+        end = _LENGTH.size + (_LENGTH.unpack_from(self._data)[0] if known else 0)
+        return end - len(self._data)
+
     def feed(self, data: bytes) -> list[Kind]:
         """The messages that are complete with these bytes. Raises Unreadable."""
         self._data += data

@@ -301,7 +301,7 @@ class Watch:
             if now - node.heard > limit:
                 self._lose(f"nothing was heard from {node.name} for {limit:g} s: the machine or the link to it is down")
         for each in far:
-            if now - each.heard > limit and each.node is not None:
+            if each.here is not None and now - each.heard > limit and each.node is not None:  # imports may take long
                 self._lose(f"nothing was heard from rank {each.rank} on {each.node.name} for {limit:g} s: it hangs")
         if self.cause is not None and now >= self._patience:
             self._give_up_links(far)

@@ -238,6 +238,7 @@ class EngineClient:
             step_tokens=last.step_tokens,
             levels=dict(last.levels),
             expert_layers=self.ready.expert_layers,
+            nodes=self.ready.nodes,
             expert_load=self._expert_load,
         )
 

@@ -172,6 +172,8 @@ class EngineStatus:
     expert_load: list[list[int]] = field(default_factory=list)
     """For each of these layers the tokens that each expert has had so far; at most a few seconds old while it is asked
     for. Empty: not known yet."""
+    nodes: list[str] = field(default_factory=list)
+    """Machines that the ranks of the engine are on, with their addresses and ranks; empty: this one alone."""
 
 
 class Engine(Protocol):

@@ -104,6 +104,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Whether silence means that it hangs, also when it has no work."""
     expert_layers: list[int] = []
     """See `EngineStatus`."""
+    nodes: list[str] = []
+    """See `EngineStatus`."""
 
 
 class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):

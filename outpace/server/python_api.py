@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 import httpx
 
+from outpace.config import AskedConfig
 from outpace.errors import ConfigError, EngineDead, InputError, ModelError, OutpaceError, Overloaded, StateError
 from outpace.mii import Response
 
@@ -159,7 +160,9 @@ class Server(Client):
     def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
         from outpace.cli.serve import options_of
 
-        *_, config = options_of(options)  # what is wrong is said before anything starts
+        _, llm, config = options_of(options)  # what is wrong is said before anything starts
+        if AskedConfig.of(llm).nodes.node_rank:
+            raise ConfigError("node_rank: node 0 alone serves; on other machines run `outpace serve` there")
         keys = config.all_api_keys()
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
         shown = f"[{host}]" if ":" in host else host

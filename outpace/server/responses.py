@@ -343,6 +343,8 @@ class Status(TypedDict):
     """Numbers of the levels of the prefix cache; empty: the device's pages are the only one."""
     expert_layers: list[int]
     """Numbers of the layers that have experts; their load is at /status/experts."""
+    nodes: list[str]
+    """Machines that the engine runs on, with their addresses and ranks; empty: this one alone."""
 
 
 class ExpertStatus(TypedDict):

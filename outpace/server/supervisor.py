@@ -147,7 +147,9 @@ class Supervisor:
         """The newest numbers; totals go on over restarts."""
         past = self._past
         if self._worker is None:
-            return replace(past, last_steps=list(past.last_steps), why=DRAINING if self._draining else RESTARTING)
+            part = "" if self._newest is None else f" ({self._newest.part})"
+            why = DRAINING if self._draining else RESTARTING + part
+            return replace(past, last_steps=list(past.last_steps), why=why)
         now = self._worker.client.status()
         if self._draining:
             now.ready, now.why = False, DRAINING
@@ -264,7 +266,7 @@ class Supervisor:
     def _bury(self, worker: _Worker, reason: str) -> None:
         """Fail the requests of a worker, and keep its totals."""
         status = self.status()
-        self._worker, self._silent = None, False
+        self._worker, self._newest, self._silent = None, None, False
         worker.client.lose(f"the engine process {reason}")
         self._past = replace(
             status, ready=False, running=0, waiting=0, free_blocks=status.num_blocks, restarts=status.restarts + 1

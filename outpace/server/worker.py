@@ -400,7 +400,9 @@ def ready(engine: LLMEngine, parts: PagedParts, seconds: dict[str, float]) -> Re
     limit = None if engine.step_seconds is None else 1e3 * engine.step_seconds
     layers = [] if engine.experts is None else list(engine.experts.layers)
     sizes = scheduler.max_num_seqs, scheduler.pool.num_blocks
-    return Ready(card, seconds, *sizes, limit, about, answers_pings=True, expert_layers=layers)
+    return Ready(
+        card, seconds, *sizes, limit, about, answers_pings=True, expert_layers=layers, nodes=engine.ranks.nodes
+    )
 
 
 def serve(channel: Channel) -> int:
