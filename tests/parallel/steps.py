@@ -38,7 +38,7 @@ class Told(Ranks):
         """See `Ranks`."""
         _tell(b"")
 
-    def close(self) -> None:
+    def close(self, cause: str | None = None) -> None:
         """The world goes on."""
 
     @contextlib.contextmanager

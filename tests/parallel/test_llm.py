@@ -83,7 +83,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pids(llm: outpace.LLM) -> list[int]:
-    return [each.process.pid for each in llm.engine.ranks._followers]
+    return [each.process.pid for each in llm.engine.ranks._followers if each.process is not None]
 
 
 def said(outputs: list[RequestOutput]) -> list[Any]:
@@ -220,6 +220,7 @@ class TestRagged:
         engine.flush(2)
         del engine
         gc.collect()
+        assert other.process is not None
         assert other.process.returncode == 0, "it ends with its engine"
         assert not dist.is_initialized()
 

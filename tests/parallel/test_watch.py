@@ -29,13 +29,18 @@ def follower(rank: int, does: str) -> Follower:
     """A process that says it is there, and then does this."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             [sys.executable, "-c", TALK + does, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-    return Follower(rank, process, ours, Sender(ours))
+    return Follower(rank, started, ours, Sender(ours))
+
+
+def process(each: Follower) -> "subprocess.Popen[bytes]":
+    assert each.process is not None, "it is on this machine"
+    return each.process
 
 
 def watch(*does: str) -> tuple[Watch, list[Follower], "queue.SimpleQueue[str]"]:
@@ -66,7 +71,7 @@ def test_the_first_cause_is_told_and_nobody_is_left(
     found = lost.get(timeout=PATIENCE)
     assert found.startswith(cause)
     assert made.cause == found
-    assert [each.process.poll() for each in followers].count(None) == 0
+    assert [process(each).poll() for each in followers].count(None) == 0
     assert not made.wait(lambda: False), "whoever waits is told at once"
 
 
@@ -86,7 +91,7 @@ def test_an_end_that_was_asked_for_is_no_loss() -> None:
     assert not made.thread.is_alive()
     assert made.cause is None
     assert lost.empty()
-    assert [each.process.returncode for each in followers] == [0, 0]
+    assert [process(each).returncode for each in followers] == [0, 0]
 
 
 def test_a_process_that_has_ended_is_seen_though_a_child_of_it_has_its_socket() -> None:
@@ -94,7 +99,7 @@ def test_a_process_that_has_ended_is_seen_though_a_child_of_it_has_its_socket() 
     assert made.wait(lambda: followers[0].here is not None, PATIENCE)
     assert lost.get(timeout=PATIENCE).startswith("rank 1 of 2 ended with code 4")
     with pytest.raises(ChildProcessError):
-        os.waitpid(followers[0].process.pid, os.WNOHANG)
+        os.waitpid(process(followers[0]).pid, os.WNOHANG)
 
 
 @pytest.fixture
