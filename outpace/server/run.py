@@ -79,7 +79,7 @@ def run_node(model: str | None, asked: AskedConfig, config: ServerConfig, consol
     if unused := sorted(config.model_fields_set - {"log_json"}):
         logger.info("only node 0 serves HTTP; these options do nothing here: %s", ", ".join(unused))
     try:
-        _check_model(model)
+        check_model(model)
         return run_agent(model, asked)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
