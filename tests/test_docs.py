@@ -28,6 +28,7 @@ RUN_ELSEWHERE = {
     ),
     "outpace shard --tp 2 --out shards": ("tests/cli/test_shard.py", r"def test_a_summary_for_people"),
     "outpace quantize --scheme int4 --out small": ("tests/cli/test_quantize.py", r"def test_a_summary_for_people"),
+    "outpace deploy --ray": ("tests/deploy/test_cluster.py", r"def test_a_cluster_that_is_started_here"),
     "outpace serve": ("tests/cli/test_serve.py", r"def test_a_server_answers_and_ends_with_0"),
 }
 
