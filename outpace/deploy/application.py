@@ -55,11 +55,12 @@ def application(
     llm_options: Mapping[str, Any],
     server_options: Mapping[str, Any],
     *,
+    threads: int,
     replica: Mapping[str, Any],
     ingress: Mapping[str, Any],
 ) -> serve.Application:
-    """The application; `replica` and `ingress` are the options of its two deployments."""
-    models = serve.deployment(**replica)(Replica).bind(model, dict(llm_options), dict(server_options))
+    """The application; threads: of each rank; `replica` and `ingress` are the options of its two deployments."""
+    models = serve.deployment(**replica)(Replica).bind(model, dict(llm_options), dict(server_options), threads)
     front = serve.ingress(_builder(dict(server_options), str(replica["name"])))()
     return serve.deployment(**ingress)(front).bind(models)
 

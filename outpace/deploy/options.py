@@ -34,7 +34,7 @@ class DeployConfig(ConfigModel):
     ingress_replicas: int = Field(default=1, ge=1)
     """Processes that forward requests to the replicas and retry those of a replica that dies. They hold no model."""
     cpus_per_rank: float = Field(default=1.0, gt=0)
-    """CPUs that Ray reserves for each rank of a replica."""
+    """CPUs that Ray reserves for each rank of a replica; on a CPU it computes with as many threads."""
     gpus_per_rank: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for each rank of a replica; None: 1, or 0 with --device cpu, and without GPUs."""
     health_check_period: float = Field(default=5.0, gt=0)

@@ -42,6 +42,8 @@ def gpus_per_rank(deploy: DeployConfig, asked: AskedConfig, cluster: Mapping[str
                 f"gpus_per_rank: device=cpu uses no GPU, got {deploy.gpus_per_rank:g}; remove one of them"
             )
         return 0.0
+    if deploy.gpus_per_rank == 0 and asked.device_type == "cuda":
+        raise ConfigError("gpus_per_rank: device=cuda needs a GPU, got 0; remove one of both")
     if deploy.gpus_per_rank is not None:
         return deploy.gpus_per_rank
     return 1.0 if asked.device_type == "cuda" or cluster.get("GPU", 0.0) else 0.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ class Replica:
     """A deployment's class: Ray makes one object of it in each replica's process, and calls its methods by name."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, model: str | None, llm_options: Mapping[str, Any], options: Mapping[str, Any]
+        self, model: str | None, llm_options: Mapping[str, Any], options: Mapping[str, Any], threads: int
     ) -> None:
         from ray import serve
 
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of each rank; Ray has set it to the CPUs of all of them
         config = ServerConfig(**options)
         set_up(as_json=config.log_json)
         self._id = serve.get_replica_context().replica_id.unique_id

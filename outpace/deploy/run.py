@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import signal
 import threading
@@ -74,6 +75,7 @@ def _deployed(
     plan.check_room(plan.bundle(config, asked, cluster), [node["Resources"] for node in ray.nodes() if node["Alive"]])
     app = application(
         *(model, llm_options, plan.sent_options(server, os.environ)),
+        threads=max(1, int(config.cpus_per_rank)),
         replica=plan.replica_options(config, server, asked, cluster),
         ingress=plan.ingress_options(config, server),
     )
@@ -162,6 +164,7 @@ def connected(address: str | None) -> Iterator[bool]:
             logging_level="WARNING",
         )
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     started = address == LOCAL
     try:
         if started:

@@ -43,6 +43,7 @@ def test_a_replica_reserves_what_its_ranks_need(
     ("deploy", "options", "said"),
     [
         ({"gpus_per_rank": 1}, {"device": "cpu"}, r"gpus_per_rank: device=cpu uses no GPU"),
+        ({"gpus_per_rank": 0}, {"device": "cuda"}, r"gpus_per_rank: device=cuda needs a GPU"),
         ({"gpus_per_rank": 0.5}, {"tensor_parallel_size": 2}, r"gpus_per_rank: 2 ranks need a whole GPU each"),
     ],
 )

@@ -796,7 +796,8 @@ def test_the_rest(live: Live) -> None:
         assert client.get("/version").json() == {"version": __version__}
         for path in ("/health", "/healthz", "/health/live", "/health/ready"):
             assert client.get(path).json()["status"] == "ok"
-        assert 'outpace:num_requests_running{model_name="tiny"}' in client.get("/metrics").text
+        metrics = client.get("/metrics").text  # of replicas on a cluster, each with its name
+        assert re.search(r'^outpace:num_requests_running\{(replica="\w+",)?model_name="tiny"\}', metrics, re.MULTILINE)
         assert client.get("/status").json()["model"] == "tiny"
 
 
