@@ -25,8 +25,10 @@ MOST_STARTS = 3  # of a replica that cannot start, before the deployment fails
 LONGEST_LOOK_BACK = 30.0
 
 
-def check(server: ServerConfig) -> None:
+def check(server: ServerConfig, asked: AskedConfig) -> None:
     """Refuse what would be ignored."""
+    if asked.nodes.nnodes > 1:
+        raise ConfigError("nnodes: a replica has all its ranks on one node; use `outpace serve` for a model of several")
     for name, why in NOT_HERE.items():
         if name in server.model_fields_set:
             raise ConfigError(f"{name}: has no effect in `outpace deploy`: {why}")

@@ -40,7 +40,7 @@ def deploy(
     """
     asked = AskedConfig.of(dict(llm_options))
     check_files(server)
-    plan.check(server)
+    plan.check(server, asked)
     require_ray()
     with connected(config.address) as started:
         if started:

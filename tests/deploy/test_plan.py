@@ -112,13 +112,19 @@ def test_an_update_keeps_its_replicas_until_new_ones_are_ready() -> None:
 @pytest.mark.parametrize("name", ["max_connections", "max_connections_per_address"])
 def test_what_cannot_act_behind_rays_proxy_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: has no effect"):
-        plan.check(ServerConfig(**{name: 5}))
+        plan.check(ServerConfig(**{name: 5}), asked())
 
 
 def test_a_free_port_cannot_be_had() -> None:
     with pytest.raises(ConfigError, match="port: "):
-        plan.check(ServerConfig(port=0))
-    plan.check(ServerConfig())
+        plan.check(ServerConfig(port=0), asked())
+    plan.check(ServerConfig(), asked())
+
+
+def test_a_replica_does_not_span_nodes() -> None:
+    several = asked(nnodes=2, master_addr="10.0.0.1", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="nnodes: a replica has all its ranks on one node"):
+        plan.check(ServerConfig(), several)
 
 
 def test_keys_of_this_machine_go_with_the_application() -> None:
