@@ -10,6 +10,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
+from outpace.deploy.cost import cost_of
 from outpace.deploy.ingress import ReplicaLost, make_ingress
 from outpace.deploy.replica import Replica
 from outpace.errors import EngineUnavailable
@@ -31,7 +32,7 @@ class Handle:
         self, head: Mapping[str, Any], body: bytes, avoid: Sequence[str]
     ) -> AsyncGenerator[list[Message], None]:
         """The messages of one replica's answer."""
-        response = self._asked.remote(head, body, avoid=list(avoid), prefix=body[:PREFIX_BYTES])
+        response = self._asked.remote(head, body, avoid=list(avoid), prefix=body[:PREFIX_BYTES], cost=cost_of(body))
         try:
             async for messages in response:
                 yield messages

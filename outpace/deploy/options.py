@@ -30,7 +30,7 @@ class DeployConfig(ConfigModel):
     """Seconds for which the load must ask for fewer replicas before some are drained."""
 
     routing: Literal["least-loaded", "round-robin"] = "least-loaded"
-    """Which replica gets a request: the one with the fewest requests, or each in turn."""
+    """Which replica gets a request: the one with the least to compute, or each in turn."""
     ingress_replicas: int = Field(default=1, ge=1)
     """Processes that forward requests to the replicas and retry those of a replica that dies. They hold no model."""
     cpus_per_rank: float = Field(default=1.0, gt=0)

@@ -56,11 +56,11 @@ class Replica:
         await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
 
     async def answer(
-        self, head: Mapping[str, Any], body: bytes, *, avoid: Sequence[str] = (), prefix: bytes = b""
+        self, head: Mapping[str, Any], body: bytes, *, avoid: Sequence[str] = (), prefix: bytes = b"", cost: float = 0.0
     ) -> AsyncGenerator[list[Message], None]:
         """The ASGI messages that answer one request, joined to lists. Closing the generator cancels the request.
 
-        head: the request's ASGI scope; avoid and prefix are for the router.
+        head: the request's ASGI scope; avoid, prefix and cost are for the router.
         """
         outgoing: asyncio.Queue[Message | None] = asyncio.Queue()
         task = asyncio.create_task(self._run(head, body, outgoing))

@@ -11,44 +11,57 @@ AVOID = "avoid"
 """Argument of a request: the replicas that could not answer it."""
 PREFIX = "prefix"
 """Argument of a request: its beginning, empty if it says nothing."""
-SLACK = 4  # requests that a replica may have more than another, if it has had the beginning of the prompt
+COST = "cost"
+"""Argument of a request: what it costs, in tokens that are generated."""
+SLACK = 256.0  # tokens that a replica may have more to compute than another, if it has had the beginning of the prompt
+USUAL = 128.0  # tokens of a request of which nothing is known
 MOST_PREFIXES = 4096
 
 
 class LeastLoaded(RequestRouter):
-    """The replica with the fewest requests, or one that has had the same beginning of a prompt and few more requests.
+    """The replica with the fewest tokens to compute, or one that has had the same beginning and few more to compute.
 
-    Ray's own router draws two replicas and takes the better one. It counts what it has sent, so that looking at all of
-    them costs no messages.
+    Ray's own router draws two replicas and takes the one with fewer requests. This one adds up what the requests that
+    it has sent will cost (`cost.cost_of`); those that it does not know, of other ingress processes or on the way, count
+    as the mean.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """No prompt has been seen."""
-        self._seen: OrderedDict[bytes, str] = OrderedDict()
+        """Nothing has been sent, no prompt has been seen."""
+        self._costs: dict[str, dict[str, float]] = {}  # replica -> request -> what it costs
+        self._seen: OrderedDict[bytes, str] = OrderedDict()  # beginning -> replica
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas: within a rank the caller takes the one with the shortest queue, and the first of equal
-        ones."""
+        """The replicas in the order in which they are tried."""
         left = _without_avoided(candidate_replicas, pending_request)
-        return [*self._warm(left, pending_request), random.sample(left, len(left))]
+        loads = {each.replica_id.unique_id: self._load(each) for each in left}
+        warm = None if pending_request is None else self._seen.get(pending_request.kwargs.get(PREFIX, b""))
+        if warm in loads and loads[warm] <= min(loads.values()) + SLACK:
+            loads[warm] = -1.0
+        random.shuffle(left)  # of equal ones any
+        return [[each] for each in sorted(left, key=lambda each: loads[each.replica_id.unique_id])]
+
+    def _load(self, replica: RunningReplica) -> float:
+        known = list(self._costs.get(replica.replica_id.unique_id, {}).values())
+        requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        mean = sum(known) / len(known) if known else USUAL
+        return sum(known) + mean * max(0, requests - len(known))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
-        """Remember who has the keys and values of this prompt."""
-        if prefix := pending_request.kwargs.get(PREFIX):
-            self._seen[prefix] = replica_id.unique_id
+        """A replica has taken a request: what it costs, and who has the keys and values of its prompt."""
+        given, name = pending_request.kwargs, replica_id.unique_id
+        self._costs.setdefault(name, {})[pending_request.metadata.internal_request_id] = given.get(COST, USUAL)
+        if prefix := given.get(PREFIX):
+            self._seen[prefix] = name
             self._seen.move_to_end(prefix)
             if len(self._seen) > MOST_PREFIXES:
                 self._seen.popitem(last=False)
 
-    def _warm(self, left: Sequence[RunningReplica], request: PendingRequest | None) -> list[list[RunningReplica]]:
-        """The replica that has had the prompt's beginning, unless others have much less to do."""
-        name = None if request is None else self._seen.get(request.kwargs.get(PREFIX, b""))
-        loads = {each.replica_id.unique_id: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in left}
-        if name not in loads or loads[name] > min(loads.values()) + SLACK:
-            return []
-        return [[each for each in left if each.replica_id.unique_id == name]]
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """It has ended, however it did."""
+        self._costs.get(replica_id.unique_id, {}).pop(internal_request_id, None)
 
 
 class RoundRobin(RequestRouter):
