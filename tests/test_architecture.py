@@ -19,7 +19,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("loading",),
     ("runner", "sequence", "shares", "step_plan", "scheduler", "prepare", "ranks"),
     ("generation", "engine", "answers", "llm_engine", "llm", "ragged"),
-    ("api", "bench", "deploy", "mii", "server", "cli", "metrics", "quality", "verify", "__main__"),
+    ("api", "bench", "deploy", "mii", "replicas", "server", "cli", "metrics", "quality", "verify", "__main__"),
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {

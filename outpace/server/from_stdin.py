@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from outpace.cli.serve import options_of
 from outpace.server.logs import set_up
@@ -28,8 +29,9 @@ def main() -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     _, llm, config = options_of(asked["options"])
-    set_up(as_json=config.log_json)
-    return run(asked["model"], llm, config)
+    path = asked.get("unix_path")  # of one of several servers behind another
+    set_up(as_json=config.log_json, name=Path(path).stem if path else "")
+    return run(asked["model"], llm, config, unix_path=path)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,14 @@ LONGEST = 4 * 2**10
 """Characters of a message, and of a traceback; the middle of a longer one is dropped."""
 
 
-def set_up(*, as_json: bool = False) -> None:
-    """Write the log of Outpace to standard error: warnings, and a line for each request."""
+def set_up(*, as_json: bool = False, name: str = "") -> None:
+    """Write the log of Outpace to standard error: warnings, and a line for each request.
+
+    name: of this process, where several write to one place.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if as_json else Lines("%(asctime)s %(levelname)s %(message)s"))
+    shown = f"{name}: ".replace("%", "%%") if name else ""
+    handler.setFormatter(JsonLines(name) if as_json else Lines(f"%(asctime)s %(levelname)s {shown}%(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
     logging.getLogger("outpace.access").setLevel(logging.INFO)
@@ -44,10 +48,15 @@ def bounded(text: str) -> str:
 class JsonLines(Lines):
     """One object in each line; what a line of the access log says stands in fields of its own."""
 
+    def __init__(self, name: str = "") -> None:
+        """name: of this process, if each line is to say it."""
+        super().__init__()
+        self._name = {"process": name} if name else {}
+
     def format(self, record: logging.LogRecord) -> str:
         """A record as a line."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": moment, "level": record.levelname.lower(), "logger": record.name}
+        line = {"time": moment, "level": record.levelname.lower(), "logger": record.name, **self._name}
         said: Mapping[str, object] = {"message": bounded(record.getMessage())}
         if isinstance(record.args, Mapping):
             said = record.args

@@ -42,6 +42,9 @@ class ServerConfig(ConfigModel):
     allowed_hosts: tuple[str, ...] = ()
     """Host names that requests may ask for, * is any. A server on a loopback address takes the names of this machine
     and these alone, so that no page of another site can reach it by a name of its own; on others none means any."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Servers on this machine that answer behind the one port, each with an engine (and GPUs) of its own. Requests go
+    to the one with the least to do, or to one that has had a prompt with the same beginning."""
     root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$")
     """Path under which a proxy shows the server, as /llm; requests may come with it or without."""
 

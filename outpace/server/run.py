@@ -42,12 +42,18 @@ SPARE_FILES = 256  # open files beside connections
 PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 
-def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig) -> int:
-    """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows."""
+def run(
+    model: str | None, llm_options: Mapping[str, Any], config: ServerConfig, *, unix_path: str | None = None
+) -> int:
+    """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows.
+
+    unix_path: listen on a Unix socket there instead of a port.
+    """
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     try:
         asked = AskedConfig.of(dict(llm_options))
         check_files(config)
+        _check_replicas(config.replicas, asked.nodes.nnodes)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
         return WRONG_OPTION
@@ -55,8 +61,8 @@ def run(model: str | None, llm_options: Mapping[str, Any], config: ServerConfig)
         return run_node(model, asked, config, console)
     try:
         check_model(model)
-        _allow_files(config.max_connections + SPARE_FILES)
-        sock = _bound(config)
+        _allow_files((2 if config.replicas > 1 else 1) * config.max_connections + SPARE_FILES)
+        sock = _bound(config) if unix_path is None else _bound_unix(unix_path)
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
         return NOT_STARTED
@@ -95,6 +101,10 @@ async def _serve(
     console: Console,
 ) -> int:
     """Start the engine's process, and only then import the HTTP server, which the engine need not wait for."""
+    if config.replicas > 1:
+        from outpace.replicas.serve import serve_replicas
+
+        return await serve_replicas(model, llm_options, asked, config, sock, console)
     engine = make_engine(model, llm_options, asked, config)
     try:
         before = process_age()
@@ -128,6 +138,14 @@ def process_age() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError):
         return time.perf_counter()
+
+
+def _check_replicas(replicas: int, nodes: int) -> None:
+    if replicas > 1 and nodes > 1:
+        raise ConfigError(
+            f"replicas: {replicas} replicas on one machine, and nnodes={nodes} spreads one model over several; give "
+            "only one of them"
+        )
 
 
 def check_files(config: ServerConfig) -> None:
@@ -196,4 +214,16 @@ def _bound(config: ServerConfig) -> socket.socket:
         remedy = "an address of this machine" if is_host else "another port, or 0 for a free one"
         said = f"{name}: cannot listen on {config.host} port {config.port} ({error.strerror}); give {remedy}"
         raise ConfigError(said) from None
+    return sock
+
+
+def _bound_unix(path: str) -> socket.socket:
+    """The socket at a path, for whoever may reach its folder."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
     return sock

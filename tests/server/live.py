@@ -26,6 +26,8 @@ URL = "OUTPACE_TEST_URL"
 """In the environment, where a server of `OPTIONS` runs already, for tests of answers alone."""
 RANKS = "OUTPACE_TEST_RANKS"
 """In the environment, how many ranks the server has: every test of the API passes with any number."""
+REPLICAS = "OUTPACE_TEST_REPLICAS"
+"""The same for how many replicas it has."""
 NAMES = ("tiny", "org/tiny-alias")
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 4
@@ -138,13 +140,15 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def started(folder: Path) -> Iterator[Live]:
-    """A server with default limits, whose model is written to this folder."""
+def started(folder: Path, **options: Any) -> Iterator[Live]:
+    """A server with default limits, whose model is written to this folder; other options win over those here."""
     write_model(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUTPACE_API_KEYS", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")  # more gain nothing, and spin on a busy machine
-        server = outpace.serve(folder, **OPTIONS, tensor_parallel_size=int(os.environ.get(RANKS, "1")))
+        named = {"tensor_parallel_size": RANKS, "replicas": REPLICAS}
+        counts = {name: int(os.environ.get(variable, "1")) for name, variable in named.items()}
+        server = outpace.serve(folder, **{**OPTIONS, **counts, **options})
     with server:
         made = Live(server, folder)
         with made.http() as client:

@@ -1,0 +1,1 @@
+"""Several servers of one model on one machine, behind one port."""
