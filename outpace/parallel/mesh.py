@@ -15,6 +15,7 @@ from outpace.config.rules import num_ranks
 from outpace.config.sections import MoEConfig, TensorParallelConfig
 from outpace.errors import ConfigError, StateError
 from outpace.log import chosen
+from outpace.parallel import rendezvous
 from outpace.parallel.group import ALONE, Group
 from outpace.parallel.pipeline import ONLY, Stage, stage_of
 
@@ -138,7 +139,7 @@ def join_world(device: str, asked_by: str) -> int:
             )
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group(BACKENDS[device])
+        rendezvous.join(BACKENDS[device])
     return dist.get_world_size()
 
 

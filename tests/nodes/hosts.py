@@ -20,7 +20,7 @@ from tests.nodes.proxy import Proxy
 from tests.patience import PATIENCE
 
 CLONE_NEWNET = 0x40000000
-OPTIONS = ("--device", "cpu", "--tp", "2", "--nnodes", "2")
+OPTIONS = ("--device", "cpu", "--pp", "2", "--nnodes", "2")
 """Of every node."""
 
 
@@ -30,7 +30,13 @@ class Process:
     def __init__(self, command: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "1000"}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, errors="replace"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+            errors="replace",
         )
         self.lines: list[str] = []
         self._changed, self._ended = threading.Condition(), False
@@ -44,6 +50,9 @@ class Process:
         self.process.kill()
         self.process.wait()
         self._reader.join(PATIENCE)
+        assert self.process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
         if error[0] is not None:
             sys.stderr.write(f"{self.text}\n---\n")
 
@@ -63,6 +72,12 @@ class Process:
         line = found()
         assert line is not None, f"{text!r} is not in:\n{self.text}"
         return line
+
+    def say(self, text: str) -> None:
+        """Write to it."""
+        assert self.process.stdin is not None, "it is a pipe"
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
 
     def pause(self) -> None:
         """A moment, or until it writes something."""

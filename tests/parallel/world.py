@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.patience import PATIENCE
+
 Case = tuple[str, str, Mapping[str, Any]]
 """What is done (see `member.KINDS`), to which model, with which options."""
 
@@ -16,6 +18,7 @@ def run_world(size: int, cases: Sequence[Case]) -> dict[str, str]:
     """What was wrong with each case, by its title; empty: nothing."""
     text = json.dumps([{"kind": kind, "name": name, "options": options} for kind, name, options in cases])
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    common |= {"OUTPACE_JOIN_TIMEOUT": str(PATIENCE)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.parallel.member"],
