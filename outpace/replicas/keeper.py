@@ -103,19 +103,30 @@ class Keeper:
             finally:
                 probing.cancel()
                 await asyncio.gather(probing, return_exceptions=True)
-            self._bury(code)
             if code in (NOT_STARTED, WRONG_OPTION) and not self.was_ready.is_set():
                 self.failed.set_result(code)
                 return
+            self._bury(code)
             if time.monotonic() - since >= self._timing.healthy_after:
                 delay = self._timing.first_delay
+            delay = await self._revive(delay)
+
+    async def _revive(self, delay: float) -> float:
+        """Start a new process, however often that takes; the delay before the next one."""
+        while True:
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._timing.longest_delay)
-            await self._launch()
+            try:
+                await self._launch()
+                return delay
+            except OSError as error:
+                logger.error("replica %d cannot be started (%s); again in %.2f s", self._replica.index, error, delay)
 
     def _bury(self, code: int) -> None:
         """A process has ended: nothing goes to it any more, and what it had cached is gone."""
-        logger.error("replica %d (process %s) ended with code %d", self._replica.index, self.pid, code)
+        logger.error(
+            "replica %d (process %s) ended with code %d; starting it again", self._replica.index, self.pid, code
+        )
         self._fleet.set_ready(self._replica, False)
         self._fleet.chooser.forget(self._replica.index)
         self._replica.restarts += 1

@@ -108,3 +108,23 @@ async def test_one_that_crashes_while_it_starts_is_tried_again(tmp_path: Path) -
             while len(buried) < 3:
                 await asyncio.sleep(0.01)
         assert not keeper.failed.done()
+
+
+async def test_one_that_the_system_cannot_start_now_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, start = [OSError("too many processes")] * 2, asyncio.create_subprocess_exec
+
+    async def sometimes(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(*command, **options)
+
+    async with kept(tmp_path) as (keeper, fleet, _):
+        await until(fleet, True)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", sometimes)
+        assert keeper.pid is not None
+        os.kill(keeper.pid, signal.SIGKILL)
+        await until(fleet, False)
+        await until(fleet, True)
+        assert not failures
