@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from outpace.server.starting import Front
-from tests.server.live import Live
+from tests.server.live import REPLICAS, Live
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 120  # seconds that something may take on a busy machine before it counts as never
@@ -117,7 +117,7 @@ def test_item_16_the_http_process_has_no_torch(live: Live) -> None:
     """Though it has made tokens, text and a grammar by now."""
     pid = live.server.process.pid
     mapped = Path(f"/proc/{pid}/maps").read_text()
-    assert "tokenizers" in mapped, "this is not where libraries show"
+    assert "tokenizers" in mapped or REPLICAS in os.environ, "this is not where libraries show"
     assert "libtorch" not in mapped
 
 
