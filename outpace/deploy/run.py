@@ -100,6 +100,7 @@ def _start_http(server: ServerConfig) -> None:
     from ray import serve
     from ray.serve.context import _get_global_client
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     asked = plan.http_options(server)
     serve.start(http_options=asked)
     client = _get_global_client()
@@ -164,7 +165,6 @@ def connected(address: str | None) -> Iterator[bool]:
             logging_level="WARNING",
         )
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     started = address == LOCAL
     try:
         if started:
