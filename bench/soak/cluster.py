@@ -113,7 +113,7 @@ def _free_port() -> int:
 async def run_tests(url: str, *arguments: str, log: Path) -> tuple[int, str]:
     """pytest over tests of answers against a server that runs; the exit code and the last line."""
     environment = os.environ | {"OUTPACE_TEST_URL": url}
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    command = (sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *arguments)
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, cwd=ROOT, env=environment)
     code = await process.wait()

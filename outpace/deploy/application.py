@@ -10,10 +10,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
-from outpace.deploy.cost import cost_of
 from outpace.deploy.ingress import ReplicaLost, make_ingress
 from outpace.deploy.replica import Replica
 from outpace.errors import EngineUnavailable
+from outpace.replicas.asked import read
 from outpace.server.logs import set_up
 from outpace.server.options import ServerConfig
 
@@ -32,7 +32,8 @@ class Handle:
         self, head: Mapping[str, Any], body: bytes, avoid: Sequence[str]
     ) -> AsyncGenerator[list[Message], None]:
         """The messages of one replica's answer."""
-        response = self._asked.remote(head, body, avoid=list(avoid), prefix=body[:PREFIX_BYTES], cost=cost_of(body))
+        cost = read(body)[0].cost
+        response = self._asked.remote(head, body, avoid=list(avoid), prefix=body[:PREFIX_BYTES], cost=cost)
         try:
             async for messages in response:
                 yield messages

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outpace.deploy.merge import merged
+from outpace.deploy.merge import merged_metrics, merged_status
 from outpace.deploy.plan import MANY
 from outpace.deploy.replica import REPLICA
 from outpace.errors import EngineDead, EngineUnavailable
@@ -34,7 +34,7 @@ ANSWERED_BY = b"x-outpace-replica"
 _ADDED = frozenset({b"x-request-id", b"x-content-type-options"})  # headers that the guard adds here, as it did there
 _OF_ONE = frozenset({b"content-length", ANSWERED_BY})
 Merge = Callable[[Sequence[tuple[str, bytes]]], bytes]
-OF_ALL: Mapping[str, Merge] = {"/metrics": merged}
+OF_ALL: Mapping[str, Merge] = {"/metrics": merged_metrics, "/status": merged_status}
 """Paths where all replicas are asked, and how their answers, by replica, become one."""
 _AGAIN = frozenset({LOST, "engine_unavailable"})
 """Codes of errors that another replica need not have."""

@@ -1,12 +1,16 @@
-"""The metrics of several replicas as one text for Prometheus: each sample says which replica it is of."""
+"""What the replicas say at the same path as one answer. Metrics: each sample says which replica it is of."""
 
 import re
 from collections.abc import Sequence
 
+import msgspec
+
+from outpace.replicas.pages import added
+
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?( .*)")
 
 
-def merged(texts: Sequence[tuple[str, bytes]]) -> bytes:
+def merged_metrics(texts: Sequence[tuple[str, bytes]]) -> bytes:
     """One text of several, with a label `replica` on every sample; a family's lines stay together."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for replica, text in texts:
@@ -23,3 +27,13 @@ def merged(texts: Sequence[tuple[str, bytes]]) -> bytes:
                 samples.append(f"{found[1]}{{{labels}}}{found[3]}")
     lines = [line for comments, samples in families.values() for line in (*comments, *samples)]
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+def merged_status(texts: Sequence[tuple[str, bytes]]) -> bytes:
+    """/status of several replicas as that of one server, with their numbers added up, and each replica's own."""
+    told = [msgspec.json.decode(text) for _, text in texts]
+    own = [
+        {"replica": name, **{field: each[field] for field in ("ready", "in_flight", "restarts")}}
+        for (name, _), each in zip(texts, told, strict=True)
+    ]
+    return msgspec.json.encode({**added(told), "replicas": own})

@@ -22,8 +22,8 @@ class LeastLoaded(RequestRouter):
     """The replica with the fewest tokens to compute, or one that has had the same beginning and few more to compute.
 
     Ray's own router draws two replicas and takes the one with fewer requests. This one adds up what the requests that
-    it has sent will cost (`cost.cost_of`); those that it does not know, of other ingress processes or on the way, count
-    as the mean.
+    it has sent will cost (`replicas.asked`); those that it does not know, of other ingress processes or on the way,
+    count as the mean.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:

@@ -259,6 +259,14 @@ async def test_metrics_of_no_replica_are_an_error() -> None:
     assert (await get(Scripted([failing("r2", "not_ready")]), "/metrics")).sent[0]["status"] == 503
 
 
+async def test_the_status_adds_up_what_the_replicas_say() -> None:
+    told = {"model": "m", "ready": True, "in_flight": 2, "restarts": 1, "running": 3, "step_sizes": [1], "levels": {}}
+    call = await get(Scripted([plain("r1", body=told), plain("r2", body=told)]), "/status")
+    found = json.loads(text_of(call))
+    assert (found["model"], found["in_flight"], found["running"], found["step_sizes"]) == ("m", 4, 6, [2])
+    assert [each["replica"] for each in found["replicas"]] == ["r1", "r2"]
+
+
 async def test_other_pages_are_those_of_one_replica() -> None:
     replicas = Scripted([plain("r1", body={"version": "1"}), plain("r2")])
     assert text_of(await get(replicas, "/version")) == '{"version": "1"}'
