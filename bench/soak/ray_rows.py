@@ -29,7 +29,7 @@ LONG_SHARE, LONG, SHORT = (
     8,
 )  # of the requests that compare routers; tokens. Fewer than 5 %: P95 is of a short one
 ROUNDS = 5  # with each router
-CLIENTS = 6
+CLIENTS = 8
 ONE_SLOT = ("--max-num-seqs", "1", "--no-access-log", "--template-processes", "1")
 """A full batch in small: whoever comes waits for what runs."""
 
@@ -203,13 +203,13 @@ async def r5(soak: Soak, cluster: Cluster) -> Result:
             routing, soak.model, "--replicas", "2", "--routing", routing, "--root-path", f"/{routing}", *ONE_SLOT
         )
         await _latencies(cluster, routing, [SHORT] * 8)
-    count = max(60, soak.count(200))
+    count = max(100, soak.count(200))
     for turn in range(ROUNDS):
         lengths = [LONG] * round(LONG_SHARE * count) + [SHORT] * (count - round(LONG_SHARE * count))
         soak.draw.shuffle(lengths)
         for routing in sorted(found, reverse=turn % 2 == 1):
             soak.say(f"{routing}, {turn + 1} of {ROUNDS}")
-            found[routing].append(percentile(await _latencies(cluster, routing, lengths), 95))
+            found[routing].append(percentile(await _latencies(cluster, routing, lengths, 1000 * turn), 95))
     for routing in found:
         await cluster.stop(routing)
     ratios = sorted(ours / theirs for ours, theirs in zip(*found.values(), strict=True))
@@ -222,9 +222,9 @@ async def r5(soak: Soak, cluster: Cluster) -> Result:
     return Result("R-5", target, measured, middle < 1, runs)
 
 
-async def _latencies(cluster: Cluster, routing: str, lengths: list[int]) -> list[float]:
-    """Seconds of each request; `CLIENTS` at once."""
-    load, left = Load(cluster.client, path=f"/{routing}/v1/completions"), list(enumerate(lengths))
+async def _latencies(cluster: Cluster, routing: str, lengths: list[int], first: int = 90_000) -> list[float]:
+    """Seconds of each request; `CLIENTS` at once. first: so that no round has the prompts of another."""
+    load, left = Load(cluster.client, path=f"/{routing}/v1/completions"), list(enumerate(lengths, first))
 
     async def ask_on() -> None:
         while left:

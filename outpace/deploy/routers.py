@@ -13,7 +13,7 @@ PREFIX = "prefix"
 """Argument of a request: its beginning, empty if it says nothing."""
 COST = "cost"
 """Argument of a request: what it costs, in tokens that are generated."""
-SLACK = 256.0  # tokens that a replica may have more to compute than another, if it has had the beginning of the prompt
+SLACK = 0.5  # of a request's own cost: what a replica that has had its beginning may have more to compute than others
 USUAL = 128.0  # tokens of a request of which nothing is known
 MOST_PREFIXES = 4096
 
@@ -37,8 +37,9 @@ class LeastLoaded(RequestRouter):
         """The replicas in the order in which they are tried."""
         left = _without_avoided(candidate_replicas, pending_request)
         loads = {each.replica_id.unique_id: self._load(each) for each in left}
-        warm = None if pending_request is None else self._seen.get(pending_request.kwargs.get(PREFIX, b""))
-        if warm in loads and loads[warm] <= min(loads.values()) + SLACK:
+        given = {} if pending_request is None else pending_request.kwargs
+        warm = self._seen.get(given.get(PREFIX, b""))
+        if warm in loads and loads[warm] <= min(loads.values()) + SLACK * given.get(COST, USUAL):
             loads[warm] = -1.0
         random.shuffle(left)  # of equal ones any
         return [[each] for each in sorted(left, key=lambda each: loads[each.replica_id.unique_id])]

@@ -89,9 +89,13 @@ async def test_of_equal_ones_any_may_be_first(routers: Any) -> None:
 async def test_a_prompt_goes_where_its_beginning_is_unless_there_is_too_much_to_do(routers: Any) -> None:
     router, same = routers.LeastLoaded(), request(1, cost=100.0, prefix=b"once upon")
     send(router, "b", same)
+    router.on_request_completed(ReplicaID("b"), "r1")
+    router.replica_queue_len_cache.clear()
+    assert (await order(router, same))[0] == "b"
+    send(router, "b", request(3, cost=routers.SLACK * 100.0))
     assert (await order(router, same))[0] == "b"
     assert (await order(router, request(2, prefix=b"other")))[0] != "b"
-    send(router, "b", request(3, cost=routers.SLACK))
+    send(router, "b", request(4, cost=1.0))
     assert (await order(router, same))[0] != "b"
 
 
