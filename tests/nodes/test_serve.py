@@ -64,7 +64,8 @@ def test_a_killed_node_and_a_cut_link_in_namespaces(folder: Path, wanted: str) -
                 assert hosts.answer(http) == wanted
                 assert hosts.lose(http, second.process.kill)["code"] == "engine_failed"
                 first.wait_for("; the other ranks were ended")
-            with cluster.node_1("--join-timeout", 1) as second:
+                first.wait_for("waiting for node 1 of 2")  # from now on it listens
+            with cluster.node_1("--join-timeout", 5) as second:
                 cluster.wait_ready(http, first)
                 assert hosts.answer(http) == wanted
                 seen = len(first.lines)
@@ -72,6 +73,6 @@ def test_a_killed_node_and_a_cut_link_in_namespaces(folder: Path, wanted: str) -
                 first.wait_for("nothing was heard from node 1 (10.77.0.2)", seen)
                 second.wait_for("nothing was heard from node 0 at 10.77.0.1")
                 assert second.code() == 1, "nobody came back"
-                second.wait_for("error: node 0 at 10.77.0.1 port 29500 did not take this node in 1 s")
+                second.wait_for("error: node 0 at 10.77.0.1 port 29500 did not take this node in 5 s")
 
     hosts.inside(act)
