@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.cache.kv_cache import check_page_dtype
 from outpace.config import InferenceConfig, LLMConfig
-from outpace.errors import ConfigError, ModelError, NotSupported, as_field
+from outpace.errors import ConfigError, ModelError, NotSupported, OffloadError, OutpaceError, as_field
 from outpace.inject.make import Maker
 from outpace.inject.paged import MAX_TOKENS, BatchModel, PagedModel
 from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
@@ -165,7 +165,7 @@ def prepare(
         chosen("quantization", quantized, "asked for" if rules.stored is None else runs_stored(config)[1])
     if cut is not None and sources is not None:
         sources = needed_of(module, before, sources)
-    away = plan_streaming(module, before, config, device, sources, replace(mesh, stage=ONLY))
+    away = _plan_away(module, before, config, device, sources, mesh)
     known: dict[str, Any] = {"quantized": quantized, "mesh": mesh, "streaming": away, "cut": cut}
     if sources is None:
         with _put_away(away):
@@ -184,6 +184,29 @@ def prepare(
         cut.settle()
     seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
     return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(needed), **known)
+
+
+def _plan_away(
+    module: nn.Module,
+    before: Before,
+    config: InferenceConfig,
+    device: torch.device,
+    sources: Mapping[str, Source] | None,
+    mesh: Mesh,
+) -> Streaming | None:
+    """Which layers do not stay: each stage finds that for its own, and fails if another does."""
+    problem: OutpaceError | None = None
+    away = None
+    try:
+        away = plan_streaming(module, before, config, device, sources, replace(mesh, stage=ONLY))
+    except OutpaceError as error:
+        problem = error
+    good = mesh.stage.peers.least(int(problem is None), device)
+    if problem is not None:
+        raise problem
+    if not good:
+        raise OffloadError("offload: another rank cannot place its layers, and says why")
+    return away
 
 
 @contextmanager

@@ -4,6 +4,7 @@ The first layer of a stage takes what the stage before sends instead of what the
 output goes to the stage after; what the model makes of it then is nobody's. The results of the last stage go to all.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,14 +177,18 @@ def _size(module: nn.Module) -> int:
 
 
 def _shorten(model: nn.Module, span: Span) -> None:
-    """Let configs speak of the layers of a stage alone."""
+    """Let configs speak of the layers of a stage alone: copies of them, since other models may have the same ones."""
     start, stop = span
-    for config in {id(each): each for module in model.modules() if (each := getattr(module, "config", None))}.values():
-        whole = getattr(config, "num_hidden_layers", None)
-        if not isinstance(whole, int):
-            continue
+    memo: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(getattr(whole := getattr(module, "config", None), "num_hidden_layers", None), int):
+            own = copy.deepcopy(whole, memo)
+            module.config = configs[id(own)] = own
+    for config in configs.values():
+        count = config.num_hidden_layers
         for name, value in list(vars(config).items()):
-            if isinstance(value, list | tuple) and len(value) == whole and name.endswith(("layer_types", "layers")):
+            if isinstance(value, list | tuple) and len(value) == count and name.endswith(("layer_types", "layers")):
                 setattr(config, name, value[start:stop])
         config.num_hidden_layers = stop - start
 

@@ -19,46 +19,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import outpace
 from outpace.inject.modules import FusedLayer
-from tests import sharded_models
-from tests.inject import test_moe
 from tests.inject.checks import padded_prompts
 from tests.inject.test_mixtures import WIDTH
 from tests.offload.placed import deep
-from tests.parallel import own_models
+from tests.parallel import staged
+from tests.parallel.engines import NEW, TOLERANCE, Button, Shown, engine_of, largest, model_of, same_logits, stored
 from tests.parallel.steps import tokens_alone, tokens_over_ranks
-
-TOLERANCE = 1e-5
-NEW = 12
-
-
-def model_of(name: str) -> Any:
-    """A tiny model, the same on every rank: of the families of injection, or of experts ("moe: ...")."""
-    if name.startswith("own: "):
-        return own_models.make(name.removeprefix("own: "))
-    kind, _, case = name.rpartition("moe: ")
-    return test_moe.made(case) if kind or name.startswith("moe: ") else sharded_models.make(name)
-
-
-def engine_of(model: Any, options: Mapping[str, Any]) -> Any:
-    """An engine in fp32; the keys of an injection_policy are names of classes."""
-    given = {"replace_with_kernel_inject": True, **options}
-    if "injection_policy" in options:
-        kinds = {type(module).__name__: type(module) for module in model.modules()}
-        given["injection_policy"] = {kinds[kind]: tuple(names) for kind, names in options["injection_policy"].items()}
-    return outpace.init_inference(model, dtype="fp32", device="cpu", **given)
-
-
-def same_logits(engine: Any, model: Any, inputs: Mapping[str, Tensor]) -> None:
-    """Of a model in one process, wherever a token stands."""
-    with torch.no_grad():
-        want, found = model(**inputs).logits, engine(**inputs).logits
-    keep = inputs["attention_mask"].bool() if want.shape[:2] == inputs["attention_mask"].shape else slice(None)
-    error = ((found - want)[keep].abs().max() / want[keep].abs().max()).item()
-    assert error <= TOLERANCE, f"logits differ by {error:.1e}"
 
 
 def compare(name: str, options: Mapping[str, Any]) -> None:
@@ -98,18 +67,6 @@ def quantized(name: str, options: Mapping[str, Any]) -> None:
     errors = [(found - want).norm(dim=1).median().item() for found in (theirs, ours)]
     assert errors[1] <= 1.5 * errors[0], f"errors are {errors[1]:.1e}, those of one process {errors[0]:.1e}"
     assert largest(engine) < 0.3 * size, "a rank has all weights, or they are not quantized"
-
-
-def largest(engine: Any) -> int:
-    """Bytes of the weights of the rank that has the most: all ranks fail with it, and none waits for another."""
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, stored(engine.module))
-    return max(sizes)
-
-
-def stored(model: Any) -> int:
-    """Bytes of the weights of a model."""
-    return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
 def copies(name: str, options: Mapping[str, Any]) -> None:
@@ -269,31 +226,6 @@ def own_mixture(name: str, options: Mapping[str, Any]) -> None:
     assert largest(engine) < size, "a rank has all weights"
 
 
-class Shown:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: Tensor) -> None:
-        """Keep them."""
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        """Nothing."""
-
-
-class Button:
-    """A stopping criterion that somebody presses on one rank."""
-
-    def __init__(self, at: int, *, pressed: bool) -> None:
-        self.at, self.pressed = at, pressed
-
-    def __call__(self, ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        """For all rows."""
-        return torch.full((len(ids),), self.pressed and ids.shape[1] >= self.at)
-
-
 class NoUnit:
     """Megatron's before it is initialized."""
 
@@ -384,7 +316,7 @@ def llm(name: str, options: Mapping[str, Any]) -> None:
 
 _ALL = (
     compare, llm, quantized, copies, grain, own_groups, sliced_experts, checkpoint, on_a_gpu, own_mixture, refused,
-    logged, calls, streamed, streamed_badly,
+    logged, calls, streamed, streamed_badly, *staged.KINDS,
 )  # fmt: skip
 KINDS: Mapping[str, Callable[..., None]] = {kind.__name__: kind for kind in _ALL}
 
@@ -398,7 +330,7 @@ def main() -> None:
         problem = None
         try:
             KINDS[case["kind"]](case["name"], case["options"])
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             problem = traceback.format_exc(limit=-6)
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, problem)

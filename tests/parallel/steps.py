@@ -1,9 +1,9 @@
 """`LLM`'s engine over the ranks of a world that runs already: many models in one start, steps told by a collective."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from outpace.ranks.steps import launch_of
 from outpace.runner.start import start_runner
 from outpace.types import Step
 
+Found = TypeVar("Found")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [11, 12, 13], [5, 6, 7, 8, 9, 10, 12, 13, 14]]
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
@@ -54,15 +55,16 @@ def _tell(data: bytes | None) -> bytes | None:
     return answer
 
 
-def tokens_over_ranks(folder: Path, options: dict[str, Any]) -> list[list[int]] | None:
-    """What the engine answers, on the first rank; the others run its steps, and answer nothing."""
+def over_ranks(folder: Path, options: dict[str, Any], ask: Callable[[LLMEngine], Found]) -> Found | None:
+    """What is asked of the engine, on the first rank; the others run its steps, and answer nothing."""
     config = LLMConfig.of({**SMALL, **options})
     parts = load_paged(folder, config, tokenizer=False)
     if dist.get_rank() == 0:
         engine = LLMEngine(parts, ranks=Told(config))
-        found = _answers(engine)
-        _tell(None)
-        return found
+        try:
+            return ask(engine)
+        finally:
+            _tell(None)
     runner = start_runner(parts.model, parts.config, parts.max_model_len).runner
     decode = msgspec.msgpack.Decoder(Launch)
     while (data := _tell(None)) is not None:
@@ -71,6 +73,11 @@ def tokens_over_ranks(folder: Path, options: dict[str, Any]) -> list[list[int]] 
         else:
             runner.reset()
     return None
+
+
+def tokens_over_ranks(folder: Path, options: dict[str, Any]) -> list[list[int]] | None:
+    """What the engine answers to a few prompts, on the first rank."""
+    return over_ranks(folder, options, _answers)
 
 
 def _answers(engine: LLMEngine) -> list[list[int]]:
