@@ -129,7 +129,7 @@ def prepare(
         sources = None if weights is None else match(module, weights, dtype)
     rules = _with_stored(rules, config, sources or {}, dtype)
     mesh = make_mesh(config)
-    cut = plan_cut(module, mesh.stage, config.pipeline_parallel.layers)
+    cut = plan_cut(module, mesh, config.pipeline_parallel.layers)
     injection = _plan(module, config, kernels, rules, mesh)
     if check is not None:
         check(info, injection)

@@ -16,6 +16,8 @@ from outpace.errors import NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.log import chosen
 from outpace.offload.units import find_layers
+from outpace.parallel.group import ALONE, Group
+from outpace.parallel.mesh import Mesh
 from outpace.parallel.micro_batches import in_parts, joined
 from outpace.parallel.pipeline import Stage
 from outpace.parallel.spans import Span
@@ -48,6 +50,8 @@ class Cut:
     """Of the list of layers."""
     ends: tuple[End | None, End | None]
     """The tables at both ends, where the model names them."""
+    beside: Group = ALONE
+    """Ranks with other rows that share the experts of this one: they make as many calls."""
     later: list[Later] | None = None
     """Results on their way, while several calls are made one after the other; None: each call waits for its own."""
 
@@ -55,6 +59,11 @@ class Cut:
     def layers(self) -> nn.Module:
         """The list of layers."""
         return self.model.get_submodule(self.path)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its layers run."""
+        return next(self.layers.parameters()).device
 
     def apply(self, dtype: torch.dtype) -> None:
         """Let go of all layers but these, and of a table at an end that is in another stage. Names stay the same."""
@@ -83,7 +92,8 @@ class Cut:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int | None) -> Any:
         """Call the model in micro-batches: while one is in the stage after, the next is here."""
-        calls = in_parts(args, kwargs, PARTS * self.stage.count if parts is None else parts)
+        parts = PARTS * self.stage.count if parts is None else parts
+        calls = in_parts(args, kwargs, parts, self.beside, self.device)
         self.later = []
         try:
             outputs = [self.model(*own, **more) for own, more in calls]
@@ -128,8 +138,9 @@ class Cut:
         self.stage.link.flush()
 
 
-def plan_cut(model: nn.Module, stage: Stage, asked: tuple[int, ...] | None) -> Cut | None:
+def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> Cut | None:
     """How a whole model, before injection, is cut to a stage; None: there is one stage."""
+    stage, beside = mesh.stage, ALONE if mesh.experts_like_layers else mesh.ep
     if stage.count == 1:
         return None
     found = find_layers(model)
@@ -147,7 +158,7 @@ def plan_cut(model: nn.Module, stage: Stage, asked: tuple[int, ...] | None) -> C
     each = ", ".join(str(stop - start) for start, stop in spans)
     why = "asked for" if asked else "the slowest stage is as fast as can be"
     chosen("layers of each stage", each, f"{why}; this is stage {stage.number}")
-    return Cut(model, stage, spans[stage.number], lists.pop(), ends)
+    return Cut(model, stage, spans[stage.number], lists.pop(), ends, beside)
 
 
 def _check(model: Any, layer: nn.Module) -> None:

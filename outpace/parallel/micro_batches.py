@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outpace.errors import NotSupported
+from outpace.parallel.group import Group
 from outpace.parallel.stages import parts_of
 
 _BY_ROWS = frozenset(
@@ -17,8 +18,13 @@ _BY_ROWS = frozenset(
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> list[Call]:
-    """At most so many calls that together are this one; one, where an argument belongs to the whole batch."""
+def in_parts(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int, beside: Group, device: torch.device
+) -> list[Call]:
+    """At most so many calls that together are this one; one, where an argument belongs to the whole batch.
+
+    beside: ranks with other rows, which make as many calls.
+    """
     if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
         raise NotSupported(
             "output_hidden_states, output_attentions: no stage of a pipeline has those of all layers; leave them out"
@@ -28,7 +34,8 @@ def in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> li
     first = next((value for value in (*args, *by_rows.values()) if isinstance(value, Tensor) and value.dim()), None)
     tied = any(isinstance(value, Tensor | Cache) for value in (*args[1:], *others))
     rows = 1 if first is None or tied else first.shape[0]
-    if rows < 2 or parts < 2:
+    parts = beside.least(min(rows, parts), device)
+    if parts < 2:
         return [(args, dict(kwargs))]
 
     def cut(value: Any, start: int, stop: int) -> Any:

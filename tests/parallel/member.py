@@ -73,7 +73,8 @@ def copies(name: str, options: Mapping[str, Any]) -> None:
     """Ranks with prompts of their own, and answers of different lengths."""
     model, rank = model_of(name), dist.get_rank()
     tp = options.get("tensor_parallel", {}).get("tp_size", 1)
-    own = rank // tp
+    stages = options.get("pipeline_parallel", {}).get("pp_size", 1)
+    own = rank % (dist.get_world_size() // stages) // tp
     inputs = padded_prompts(97, batch=2 + own % 2, length=9 + own, seed=own)
     plain = copy.deepcopy(model)
     engine = engine_of(model, options)

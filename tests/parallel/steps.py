@@ -1,6 +1,8 @@
-"""`LLM`'s engine over the ranks of a world that runs already: many models in one start, steps told by a collective."""
+"""`LLM`'s engine over the ranks of a world that runs already: many models in one start, steps told by the store."""
 
 import contextlib
+import itertools
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from outpace.runner.start import start_runner
 from outpace.types import Step
 
 Found = TypeVar("Found")
+RESET, END = b"reset", b"end"
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [11, 12, 13], [5, 6, 7, 8, 9, 10, 12, 13, 14]]
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
@@ -28,18 +31,40 @@ SMALL: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "num_blocks": 5, "max
 """Few pages, so that requests give way."""
 
 
+class Board:
+    """What the first rank says to all others, in order; it waits for none of them."""
+
+    def __init__(self) -> None:
+        name: list[Any] = [secrets.token_hex(8)]
+        dist.broadcast_object_list(name)
+        self._keys = (f"{name[0]} {number}" for number in itertools.count())
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def say(self, data: bytes) -> None:
+        """On the first rank."""
+        self._store.set(next(self._keys), data)
+
+    def hear(self) -> bytes:
+        """On the others: what is next."""
+        return bytes(self._store.get(next(self._keys)))
+
+
 class Told(Ranks):
-    """The others are there, and hear of steps by a broadcast."""
+    """The others are there, and read what they do."""
+
+    def __init__(self, config: LLMConfig, board: Board) -> None:
+        super().__init__(config)
+        self._board = board
 
     def launch(self, step: Step, *, for_logits: bool = False) -> None:
         """See `Ranks`."""
-        _tell(msgspec.msgpack.encode(launch_of(step, for_logits=for_logits)))
+        self._board.say(msgspec.msgpack.encode(launch_of(step, for_logits=for_logits)))
 
     def reset(self) -> None:
         """See `Ranks`."""
-        _tell(b"")
+        self._board.say(RESET)
 
-    def close(self, cause: str | None = None) -> None:
+    def close(self) -> None:
         """The world goes on."""
 
     @contextlib.contextmanager
@@ -48,30 +73,23 @@ class Told(Ranks):
         yield
 
 
-def _tell(data: bytes | None) -> bytes | None:
-    found: list[Any] = [data]
-    dist.broadcast_object_list(found)
-    answer: bytes | None = found[0]
-    return answer
-
-
 def over_ranks(folder: Path, options: dict[str, Any], ask: Callable[[LLMEngine], Found]) -> Found | None:
     """What is asked of the engine, on the first rank; the others run its steps, and answer nothing."""
-    config = LLMConfig.of({**SMALL, **options})
+    config, board = LLMConfig.of({**SMALL, **options}), Board()
     parts = load_paged(folder, config, tokenizer=False)
     if dist.get_rank() == 0:
-        engine = LLMEngine(parts, ranks=Told(config))
+        engine = LLMEngine(parts, ranks=Told(config, board))
         try:
             return ask(engine)
         finally:
-            _tell(None)
+            board.say(END)
     runner = start_runner(parts.model, parts.config, parts.max_model_len).runner
     decode = msgspec.msgpack.Decoder(Launch)
-    while (data := _tell(None)) is not None:
-        if data:
-            runner.launch(decode.decode(data).step())
-        else:
+    while (data := board.hear()) != END:
+        if data == RESET:
             runner.reset()
+        else:
+            runner.launch(decode.decode(data).step())
     return None
 
 
