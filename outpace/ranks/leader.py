@@ -177,7 +177,7 @@ class Ranks:
             agree.check_same(own, each.loaded.facts, each.rank)
         used = parts.model.ranks.size * parts.model.stage.count
         if used != self.size:
-            raise NotSupported(f"tensor_parallel_size: {self.size} ranks, of which {parts.name} can use {used}")
+            raise NotSupported(f"{_asked_by(self.config)}: {self.size} ranks, of which {parts.name} can use {used}")
         if self._place is not None and self._watch is not None:
             watch_over_new(self._before, self.config.nodes.link_timeout)
             self._made = frozenset(own_sockets().values()) - self._before
@@ -338,7 +338,7 @@ def load_ranked(
         return load_paged(model, config, tokenizer=tokenizer), ranks
     if isinstance(model, nn.Module):
         raise NotSupported(
-            f"tensor_parallel_size: a live module cannot be sent to the {ranks.size} ranks that LLM starts; save it "
+            f"{_asked_by(config)}: a live module cannot be sent to the {ranks.size} ranks that LLM starts; save it "
             f"with save_pretrained and give the folder, or {_REMEDY}"
         )
     source = None if model is None else os.fspath(model)
@@ -349,6 +349,11 @@ def load_ranked(
         parts = load_paged(source, ranks.config, tokenizer=tokenizer)
         ranks.agree(parts, source)
     return parts, ranks
+
+
+def _asked_by(config: LLMConfig) -> str:
+    """The option that asks for several ranks."""
+    return "tensor_parallel_size" if config.pipeline_parallel.pp_size == 1 else "pipeline_parallel_size"
 
 
 def let_go(ranks: Ranks, streaming: Streaming | None) -> None:

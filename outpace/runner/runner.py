@@ -65,6 +65,7 @@ class Runner:
         self._stage = model.stage
         self._leads = model.ranks.rank == 0 and model.stage.is_last
         """Whether this rank chooses tokens and tells of them; the others run the same steps with it."""
+        self._alone = model.ranks.size == model.stage.count == 1
         max_blocks = -(-limits.max_model_len // pages.block_size)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
         """Tokens and pages of the running requests, on the device."""
@@ -132,7 +133,7 @@ class Runner:
             return lambda: StepOutput(step.step_id, {})
         # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.
         sequences = sorted(step.sequences, key=lambda entry: -entry.start)
-        layout, prompts = self.rows.take(sequences), PromptLogprobs(raise_later=self._model.ranks.size > 1)
+        layout, prompts = self.rows.take(sequences), PromptLogprobs(raise_later=not self._alone)
         for entry in sequences:
             if entry.request is not None and entry.request.grammar is not None:
                 self._grammars.begin(entry.request, entry.token_ids)
@@ -279,7 +280,7 @@ class Runner:
         try:
             output, token_ids = self._sample(step_id, [layout.owners[index] for index in picked], longest, ran, prompts)
         except Exception as error:
-            if self._model.ranks.size == 1:
+            if self._alone:
                 raise
             output, token_ids = partial(_raise, error), ran.likeliest.clone()  # the others wait for them all the same
         self.rows.write(ran.rows, ran.places, self._model.ranks.from_first(token_ids))

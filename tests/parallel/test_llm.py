@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "fp32", "max_model_len": 96, "block_size": 16, "num_blocks": 10, "max_num_seqs": 4,
     "max_num_batched_tokens": 24, "kv_offloading_size": 1e-4, "max_logprobs": -1,
 }  # fmt: skip
+WAYS = ("tensor_parallel_size", "pipeline_parallel_size")
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "drawn": {"seed": 3},
@@ -71,9 +72,15 @@ def ranked() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> Any:
+    """The option that asks for two ranks."""
+    return {request.param: 2}
+
+
 @pytest.fixture(scope="module")
-def two(folder: Path, ranked: pytest.MonkeyPatch) -> Iterator[outpace.LLM]:
-    with outpace.LLM(folder, tensor_parallel_size=2, async_scheduling=True, **OPTIONS) as llm:
+def two(folder: Path, ranked: pytest.MonkeyPatch, way: dict[str, Any]) -> Iterator[outpace.LLM]:
+    with outpace.LLM(folder, async_scheduling=True, **OPTIONS, **way) as llm:
         yield llm
 
 
@@ -209,10 +216,11 @@ class TestTheSameAsOne:
 
 
 class TestRagged:
-    def test_logits(self, folder: Path, ranked: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("way", [{"tensor_parallel": {"tp_size": 2}}, {"pipeline_parallel": {"pp_size": 2}}])
+    def test_logits(self, folder: Path, ranked: pytest.MonkeyPatch, way: Any) -> None:
         options = {name: OPTIONS[name] for name in ("device", "dtype", "max_model_len", "num_blocks", "max_num_seqs")}
         alone = outpace.RaggedEngine(folder, **options)
-        engine = outpace.RaggedEngine(folder, tensor_parallel={"tp_size": 2}, **options)
+        engine = outpace.RaggedEngine(folder, **way, **options)
         for batch in ({1: [5, 6, 7], 2: [9]}, {1: [8], 3: [4, 4]}, {2: [3, 3, 3], 3: [7]}):
             wanted, found = (each.put(list(batch), list(batch.values())) for each in (alone, engine))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
@@ -251,10 +259,11 @@ class TestFailures:
         with pytest.raises(EngineDead, match=r"ranks differ in torch: .* in rank 0, 1\.0 in rank 1"):
             agree.check_same(own, {**own, "torch": "1.0"}, 1)
 
-    def test_a_rank_that_fails_in_a_step(self, folder: Path, ranked: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_rank_that_fails_in_a_step(self, folder: Path, ranked: pytest.MonkeyPatch, way: str) -> None:
         with ranked.context() as patch:
             patch.setenv(follower.FAILS, "step")
-            llm = outpace.LLM(folder, tensor_parallel_size=2, **OPTIONS)
+            llm = outpace.LLM(folder, **{way: 2}, **OPTIONS)
             with pytest.raises(EngineDead, match="rank 1 of 2 failed: MemoryError: no room in step"):
                 llm.generate("a", SamplingParams(max_tokens=3))
             llm.shutdown()
@@ -263,9 +272,10 @@ class TestFailures:
         with pytest.raises(outpace.errors.ModelError, match="no such file"):
             outpace.LLM(tmp_path / "nowhere", tensor_parallel_size=2, device="cpu")
 
-    def test_a_live_module_is_refused_with_the_remedy(self) -> None:
-        with pytest.raises(NotSupported, match="save_pretrained"):
-            outpace.LLM(tiny("llama"), tensor_parallel_size=2, device="cpu")
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_live_module_is_refused_with_the_remedy(self, way: str) -> None:
+        with pytest.raises(NotSupported, match=f"{way}: a live module .* save_pretrained"):
+            outpace.LLM(tiny("llama"), **{way: 2}, device="cpu")
 
     @pytest.mark.parametrize(
         ("options", "problem"),

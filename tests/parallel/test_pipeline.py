@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import outpace
-from outpace import ConfigError, NotSupported
+from outpace import ConfigError
 from tests.models import tiny
 from tests.parallel.world import Case, run_world, title
 
@@ -122,8 +122,3 @@ def test_stages_together_are_one_process(size: int, case: Case) -> None:
 def test_what_cannot_be_is_said_before_anybody_is_waited_for(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         outpace.init_inference(tiny("llama"), replace_with_kernel_inject=True, device="cpu", **options)
-
-
-def test_a_live_module_is_refused_with_the_remedy() -> None:
-    with pytest.raises(NotSupported, match=r"pipeline_parallel_size: a live module .* save_pretrained"):
-        outpace.LLM(tiny("llama"), pipeline_parallel_size=2, device="cpu")

@@ -1,4 +1,4 @@
-"""`outpace serve --tp 2`: the same answers, and a server that heals when a rank is killed."""
+"""`outpace serve --tp 2` and `--pp 2`: the same answers, and a server that heals when a rank is killed."""
 
 import os
 import signal
@@ -29,11 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        made = outpace.serve(folder, device="cpu", tensor_parallel_size=2, template_processes=1, access_log=False)
+        options: dict[str, Any] = {request.param: 2, "template_processes": 1, "access_log": False}
+        made = outpace.serve(folder, device="cpu", **options)
     with made:
         yield made
     assert made.process.returncode == 0
