@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace.answers import Group
 from outpace.config import ConfigLike, LLMConfig
-from outpace.errors import NO_TOKENIZER, InputError, ModelError, StateError
+from outpace.errors import NO_TOKENIZER, InputError, ModelError, NotSupported, StateError
 from outpace.llm_engine import LLMEngine
 from outpace.log import by_part, logger
 from outpace.ranks.leader import load_ranked
@@ -183,6 +183,10 @@ class LLM:
 
         [0, 0] for a model without experts. It waits for the step that runs.
         """
+        if (stages := self.engine.ranks.config.pipeline_parallel.pp_size) > 1:
+            raise NotSupported(
+                f"expert_load: of {stages} stages each counts those of its own layers; ask an LLM of one stage"
+            )
         with self._lock:
             experts = self.engine.experts
             return torch.zeros(0, 0, dtype=torch.int64) if experts is None else experts.read()

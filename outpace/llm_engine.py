@@ -43,8 +43,9 @@ class LLMEngine:
         self.ranks = ranks or Ranks(parts.config)
         self._parts = parts
         self._config = parts.config
-        self.experts = ExpertLoad.of(parts.module, parts.device)
-        """Tokens of each expert; None: the model has none."""
+        whole = parts.model.stage.count == 1
+        self.experts = ExpertLoad.of(parts.module, parts.device) if whole else None
+        """Tokens of each expert; None: the model has none, or is in stages, of which each has its own."""
         with starting(self.ranks, parts.streaming):
             self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self.close = weakref.finalize(self, let_go, self.ranks, parts.streaming)

@@ -195,7 +195,8 @@ def _shorten(model: nn.Module, span: Span) -> None:
     for module in model.modules():
         if isinstance(getattr(whole := getattr(module, "config", None), "num_hidden_layers", None), int):
             own = copy.deepcopy(whole, memo)
-            module.config = configs[id(own)] = own
+            configs[id(own)] = own
+            module.config = own  # type: ignore[assignment]
     for config in configs.values():
         count = config.num_hidden_layers
         for name, value in list(vars(config).items()):

@@ -1,12 +1,11 @@
 """Which layers each stage of a pipeline has, and whose turn it is: arithmetic on numbers alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outpace.errors import ConfigError
 from outpace.parallel.spans import Span
 
 FIELD = "pipeline_parallel.pp_size"
-_Costs = tuple[int, int]
 
 
 def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[Span, ...]:
@@ -22,24 +21,31 @@ def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) 
     for weights in layers:
         before.append(before[-1] + weights)
 
-    def cost(start: int, stop: int) -> _Costs:
-        """Weights that a stage of these layers reads, and those that it holds."""
-        reads = before[stop] - before[start] + (last if stop == count else 0)
-        return reads, reads + (first if start == 0 else 0)
+    def reads(start: int, stop: int) -> int:
+        return before[stop] - before[start] + (last if stop == count else 0)
 
-    # By the layers that are given away: the costs of the worst stage, and the stages.
-    best: dict[int, tuple[_Costs, tuple[Span, ...]]] = {0: ((0, 0), ())}
+    slowest, _ = _cut(count, stages, reads)
+
+    def holds(start: int, stop: int) -> int | None:
+        read = reads(start, stop)
+        return None if read > slowest else read + (first if start == 0 else 0)
+
+    return _cut(count, stages, holds)[1]
+
+
+def _cut(count: int, stages: int, cost: Callable[[int, int], int | None]) -> tuple[int, tuple[Span, ...]]:
+    """The stages whose worst costs least, and what it costs. A stage that costs None may not be."""
+    best: dict[int, tuple[int, tuple[Span, ...]]] = {0: (0, ())}  # by the layers that are given away
     for stage in range(stages):
-        found: dict[int, tuple[_Costs, tuple[Span, ...]]] = {}
+        found: dict[int, tuple[int, tuple[Span, ...]]] = {}
         for stop in range(stage + 1, count - (stages - stage - 1) + 1):
             for start, (worst, spans) in best.items():
-                if start < stop:
-                    reads, holds = cost(start, stop)
-                    now = (max(worst[0], reads), max(worst[1], holds))
+                if start < stop and (own := cost(start, stop)) is not None:
+                    now = max(worst, own)
                     if stop not in found or now < found[stop][0]:
                         found[stop] = now, (*spans, (start, stop))
         best = found
-    return best[count][1]
+    return best[count]
 
 
 def as_asked(layers: Sequence[int], count: int) -> tuple[Span, ...]:

@@ -42,7 +42,7 @@ class Board:
 
     def say(self, data: bytes) -> None:
         """On the first rank."""
-        self._store.set(next(self._keys), data)
+        self._store.set(next(self._keys), data)  # type: ignore[arg-type]
 
     def hear(self) -> bytes:
         """On the others: what is next."""
@@ -64,7 +64,7 @@ class Told(Ranks):
         """See `Ranks`."""
         self._board.say(RESET)
 
-    def close(self) -> None:
+    def close(self, cause: str | None = None) -> None:
         """The world goes on."""
 
     @contextlib.contextmanager

@@ -245,6 +245,14 @@ def test_experts_are_shared(tmp_path: Path, ranked: pytest.MonkeyPatch, compared
     assert found[0] == found[1]
 
 
+def test_no_stage_has_counted_all_experts(tmp_path: Path, ranked: pytest.MonkeyPatch) -> None:
+    tiny("mixtral").save_pretrained(tmp_path)
+    with outpace.LLM(tmp_path, device="cpu", dtype="fp32", num_blocks=8, pipeline_parallel_size=2) as llm:
+        llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=2), use_tqdm=False)
+        with pytest.raises(NotSupported, match=r"expert_load: .* stages .* counts those of its own layers"):
+            llm.expert_load()
+
+
 class TestFailures:
     def test_a_rank_that_cannot_load(self, folder: Path, ranked: pytest.MonkeyPatch) -> None:
         with ranked.context() as patch:
@@ -263,7 +271,7 @@ class TestFailures:
     def test_a_rank_that_fails_in_a_step(self, folder: Path, ranked: pytest.MonkeyPatch, way: str) -> None:
         with ranked.context() as patch:
             patch.setenv(follower.FAILS, "step")
-            llm = outpace.LLM(folder, **{way: 2}, **OPTIONS)
+            llm = outpace.LLM(folder, **{**OPTIONS, way: 2})
             with pytest.raises(EngineDead, match="rank 1 of 2 failed: MemoryError: no room in step"):
                 llm.generate("a", SamplingParams(max_tokens=3))
             llm.shutdown()
@@ -275,7 +283,7 @@ class TestFailures:
     @pytest.mark.parametrize("way", WAYS)
     def test_a_live_module_is_refused_with_the_remedy(self, way: str) -> None:
         with pytest.raises(NotSupported, match=f"{way}: a live module .* save_pretrained"):
-            outpace.LLM(tiny("llama"), **{way: 2}, device="cpu")
+            outpace.LLM(tiny("llama"), **{**OPTIONS, way: 2})
 
     @pytest.mark.parametrize(
         ("options", "problem"),
