@@ -145,6 +145,7 @@ def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> Cut
         return None
     found = find_layers(model)
     lists = {path.rpartition(".")[0] for path, _ in found}
+    lists = {path for path in lists if "expert" not in path.rpartition(".")[2].lower()}  # experts are not layers
     if len(lists) != 1 or not all(isinstance(model.get_submodule(path), nn.ModuleList) for path in lists):
         raise NotSupported(
             f"{FIELD}: {type(model).__name__} has {len(lists) or 'no'} lists of layers (nn.ModuleList), and stages are "
