@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -82,6 +83,10 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
     address = f"127.0.0.1:{_free_port()}"
     log, temporary = folder / "ray.log", folder / "r"  # short: Ray puts sockets there, whose paths are at most 107 long
     flags = ("--num-cpus", str(CPUS), "--object-store-memory", str(STORE), "--include-dashboard", "false")
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }  # of all that is started from here
     head = ("start", "--head", "--block", "--port", address.rpartition(":")[2], "--node-ip-address", "127.0.0.1")
     process = await launch(log, RAY, *head, *flags, "--disable-usage-stats", "--temp-dir", str(temporary))
     try:

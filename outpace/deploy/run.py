@@ -173,7 +173,8 @@ def connected(address: str | None) -> Iterator[bool]:
             ray.init(address or "auto", log_to_driver=False, logging_level="WARNING")
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address is not None or os.environ.get("RAY_ADDRESS"):
-            raise StateError(f"address: cannot connect to the Ray cluster at {address or 'auto'} ({error})") from None
+            where = f"address: cannot connect to the Ray cluster at {address or 'auto'} ({error})"
+            raise StateError(f"{where}; if it asks for a token, set RAY_AUTH_MODE=token") from None
         started = True
         start()
     try:
