@@ -109,8 +109,8 @@ def _answers(engine: LLMEngine) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def tokens_alone(folder: Path) -> list[list[int]]:
+def tokens_alone(folder: Path, options: dict[str, Any] | None = None) -> list[list[int]]:
     """The same of one rank."""
-    with LLM(folder, **SMALL) as llm:
+    with LLM(folder, **{**SMALL, **(options or {})}) as llm:
         answers = [llm.generate(list(PROMPTS), params, use_tqdm=False) for params in PARAMS]
     return [list(each.outputs[0].token_ids) for some in answers for each in some]

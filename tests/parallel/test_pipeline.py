@@ -35,6 +35,14 @@ def cases(kind: str, names: Sequence[str], options: Mapping[str, Any]) -> Iterat
 
 
 CROWDED: Mapping[str, Any] = {"pipeline_parallel_size": 2, "async_scheduling": True}
+BESIDE: tuple[dict[str, Any], ...] = (
+    {"deterministic": True},
+    {"quantization": "int8"},
+    {"kv_cache_dtype": "int8"},
+    {"offload": {"host_pages": "1MB"}},
+    {"offload": {"cpu_offload_gb": 1.0, "kv": "1MB"}},
+)
+"""What acts over stages as it does over none."""
 CASES: Mapping[int, tuple[Case, ...]] = {
     2: (
         *cases("compare", (*FAMILIES, "tied", "bert", LEVEL_0), pp(2)),
@@ -53,6 +61,7 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("streamed", ("llama",), pp(2)),
         *cases("streamed_badly", ("llama",), pp(2)),
         *cases("llm", (*FAMILIES, "tied", LEVEL_0), {"pipeline_parallel_size": 2}),
+        *(("llm", "llama", {"pipeline_parallel_size": 2, **more}) for more in BESIDE),
         *cases("crowd", ("llama",), CROWDED),
         *cases("crowd", ("llama",), {**CROWDED, "swap_space": 1e-4}),
         *cases("crowd", ("gpt2",), {**CROWDED, "kv_offloading_size": 1e-4, "async_scheduling": False}),
