@@ -109,6 +109,8 @@ class InferenceEngine(nn.Module):
         args, kwargs = self._here((args, kwargs))
         call = generation.check_call(module, self.info, self.inference_config, args, kwargs)
         self._refuse_attentions(call.setting("output_attentions"))
+        if self._cut is not None:
+            self._cut.refuse_outputs(call.setting)
         also = seed, self.generation_config
         common = common_generate(self.mesh.together, call.kwargs, also, self._device, call.setting("max_time"))
         call = replace(call, kwargs=common)

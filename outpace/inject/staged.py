@@ -26,6 +26,7 @@ from outpace.parallel.vocabulary import ALL
 
 Later = Callable[[], None]
 PARTS = 4  # of a batch, for each stage
+_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Cut:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int | None) -> Any:
         """Call the model in micro-batches: while one is in the stage after, the next is here."""
+        config = getattr(self.model, "config", None)
+        self.refuse_outputs(lambda name: getattr(config, name, None) if kwargs.get(name) is None else kwargs[name])
         parts = PARTS * self.stage.count if parts is None else parts
         calls = in_parts(args, kwargs, parts, self.beside, self.device)
         self.later = []
@@ -103,6 +106,15 @@ class Cut:
             self.later = None
         self.stage.link.flush()
         return joined(outputs)
+
+    def refuse_outputs(self, setting: Callable[[str], object]) -> None:
+        """Refuse a call that asks for something of every layer: each stage has that of its own alone."""
+        asked = [name for name in _OF_ALL_LAYERS if setting(name)]
+        if asked:
+            raise NotSupported(
+                f"{', '.join(asked)}: no stage of a pipeline has those of all layers; leave them out of the call, and "
+                "turn them off in the model's config"
+            )
 
     def _take_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stage before gives, instead of the first argument."""

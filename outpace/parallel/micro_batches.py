@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from outpace.errors import NotSupported
 from outpace.parallel.group import Group
 from outpace.parallel.stages import parts_of
 
@@ -25,10 +24,6 @@ def in_parts(
 
     beside: ranks with other rows, which make as many calls.
     """
-    if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-        raise NotSupported(
-            "output_hidden_states, output_attentions: no stage of a pipeline has those of all layers; leave them out"
-        )
     by_rows = {name: value for name, value in kwargs.items() if name in _BY_ROWS and isinstance(value, Tensor)}
     others = [value for name, value in kwargs.items() if name not in by_rows]
     first = next((value for value in (*args, *by_rows.values()) if isinstance(value, Tensor) and value.dim()), None)

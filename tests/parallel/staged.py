@@ -94,9 +94,13 @@ def forwards(name: str, options: Mapping[str, Any]) -> None:
             labels = {"labels": inputs["input_ids"]}
             near(engine(**inputs, **labels).loss, plain(**inputs, **labels).loss)
             near(engine(**inputs, return_dict=False)[0][keep], want.logits[keep])
-    for asked in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(outpace.NotSupported, match=r"output_hidden_states, output_attentions|fused layers keep"):
+    for asked in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        with pytest.raises(outpace.NotSupported, match=rf"{asked}: (no stage|fused layers keep)"):
             engine(padded_prompts(97)["input_ids"], **{asked: True})
+    engine.module.config.output_hidden_states = True
+    with pytest.raises(outpace.NotSupported, match="output_hidden_states: no stage"):
+        engine(padded_prompts(97)["input_ids"])
+    engine.module.config.output_hidden_states = False
 
 
 CALLS: Mapping[str, Mapping[str, Any]] = {
