@@ -15,6 +15,7 @@ from outpace.cli.talk import (
     GenerationConfig,
     Quantization,
     Ranks,
+    Stages,
     Temperature,
     TopP,
     given,
@@ -44,6 +45,7 @@ def command(
     quantization: Quantization = None,
     device: Device = None,
     tensor_parallel_size: Ranks = None,
+    pipeline_parallel_size: Stages = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Without CUDA graphs: ready sooner, slower.")
     ] = False,
@@ -57,7 +59,7 @@ def command(
     asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
     more: dict[str, Any] = given(generation_config=generation_config, quantization=quantization)
-    more |= given(tensor_parallel_size=tensor_parallel_size)
+    more |= given(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
     llm = LLM(model, dtype=dtype, device=device, enforce_eager=enforce_eager or None, max_num_seqs=1, **more)
     ready = time.perf_counter() - begin
     need_tokenizer(llm)

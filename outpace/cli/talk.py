@@ -40,6 +40,9 @@ Ranks = Annotated[
     int | None,
     typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that share each layer.", show_default="1"),
 ]
+Stages = Annotated[
+    int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Stages that the layers are cut into.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
 
 

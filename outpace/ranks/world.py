@@ -24,17 +24,20 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 LOCAL_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK}
 
 
+_FIELDS = "tensor_parallel_size, pipeline_parallel_size"
+
+
 def check_world(size: int, device: str | None, device_type: str, local: int) -> None:
     """Refuse what cannot become a world of so many ranks, before any of them is started. local: on this machine."""
     if all(name in os.environ for name in STARTED_BY):
         raise ConfigError(
-            f"tensor_parallel_size: {size} ranks, but torchrun has started this process as one of several; LLM and "
-            "outpace serve start their ranks themselves: run the script without torchrun, or use init_inference"
+            f"{_FIELDS}: {size} ranks, but torchrun has started this process as one of several; LLM and outpace serve "
+            "start their ranks themselves: run the script without torchrun, or use init_inference"
         )
     if dist.is_initialized():
         raise StateError(
-            "tensor_parallel_size: this process is in a world of torch.distributed already (another LLM with several "
-            "ranks, or your own); shut that one down first, or make this LLM in another process"
+            f"{_FIELDS}: this process is in a world of torch.distributed already (another LLM with several ranks, or "
+            "your own); shut that one down first, or make this LLM in another process"
         )
     if device_type != "cuda":
         return
@@ -45,7 +48,7 @@ def check_world(size: int, device: str | None, device_type: str, local: int) -> 
         )
     count = torch.cuda.device_count()
     if count < local and not shares_device():
-        raise ConfigError(f"tensor_parallel_size: {local} ranks need a GPU each, and there are {count}; ask for fewer")
+        raise ConfigError(f"{_FIELDS}: {local} ranks need a GPU each, and there are {count}; ask for fewer")
 
 
 def shares_device() -> bool:
