@@ -28,7 +28,7 @@ class PipelineParallelConfig(ConfigModel):
     """How the layers of a model are divided into stages, each on ranks of its own."""
 
     pp_size: int = Field(default=1, ge=1)
-    """Number of stages."""
+    """Stages that the layers are divided into. Ranks in all: so many times `tensor_parallel.tp_size`."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage, first to last; None: so that the slowest stage is as fast as can be."""
     micro_batches: int | None = Field(default=None, ge=1)
@@ -39,7 +39,7 @@ class PipelineParallelConfig(ConfigModel):
         if self.layers is not None and (len(self.layers) != self.pp_size or min(self.layers) < 1):
             raise ValueError(
                 f"layers: {self.layers!r} must be a number of layers, at least 1, for each of pp_size={self.pp_size} "
-                "stages"
+                f"stages; give pp_size={len(self.layers)}, or other layers"
             )
         return self
 

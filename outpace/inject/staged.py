@@ -5,14 +5,15 @@ output goes to the stage after; what the model makes of it then is nobody's. The
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outpace.errors import NotSupported
+from outpace.errors import ModelError, NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.log import chosen
 from outpace.offload.units import find_layers
@@ -24,7 +25,6 @@ from outpace.parallel.spans import Span
 from outpace.parallel.stages import FIELD, as_asked, balanced
 from outpace.parallel.vocabulary import ALL
 
-Later = Callable[[], None]
 PARTS = 4  # of a batch, for each stage
 _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -53,8 +53,14 @@ class Cut:
     """The tables at both ends, where the model names them."""
     beside: Group = ALONE
     """Ranks with other rows that share the experts of this one: they make as many calls."""
-    later: list[Later] | None = None
-    """Results on their way, while several calls are made one after the other; None: each call waits for its own."""
+    dtype: torch.dtype = torch.float32
+    """Of what stages hand on."""
+    problems: list[Exception | None] | None = None
+    """What went wrong in each of several calls that are made one after the other; None: each is settled by itself."""
+    _awaited: bool = False
+    """Whether the stage before has something for the call that is made now,"""
+    _owed: bool = False
+    """and whether the stage after waits for something of it."""
 
     @property
     def layers(self) -> nn.Module:
@@ -68,7 +74,7 @@ class Cut:
 
     def apply(self, dtype: torch.dtype) -> None:
         """Let go of all layers but these, and of a table at an end that is in another stage. Names stay the same."""
-        layers = self.layers
+        layers, self.dtype = self.layers, dtype
         for place, name in enumerate([*layers._modules]):
             if not self.span[0] <= place < self.span[1]:
                 del layers._modules[name]
@@ -89,7 +95,13 @@ class Cut:
         inner = list(layers.children())
         inner[0].register_forward_pre_hook(self._take_in, with_kwargs=True)
         inner[-1].register_forward_hook(self._hand_on)
-        self.model.register_forward_hook(self._share)
+        own: Callable[..., Any] = self.model.forward
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) if self.stage.handed is not None else self._call(own, args, kwargs)
+
+        self.model.forward = forward
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int | None) -> Any:
         """Call the model in micro-batches: while one is in the stage after, the next is here."""
@@ -97,15 +109,55 @@ class Cut:
         self.refuse_outputs(lambda name: getattr(config, name, None) if kwargs.get(name) is None else kwargs[name])
         parts = PARTS * self.stage.count if parts is None else parts
         calls = in_parts(args, kwargs, parts, self.beside, self.device)
-        self.later = []
+        problems = self.problems = []
         try:
             outputs = [self.model(*own, **more) for own, more in calls]
-            for finish in self.later:
-                finish()
         finally:
-            self.later = None
-        self.stage.link.flush()
+            self.problems = None
+        self._share(outputs, problems)
         return joined(outputs)
+
+    def _call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of the model. Whatever happens in it, the other stages get what they wait for."""
+        self._awaited, self._owed = not self.stage.is_first, not self.stage.is_last
+        output, problem = None, None
+        try:
+            output = own(*args, **kwargs)
+            if self.stage.is_last:
+                self.stage.link.end(None)
+        except Exception as error:
+            problem = error
+            self._make_up(args, kwargs)
+        if self.problems is None:
+            self._share([output], [problem])
+        else:
+            self.problems.append(problem)
+        return output
+
+    def _make_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """After an error: take what the stage before sends, and give the stage after zeros, so that neither waits."""
+        given = kwargs.get("inputs_embeds", kwargs.get("input_ids", args[0] if args else None))
+        if not isinstance(given, Tensor):
+            return
+        width = getattr(getattr(self.model, "config", None), "hidden_size", None)
+        shape = given.shape if given.is_floating_point() else (*given.shape, width or 0)
+        x = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if self._awaited:
+            self.stage.link.receive(x)
+        if self._owed:
+            self.stage.link.send(torch.zeros_like(x))
+
+    def _share(self, outputs: Sequence[Any], problems: Sequence[Exception | None]) -> None:
+        """The last stage's results, to all; or an error on all of them."""
+        found = next((problem for problem in problems if problem is not None), None)
+        good = self.stage.everyone.least(int(found is None), self.device)
+        self.stage.link.flush()
+        if found is not None:
+            raise found
+        if not good:
+            raise ModelError("forward: another stage of the pipeline failed in this call, and says why on its rank")
+        for finish in [self.stage.peers.start_from_first(each) for each in _tensors(outputs)]:
+            finish()
 
     def refuse_outputs(self, setting: Callable[[str], object]) -> None:
         """Refuse a call that asks for something of every layer: each stage has that of its own alone."""
@@ -123,6 +175,7 @@ class Cut:
         if handed is None:
             x = None if self.stage.is_first else torch.empty(own.shape, dtype=own.dtype, device=own.device)
             self.stage.link.begin(x)
+            self._awaited = False
         if x is None:
             return None
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
@@ -133,21 +186,8 @@ class Cut:
         if (handed := self.stage.handed) is not None:
             handed.taken = x
         elif not self.stage.is_last:
+            self._owed = False
             self.stage.link.end(x)
-
-    def _share(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The last stage's results, to all."""
-        if self.stage.handed is not None:
-            return
-        if self.stage.is_last:
-            self.stage.link.end(None)
-        started = [self.stage.peers.start_from_first(each) for each in _tensors(output)]
-        if self.later is not None:
-            self.later += started
-            return
-        for finish in started:
-            finish()
-        self.stage.link.flush()
 
 
 def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> Cut | None:

@@ -77,7 +77,7 @@ class Group:
 
     def start_from_first(self, x: Tensor) -> Callable[[], None]:
         """`from_first` beside other work; what it returns waits for the end of it."""
-        if self.size == 1:
+        if self.size == 1 or not x.numel():
             return lambda: None
         there = self._there(x).contiguous()
         work = dist.broadcast(there, group=self.handle, group_src=0, async_op=True)

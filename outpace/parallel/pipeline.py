@@ -71,6 +71,8 @@ class Link:
 
     def receive(self, into: Tensor) -> None:
         """What the stage before has sent next. On a GPU it is on its way while earlier work goes on."""
+        if not into.numel():
+            return
         if not into.is_cuda:
             dist.recv(into, group=self.peers.handle, group_src=self.before)
         elif self.peers.by_host:
@@ -95,6 +97,8 @@ class Link:
 
     def send(self, x: Tensor) -> None:
         """Send this to the stage after, beside what comes next; x may be overwritten at once."""
+        if not x.numel():
+            return
         there = x.cpu() if x.is_cuda and self.peers.by_host else x.clone(memory_format=torch.contiguous_format)
         work = dist.isend(there, group=self.peers.handle, group_dst=self.after)
         assert work is not None, "this rank is in the group"

@@ -112,6 +112,29 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
 DRAWN: Mapping[str, Any] = {"do_sample": True, "top_k": 20, "seed": 3, "num_return_sequences": 2}
 
 
+def fails(name: str, options: Mapping[str, Any]) -> None:
+    """An error in one stage is an error on all ranks, and the engine works afterwards."""
+    model = model_of(name)
+    plain = copy.deepcopy(model)
+    engine, inputs = engine_of(model, options), padded_prompts(97)
+    stage, layers = engine.mesh.stage, [layer for _, layer in find_layers(engine.module)]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("in one stage")
+
+    for number in range(stage.count):
+        hook = layers[-1].register_forward_pre_hook(broken) if stage.number == number else None
+        kind: Any = ZeroDivisionError if hook is not None else outpace.ModelError
+        with pytest.raises(kind, match=r"in one stage|another stage of the pipeline failed"):
+            engine(**inputs)
+        if hook is not None:
+            hook.remove()
+        same_logits(engine, plain, inputs)
+    with pytest.raises((IndexError, outpace.ModelError)):
+        engine(input_ids=inputs["input_ids"] + 100_000)
+    same_logits(engine, plain, inputs)
+
+
 def generates(name: str, options: Mapping[str, Any]) -> None:
     """Tokens of all kinds of calls are Hugging Face's, for batches that divide well and badly."""
     model = model_of(name)
@@ -216,4 +239,4 @@ def in_flight(name: str, options: Mapping[str, Any]) -> None:
         assert min(busy) >= stages, seen
 
 
-KINDS = (held, forwards, generates, crowd, in_flight)
+KINDS = (held, forwards, fails, generates, crowd, in_flight)

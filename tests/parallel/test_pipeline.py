@@ -51,6 +51,8 @@ CASES: Mapping[int, tuple[Case, ...]] = {
         *cases("forwards", DEEP[:1], pp(2)),
         *cases("forwards", DEEP[:1], pp(2, micro_batches=1)),
         *cases("forwards", DEEP[1:2], pp(2, micro_batches=3, **PLAIN)),
+        *cases("fails", DEEP[:1], pp(2)),
+        *cases("fails", DEEP[:1], pp(2, **PLAIN)),
         *cases("generates", DEEP[:1], pp(2)),
         *cases("generates", DEEP[2:3], pp(2, **PLAIN)),
         *cases("calls", ("llama",), pp(2)),
@@ -75,6 +77,7 @@ CASES: Mapping[int, tuple[Case, ...]] = {
     3: (
         *cases("compare", DEEP, pp(3)),
         *cases("forwards", DEEP[:1], pp(3)),
+        *cases("fails", DEEP[:1], pp(3)),
         *cases("generates", DEEP[:1], pp(3)),
         *cases("held", DEEP[:1], pp(3, layers=[2, 2, 1])),
         *cases("llm", DEEP[:1], {"pipeline_parallel_size": 3}),
