@@ -20,7 +20,7 @@ from outpace.inject.paged import MAX_TOKENS, BatchModel, PagedModel
 from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
 from outpace.inject.quantized import Quantized
 from outpace.inject.split import known_splits
-from outpace.inject.staged import Cut, plan_cut
+from outpace.inject.staged import Cut, plan_cut, stages_of
 from outpace.inject.start import Injection, Paged, plan_injection
 from outpace.kernels.dispatch import Kernels, choose_kernels
 from outpace.loading.bars import progress
@@ -309,6 +309,20 @@ class PagedParts:
     """Its layers that do not stay on the device; None: all do."""
 
 
+def find_stages(
+    model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase
+) -> Found:
+    """A model without its weights, which can be cut into the stages that are asked for."""
+    found, asked = _find(model, config, _reads(config, tokenizer)), config.pipeline_parallel
+    stages_of(found.model, asked.pp_size, asked.layers)
+    return found
+
+
+def _reads(config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase) -> bool:
+    """Whether the model's tokenizer is needed."""
+    return tokenizer is True or (tokenizer is False and config.quant is not None and config.quant.reads_text)
+
+
 def load_paged(
     model: str | os.PathLike[str] | nn.Module | Found | None,
     asked: LLMConfig,
@@ -322,12 +336,11 @@ def load_paged(
     """
     check_page_dtype(asked.kv_cache_dtype, asked.torch_device)
     begin = time.perf_counter()
-    reads = tokenizer is True or (tokenizer is False and asked.quant is not None and asked.quant.reads_text)
     loaded: Loaded | Found
     if isinstance(model, Found):
         loaded = model
     else:
-        loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, reads)
+        loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, _reads(asked, tokenizer))
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         loaded = replace(loaded, tokenizer=tokenizer)
     info = describe(loaded.model, asked.config)

@@ -40,6 +40,9 @@ class End:
     """Of token ids."""
 
 
+Ends = tuple[End | None, End | None]
+
+
 @dataclass
 class Cut:
     """Which layers of a model a stage has."""
@@ -49,7 +52,7 @@ class Cut:
     span: Span
     path: str
     """Of the list of layers."""
-    ends: tuple[End | None, End | None]
+    ends: Ends
     """The tables at both ends, where the model names them."""
     beside: Group = ALONE
     """Ranks with other rows that share the experts of this one: they make as many calls."""
@@ -195,6 +198,15 @@ def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> Cut
     stage, beside = mesh.stage, ALONE if mesh.experts_like_layers else mesh.ep
     if stage.count == 1:
         return None
+    path, ends, spans = stages_of(model, stage.count, asked)
+    each = ", ".join(str(stop - start) for start, stop in spans)
+    why = "asked for" if asked else "the slowest stage is as fast as can be"
+    chosen("layers of each stage", each, f"{why}; this is stage {stage.number}")
+    return Cut(model, stage, spans[stage.number], path, ends, beside)
+
+
+def stages_of(model: nn.Module, count: int, asked: tuple[int, ...] | None) -> tuple[str, Ends, tuple[Span, ...]]:
+    """The list of layers of a whole model, its tables, and the layers of each stage; refuses what cannot be cut."""
     found = find_layers(model)
     lists = {path.rpartition(".")[0] for path, _ in found}
     lists = {path for path in lists if "expert" not in path.rpartition(".")[2].lower()}  # experts are not layers
@@ -207,11 +219,8 @@ def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> Cut
     ends = _end(model, "get_input_embeddings", 1), _end(model, "get_output_embeddings", 0)
     sizes = [_size(layer) for _, layer in found]
     at_ends = [0 if end is None else _size(model.get_submodule(end.path)) for end in ends]
-    spans = balanced(sizes, stage.count, *at_ends) if asked is None else as_asked(asked, len(found))
-    each = ", ".join(str(stop - start) for start, stop in spans)
-    why = "asked for" if asked else "the slowest stage is as fast as can be"
-    chosen("layers of each stage", each, f"{why}; this is stage {stage.number}")
-    return Cut(model, stage, spans[stage.number], lists.pop(), ends, beside)
+    spans = balanced(sizes, count, *at_ends) if asked is None else as_asked(asked, len(found))
+    return lists.pop(), ends, spans
 
 
 def _check(model: Any, layer: nn.Module) -> None:

@@ -23,7 +23,7 @@ from outpace.config.rules import num_ranks
 from outpace.errors import ConfigError, EngineDead, ModelError, NotSupported, OutpaceError, StateError
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
-from outpace.prepare import PagedParts, load_paged
+from outpace.prepare import PagedParts, find_stages, load_paged
 from outpace.ranks import agree, world
 from outpace.ranks.gather import Tell, gather, open_doors, start_ranks
 from outpace.ranks.messages import Begin, Reset, Sender, ToFollower, frame
@@ -344,9 +344,11 @@ def load_ranked(
     source = None if model is None else os.fspath(model)
     with ranks.starting():
         agree.where(source)  # before several ranks look for it
+        staged = config.pipeline_parallel.pp_size > 1
+        found = find_stages(source, config, tokenizer) if staged else source
         ranks.start(source, tell)
         tell("loading the weights")
-        parts = load_paged(source, ranks.config, tokenizer=tokenizer)
+        parts = load_paged(found, ranks.config, tokenizer=tokenizer)
         ranks.agree(parts, source)
     return parts, ranks
 

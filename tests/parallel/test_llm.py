@@ -21,6 +21,7 @@ import outpace
 from outpace.cli.app import app
 from outpace.errors import ConfigError, EngineDead, InputError, NotSupported, StateError
 from outpace.ranks import agree
+from outpace.ranks.leader import Ranks
 from outpace.runner.runner import Runner
 from outpace.structure import StructuredOutputs
 from outpace.types import RequestOutput, SamplingParams
@@ -339,3 +340,18 @@ def test_no_rank_outlives_the_first(folder: Path, ends: str) -> None:
         assert select.select([watched], [], [], PATIENCE)[0]
         os.close(watched)
         assert process.wait(PATIENCE) == (-signal.SIGKILL if ends == "killed" else 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"pp_size": 9}, "9 stages, and the model has 2 layers"),
+        ({"pp_size": 2, "layers": [3, 1]}, "make them add up to 2"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_before_a_rank_is_started(
+    asked: dict[str, Any], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "start", lambda *_: pytest.fail("a rank is started"))
+    with pytest.raises(ConfigError, match=says):
+        outpace.LLM(folder, **OPTIONS, pipeline_parallel=asked)
