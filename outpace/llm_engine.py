@@ -261,12 +261,9 @@ class LLMEngine:
     def _launch_next(self, step: Step) -> None:
         """Launch steps that have been sent. This rank has the last stage: the newest ones are in those before it.
 
-        Prompts wait for no token, so there is one step more of them on its way: a stage that is done sooner than the
-        next one has something to do. If the newest step is empty, everything is in flight: the first one is waited for.
+        If the newest one has nothing to do, everything is in flight: the first of these is waited for.
         """
-        stages, waits = self._parts.model.stage.count, not step.sequences
-        more = stages > 1 and any(entry.num_new_tokens > 1 for entry in step.sequences)
-        before = stages - 1 + more
+        before, waits = self._parts.model.stage.count - 1, not step.sequences
         while self._sent and (len(self._sent) > before or waits):
             self._in_flight.append(self._runner.launch(launched := self._sent.popleft()))
             waits = waits and not launched.sequences
