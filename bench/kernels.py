@@ -1,191 +1,148 @@
-"""Every kernel at the shapes of dense models and mixtures of experts, as a fraction of what the device can do.
+"""Kernels at the sizes of models, each as a share of what the device can do: `scripts/bench kernels`.
 
 Kernels that move bytes stand beside the read bandwidth (or that of a copy, if they write as much as they read), those
-that multiply beside the rate of a large bf16 product. Each is timed in a CUDA graph of several launches over different
-data, so that neither launch gaps nor the L2 cache are measured.
+that multiply beside the rate of a large bf16 product. Each is timed in a CUDA graph of many launches over different
+data, so that neither launch gaps nor the L2 cache are measured. --sweep tries other tiles too, each checked first, and
+shows the best; what wins goes into the tile tables of outpace/kernels.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import experts, report
+from bench import kernel_cases, linear_cases, report
+from bench.expert_cases import experts
+from bench.kernel_cases import DEVICE, KINDS, Case, Model, Way, Work
+from bench.linear_cases import linears
 from outpace.kernels import limits
-from outpace.kernels.activation import gated_act_triton
-from outpace.kernels.attention import paged_attention
-from outpace.kernels.gemv import gemv_triton
-from outpace.kernels.layer_norm import layer_norm_triton
-from outpace.kernels.rms_norm import rms_norm_triton
-from outpace.kernels.rotary import rope_and_cache_triton
+from outpace.kernels.compile_ahead import compile_ahead
+from outpace.kernels.gemv import MAX_ROWS
 
-DTYPE = torch.bfloat16
-ROWS = 8192
-COPIES = 4
-LAUNCHES = 24  # in a graph, at least
+MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b")
+PARTS: Mapping[str, Callable[[Model, Work], Iterator[Case]]] = {
+    "streaming": kernel_cases.streaming, "attention": kernel_cases.attention, "experts": experts,
+    "gemv": partial(linears, "gemv", linear_cases.gemv, MAX_ROWS),
+    "packed": partial(linears, "packed", linear_cases.packed, 1 << 20),
+    "invariant": partial(linears, "invariant", linear_cases.invariant, 1 << 20),
+    "tuned": partial(linears, "tuned", linear_cases.tuned, 1 << 20),
+}  # fmt: skip
+ROWS: Mapping[str, Sequence[int]] = {
+    "gemv": (1,), "experts": (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192), "packed": (1, 4, 16, 64, 256),
+    "invariant": (1, 16, 64, 256, 2048), "tuned": (32, 64, 128, 192, 232, 256, 512, 2048),
+}  # fmt: skip
+SCHEMES: Mapping[str, Sequence[str]] = {"experts": ("none",), "packed": tuple(KINDS)}
+GRAPH_MS = 2.0  # of work in a graph, beside which its own launch is lost
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model that kernels see."""
-
-    name: str
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+Calls = Sequence[Callable[[], object]]
 
 
-SHAPES = (
-    Shape("1b", 2048, 8192, 32, 8, 64),
-    Shape("8b", 4096, 14336, 32, 8, 128),
-    Shape("70b", 8192, 28672, 64, 8, 128),
-)
-NAMES = (*(shape.name for shape in SHAPES), *(model.name for model in experts.MODELS))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel at one shape: what to run, and how many bytes or operations that is."""
-
-    kernel: str
-    what: str
-    runs: Sequence[Callable[[], object]]
-    amount: float
-    limit: str
-
-
-def randn(*shape: int) -> torch.Tensor:
-    """Random data of the models' dtype."""
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
-
-
-def streaming(shape: Shape) -> Iterator[Case]:
-    """Norms, activation and rotary: as much is written as read."""
-    weight, bias = randn(shape.hidden), randn(shape.hidden)
-    rows = [(randn(ROWS, shape.hidden), randn(ROWS, shape.hidden)) for _ in range(COPIES)]
-    moved = 4.0 * ROWS * shape.hidden * 2
-    norms = [partial(rms_norm_triton, x, weight, 1e-5, residual=r, residual_out=r, out=x) for x, r in rows]
-    yield Case("rms_norm", f"{ROWS} x {shape.hidden} + residual", norms, moved, "copy")
-    layers = [partial(layer_norm_triton, x, weight, bias, 1e-5, residual=r, residual_out=r, out=x) for x, r in rows]
-    yield Case("layer_norm", f"{ROWS} x {shape.hidden} + residual", layers, moved, "copy")
-    gates = [randn(ROWS, 2 * shape.inner) for _ in range(2)]
-    acts = [partial(gated_act_triton, x, "silu") for x in gates]
-    yield Case("gated_act", f"{ROWS} x {shape.inner}", acts, 3.0 * ROWS * shape.inner * 2, "copy")
-    yield rotary(shape)
-
-
-def rotary(shape: Shape) -> Case:
-    """Rotation of q and k, and the write of k and v to pages."""
-    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    cos, sin = (torch.randn(ROWS, shape.head_dim // 2, device="cuda") for _ in range(2))
-    positions = torch.arange(ROWS, device="cuda")
-    pages = [randn(ROWS // 64, 64, shape.kv_heads, shape.head_dim) for _ in range(2)]
-    sizes: dict[str, Any] = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    turn = partial(rope_and_cache_triton, rotary_dim=shape.head_dim, **sizes)
-    runs = [
-        partial(turn, x, cos, sin, positions, positions, *pages) for x in [randn(ROWS, width) for _ in range(COPIES)]
-    ]
-    turned = shape.heads + shape.kv_heads
-    moved = 2.0 * ROWS * shape.head_dim * (2 * turned + 3 * shape.kv_heads) + ROWS * shape.head_dim * 4.0
-    return Case(
-        "rope_and_cache", f"{ROWS} tokens, {shape.heads}/{shape.kv_heads} x {shape.head_dim}", runs, moved, "copy"
-    )
-
-
-def attention(shape: Shape) -> Iterator[Case]:
-    """Decode over at least 64k keys; a prefill of 4k tokens."""
-    for batch, length in ((1, 65536), (64, 1024), (64, 4096)):
-        yield attend(shape, "attention decode", batch, 1, length)
-    yield attend(shape, "attention prefill", 1, 4096, 4096)
-
-
-def attend(shape: Shape, kernel: str, batch: int, new: int, length: int) -> Case:
-    """Attention of `new` tokens of each sequence over its pages."""
-    per_sequence = length // 64
-    keys, values = (randn(batch * per_sequence, 64, shape.kv_heads, shape.head_dim) for _ in range(2))
-    table = torch.randperm(batch * per_sequence, device="cuda").to(torch.int32).view(batch, per_sequence)
-    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-    cu_q = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device="cuda")
-    q = randn(batch * new, shape.heads, shape.head_dim)
-
-    def run() -> torch.Tensor:
-        return paged_attention(q, keys, values, table, lens, cu_q, new, scale=shape.head_dim**-0.5, max_len=length)
-
-    what = f"{batch} x {length} keys, {shape.heads}/{shape.kv_heads} x {shape.head_dim}"
-    if new == 1:
-        moved = 4.0 * batch * length * shape.kv_heads * shape.head_dim
-        return Case(kernel, what, [run], moved, "read")
-    operations = 4.0 * batch * shape.heads * shape.head_dim * (length * (length + 1) / 2)
-    return Case(kernel, what, [run], operations, "product")
-
-
-def products(shape: Shape) -> Iterator[Case]:
-    """The linears of one decode step, with what is fused into each."""
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    x, inner = randn(1, shape.hidden), randn(1, shape.inner)
-    heads, norm = randn(1, shape.heads * shape.head_dim), randn(shape.hidden)
-    fused: tuple[tuple[str, torch.Tensor, int, dict[str, Any]], ...] = (
-        ("qkv + norm", x, qkv, {"norm_weight": norm, "eps": 1e-5}),
-        ("out + residual", heads, shape.hidden, {"add": x}),
-        ("gate_up + norm + silu", x, 2 * shape.inner, {"norm_weight": norm, "eps": 1e-5, "activation": "silu"}),
-        ("down + residual", inner, shape.hidden, {"add": x}),
-    )
-    for what, given, outputs, options in fused:
-        size = outputs * given.shape[1] * 2
-        weights = [randn(outputs, given.shape[1]) for _ in range(max(2, (256 << 20) // size))]
-        runs = [partial(gemv_triton, given, weight, **options) for weight in weights]
-        yield Case("gemv", f"{what} {outputs} x {given.shape[1]}", runs, float(size), "read")
-
-
-def graph_ms(runs: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of one of the runs, from a graph of many: the start of a graph takes as long as a short kernel."""
-    for run in runs:
-        run()
+def seconds_of(calls: Calls) -> float:
+    """Seconds of one of the calls, in a CUDA graph of many; on a CPU: of the first one."""
+    if DEVICE.type == "cpu":
+        return limits.seconds_of(calls[0], DEVICE)
+    for call in calls:
+        call()
     torch.cuda.synchronize()
+    alone = limits.gpu_ms(calls[0], warm_ups=1, repeats=3)
+    turns = max(1, math.ceil(GRAPH_MS / alone / len(calls)))
     graph = torch.cuda.CUDAGraph()
-    turns = max(2, LAUNCHES // len(runs))
     with torch.cuda.graph(graph):
-        for run in [*runs] * turns:
-            run()
-    return limits.gpu_ms(graph.replay, repeats=20) / (turns * len(runs))
+        for call in [*calls] * turns:
+            call()
+    return limits.gpu_ms(graph.replay, warm_ups=2, repeats=20) * 1e-3 / (turns * len(calls))
 
 
-def timed(model: str, case: Case | experts.Row, rates: Mapping[str, float]) -> dict[str, Any]:
-    """A row of the table."""
-    ms = graph_ms(case.runs)
-    rate = case.amount / (ms * 1e-3)
+def error_of(way: Way, case: Case, want: torch.Tensor) -> float:
+    """The largest difference of a result, as a share of the largest number; NaN where nothing was written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills new memory with NaN
+    try:
+        got = way.run(*case.inputs[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return float((got.float() - want).abs().max() / want.abs().max())
+
+
+def time_way(way: Way, case: Case, want: torch.Tensor | None, rates: Mapping[str, float]) -> dict[str, Any] | None:
+    """A row, or None: what is wrong or does not fit the device is told, and is no reason to stop."""
+    try:
+        error = 0.0 if want is None or way.tolerance == math.inf else error_of(way, case, want)
+        if not error <= way.tolerance:
+            raise ArithmeticError(f"off by {error:.3g} of the largest result, allowed: {way.tolerance}")
+        took = seconds_of([partial(way.run, *each) for each in case.inputs])
+    except Exception as problem:
+        report.CONSOLE.print(f"{case.kernel}, {case.what}: {way.name}: {problem!r}"[:300], soft_wrap=True)
+        return None
+    rate = case.amount / took
     return {
-        "model": model, "kernel": case.kernel, "what": case.what, "us": ms * 1e3,
-        "T/s": rate / 1e12, "limit": case.limit, "of limit": rate / rates[case.limit],
+        "kernel": case.kernel, "what": case.what, "way": way.name, "us": took * 1e6, "T/s": rate / 1e12,
+        "limit": case.limit, "of limit": rate / rates[case.limit],
     }  # fmt: skip
 
 
-def measure(folder: Path, models: Sequence[str] = NAMES) -> None:
-    """Measure every kernel at the shapes of these models and write the table."""
-    rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
-    rows = []
-    for shape in [shape for shape in SHAPES if shape.name in models]:
-        for cases in (streaming, attention, products):
-            rows += [timed(shape.name, case, rates) for case in cases(shape)]
-            torch.cuda.empty_cache()
-    for model in [model for model in experts.MODELS if model.name in models]:
-        rows += [timed(model.name, row, rates) for row in experts.cases(model, rates)]
-        torch.cuda.empty_cache()
+@torch.no_grad()
+def time_case(case: Case, rates: Mapping[str, float], *, sweep: bool) -> list[dict[str, Any]]:
+    """Rows of the ways of a case; of a sweep those of all candidates too, the fastest first."""
+    ways, want = [*case.ways, *(case.candidates if sweep else ())], None
+    if sweep:
+        compile_ahead(partial(_tried, way, case) for way in ways)
+    if case.want is not None:
+        want = case.want().float()
+    found = [row for way in ways if (row := time_way(way, case, want, rates)) is not None]
+    return sorted(found, key=lambda row: row["us"]) if sweep else found
+
+
+def _tried(way: Way, case: Case) -> None:
+    try:
+        way.run(*case.inputs[0])
+    except Exception as problem:  # told when it is timed
+        del problem
+
+
+def measure(
+    models: Sequence[str], parts: Sequence[str], rows: Sequence[int], kinds: Sequence[str], best: int, folder: Path
+) -> None:
+    """Time what is asked for and write the table; best: candidates shown of each case, 0: there is no sweep."""
+    rates = {"read": 1e10, "copy": 1e10, "product": 1e11}
+    if DEVICE.type == "cuda":
+        rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
+    found, device = list[dict[str, Any]](), limits.device_name(DEVICE)
     notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
-    report.write("kernels", limits.device_name(torch.device("cuda")), rows, notes, folder)
+    for model, part in [(Model.of(name), part) for name in models for part in parts]:
+        work = Work(rows or ROWS.get(part, ()), kinds or SCHEMES.get(part, ()))
+        for case in PARTS[part](model, work):
+            new = [{"model": model.name, **row} for row in time_case(case, rates, sweep=best > 0)]
+            found += new
+            if best and new:
+                usual = {way.name for way in case.ways}
+                report.show(
+                    f"{model.name}, {case.kernel}", [*new[:best], *(r for r in new[best:] if r["way"] in usual)]
+                )
+            report.save("kernels", device, found, notes, folder)
+            torch.cuda.empty_cache()
+    report.show("kernels", found)
 
 
 def main() -> None:
     """Measure from the command line."""
     parser = report.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="MODEL", help=", ".join(NAMES))
-    args = parser.parse_args()
-    measure(args.out, args.models)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME[:RANKS]", help="shapes, or a rank's")
+    usual = ["streaming", "attention", "gemv", "experts"]
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=usual, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[], metavar="N", help="tokens of a product")
+    parser.add_argument("--kinds", nargs="+", choices=("none", *KINDS), default=[], metavar="KIND", help="of weights")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    parser.add_argument("--best", type=int, default=8, metavar="N", help="of a sweep: rows shown of each case")
+    asked = parser.parse_args()
+    try:
+        _ = [Model.of(name) for name in asked.models]
+    except ValueError as error:
+        parser.error(f"--models: {error}")
+    best = max(1, asked.best) if asked.sweep else 0
+    measure(asked.models, asked.only, asked.rows, asked.kinds, best, asked.out)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,19 @@ it is kept in a folder of this run, which a start that is not measured fills. Th
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from bench import report
+from bench.report import DEVICE, Report, Row, row
 from outpace.bench import shapes
 from outpace.kernels import limits
 
@@ -93,87 +92,61 @@ def read_speed(files: list[Path], threads: int, ring: torch.Tensor) -> float:
     return total / took
 
 
-def copy_speed(ring: torch.Tensor) -> float:
-    """Bytes a second from page-locked memory to the device."""
-    there = torch.empty_like(ring, device="cuda")
-    return ring.numel() / (limits.gpu_ms(lambda: there.copy_(ring, non_blocking=True)) / 1e3)
-
-
-def started(
-    folder: Path, kernel_cache: Path, bytecode: Path, options: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[dict[str, float], dict[str, Any]]:
+def start(model: Path, kernels: str, options: Mapping[str, Any] | None = None) -> tuple[dict[str, float], Any]:
     """A start in a process of its own: seconds by part, and what else there is to know."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache), "PYTHONPYCACHEPREFIX": str(bytecode)}
+    caches = {"TRITON_CACHE_DIR": model.parent / kernels, "PYTHONPYCACHEPREFIX": model.parent / "bytecode"}
+    environment = os.environ | {name: str(folder) for name, folder in caches.items()}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(folder), json.dumps({**options})],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", START, str(model), json.dumps(options or {})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     parts, details = json.loads(done.stdout.strip().splitlines()[-1])
     return parts, details
 
 
-def _row(what: str, seconds: float, size: int | None, limit: float | None = None) -> dict[str, Any]:
-    """A part: how long it took and, where it moves bytes, how fast, beside the limit."""
-    speed = None if size is None else size / seconds / 1e9
-    limited = None if size is None else limit
-    ratio = None if limited is None else limited / seconds
-    return {"what": what, "seconds": seconds, "GB/s": speed, "limit": limited, "limit/seconds": ratio}
+def measure_limits(files: list[Path]) -> tuple[list[Row], float]:
+    """Seconds of reads by several numbers of threads and of the copy to the device; the slower of the best of both."""
+    size = sum(path.stat().st_size for path in files)
+    ring = torch.zeros(RING, CHUNK, dtype=torch.uint8, pin_memory=True)
+    reads = {threads: size / read_speed(files, threads, ring) for threads in THREADS}
+    copy = size / limits.link_bandwidth(DEVICE)
+    rows = [row(f"read, {threads} threads", took, "s", copy) for threads, took in reads.items()]
+    return [*rows, row("copy to the device", copy, "s")], max(copy, min(reads.values()))
+
+
+def measure(model: Path, to: Report, schemes: Sequence[str]) -> None:
+    """The limits, then starts with an empty and a full kernel cache, then one with each scheme."""
+    rows, limit = measure_limits(sorted(model.glob("*.safetensors")))
+    to.add("limits", rows)
+    start(model, "other kernels")  # leaves the bytecode
+    for state in ("empty", "full"):
+        parts, known = start(model, "kernels")
+        of = {"weights": limit}
+        rows = [row(f"{part}, kernel cache {state}", took, "s", of.get(part)) for part, took in parts.items()]
+        to.add(state, rows, {**parts, **known})
+        to.notes |= {name: known[name] for name in KEPT}
+    for scheme in schemes:
+        parts, known = start(model, "kernels", {"quantization": scheme})
+        rows = [row(f"{part}, {scheme}", parts[part], "s") for part in ("weights", "all")]
+        rows += [row(f"{name}, {scheme}", known[name], "GB") for name in KEPT]
+        to.add(scheme, rows, {**parts, **known})
 
 
 def main() -> None:
-    """Write a folder, measure the limits, then starts with an empty and a full kernel cache."""
+    """Write a folder with random weights, and start from it."""
     parser = report.parser(__doc__)
     parser.add_argument("--quantization", default="", help="schemes, each loaded once more: int8,int4,fp8")
     parser.add_argument("--shape", default="llama-3.1-8b", help="shape of the model")
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="outpace-loading-"))
-    try:
-        model: Any = shapes.build(options.shape, torch.bfloat16, "cuda")
-        model.save_pretrained(folder / "model", max_shard_size="4GB")
+    asked = parser.parse_args()
+    to = Report("loading", asked.out, notes={"model": asked.shape, "bytecode": "present, as after an install"})
+    with tempfile.TemporaryDirectory(prefix="outpace-loading-") as folder:
+        model: Any = shapes.build(asked.shape, torch.bfloat16, DEVICE)
+        model.save_pretrained(Path(folder) / "model", max_shard_size="4GB")
         del model
         torch.cuda.empty_cache()
-        files = sorted((folder / "model").glob("*.safetensors"))
-        size = sum(path.stat().st_size for path in files)
-        ring = torch.empty(RING, CHUNK, dtype=torch.uint8, pin_memory=True)
-        ring.zero_()
-        rows: list[dict[str, Any]] = []
-        reads = {threads: read_speed(files, threads, ring) for threads in THREADS}
-        for threads, speed in reads.items():
-            rows.append(_row(f"read, {threads} threads", size / speed, size))
-        copy = copy_speed(ring)
-        rows.append(_row("copy to the device", size / copy, size))
-        limit = size / min(copy, max(reads.values()))
-        details: dict[str, Any] = {}
-        started(folder / "model", folder / "other kernels", folder / "bytecode")
-        for state in ("empty", "full"):
-            parts, known = started(folder / "model", folder / "kernels", folder / "bytecode")
-            details[state] = {**parts, **known}
-            for part, took in parts.items():
-                streams = part == "weights"
-                rows.append(_row(f"{part}, kernel cache {state}", took, size if streams else None, limit))
-        for scheme in filter(None, options.quantization.split(",")):
-            parts, known = started(folder / "model", folder / "kernels", folder / "bytecode", {"quantization": scheme})
-            details[scheme] = {**parts, **known}
-            rows += [
-                _row(f"{part}, {scheme}", parts[part], size if part == "weights" else None)
-                for part in ("weights", "all")
-            ]
-            for name in KEPT:
-                rows.append({**_row(f"{name}, {scheme}", 0.0, None), "seconds": None, "GB": known[name]})
-        device = limits.device_name(torch.device("cuda"))
-        known = details["full"]
-        notes = {"model": options.shape, "GB": size / 1e9, "files": len(files), **{name: known[name] for name in KEPT}}
-        notes["bytecode"] = "present, as after an install"
-        report.save("loading", device, rows, notes, options.out, details)
-        report.show("loading", rows)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        measure(Path(folder) / "model", to, [*filter(None, asked.quantization.split(","))])
+    to.show()
 
 
 if __name__ == "__main__":

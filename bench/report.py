@@ -1,10 +1,12 @@
-"""Write results where they can be found: bench/results/<what>_<device>_<date>.{json,md}."""
+"""Rows beside their limits, printed, and written to bench/results/<what>_<device>_<date>.{json,md}."""
 
 import argparse
 import datetime
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,108 @@ from rich.console import Console
 from rich.table import Table
 
 import outpace
+from outpace.kernels import limits
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 150  # of tables in a file
+CONSOLE = Console(width=WIDTH, highlight=False, markup=False)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+Row = dict[str, Any]
+Found = tuple[list[Row], Any]
+"""Rows, and details for the JSON file."""
+
+
+def row(what: str, figure: float, unit: str, limit: float | None = None, other: tuple[str, float] | None = None) -> Row:
+    """A figure beside its limit and the best of others, each with a ratio that is better the higher it is."""
+    more = unit.endswith(("/s", "times"))
+    ratio = None if limit is None else figure / limit if more else limit / figure
+    return {
+        "what": what, "figure": figure, "unit": unit, "limit": "-" if limit is None else limit,
+        "of limit": "-" if ratio is None else ratio,
+        "best other": "-" if other is None else f"{other[1]:g} ({other[0]})",
+        "times other": "-" if other is None else figure / other[1] if more else other[1] / figure,
+    }  # fmt: skip
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """An argument parser with what every benchmark has."""
-    result = argparse.ArgumentParser(description=description)
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--out", type=Path, default=RESULTS, help="folder that results are written to")
     return result
 
 
-def write(what: str, device: str, rows: Sequence[Mapping[str, Any]], notes: Mapping[str, Any], folder: Path) -> None:
-    """Print the rows as a table, and write them with the versions as JSON and Markdown."""
-    save(what, device, rows, notes, folder)
-    show(what, rows)
+def names(there: Sequence[str] | Mapping[str, Any]) -> Callable[[str], list[str]]:
+    """The type of an option: names of a list, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in there]:
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(there)}")
+        return text.split(",")
+
+    return parse
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of an option that is a JSON object."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
+    return found
+
+
+@dataclass
+class Report:
+    """What has been measured so far, and where it goes."""
+
+    what: str
+    folder: Path
+    speed: limits.Speed = field(default_factory=lambda: limits.measure_speed(DEVICE, DTYPE))
+    device: str = field(default_factory=lambda: limits.device_name(DEVICE))
+    notes: dict[str, Any] = field(default_factory=dict)
+    save: bool = True
+    """Whether results are written, after each part."""
+    rows: list[Row] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    """What could not be measured."""
+    begin: float = field(default_factory=time.perf_counter)
+
+    def part(self, what: str, measure: Callable[[], Found]) -> None:
+        """Measure something; a failure is printed and becomes a row, and the other parts go on."""
+        self.say(what)
+        try:
+            self.add(what, *measure())
+        except Exception as error:
+            self.failed(what, error)
+
+    def say(self, what: str) -> None:
+        """Print a line of progress."""
+        CONSOLE.print(f"[{time.perf_counter() - self.begin:6.1f} s] {what}", soft_wrap=True)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Print and write that something could not be measured."""
+        CONSOLE.print_exception()
+        self.failures.append(what)
+        self.add(what, [row(f"{what} FAILED: {type(error).__name__}", 0.0, "")], {"error": str(error)})
+
+    def add(self, what: str, rows: list[Row], details: Any = None) -> None:
+        """Print and write results."""
+        for each in rows:
+            CONSOLE.print("  " + ", ".join(f"{key} {text(value)}" for key, value in each.items()))
+        self.rows += rows
+        self.details |= {} if details is None else {what: details}
+        if self.save:
+            rates = {"read bandwidth TB/s": self.speed.bandwidth / 1e12, "bf16 TFLOP/s": self.speed.flops / 1e12}
+            save(self.what, self.device, self.rows, rates | self.notes, self.folder, self.details)
+
+    def show(self) -> None:
+        """Print all rows as a table."""
+        show(self.what, self.rows)
 
 
 def save(
@@ -49,7 +137,20 @@ def save(
     if details is not None:
         content["details"] = dict(details)
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(_markdown(what, device, date, {**versions, **notes}, rows))
+    lines = [f"# {what} on {device}, {date}", "", *(f"- {key}: {text(value)}" for key, value in notes.items()), ""]
+    stem.with_suffix(".md").write_text("\n".join([*lines, *markdown(rows)]) + "\n")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table."""
+    lines = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
+    return [*lines, *(f"| {' | '.join(map(text, row.values()))} |" for row in rows)]
+
+
+def write_into(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two lines of a document."""
+    before, rest = path.read_text().split(begin)
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end, 1)[1]}")
 
 
 def picture(what: str, device: str, name: str, folder: Path) -> Path:
@@ -58,22 +159,13 @@ def picture(what: str, device: str, name: str, folder: Path) -> Path:
     return folder / f"{what}_{device}_{datetime.date.today().isoformat()}_{name}.png"
 
 
-def _markdown(what: str, device: str, date: str, notes: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(rows[0])
-    lines = [f"# {what} on {device}, {date}", ""]
-    lines += [f"- {key}: {text(value)}" for key, value in notes.items()]
-    lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(text(row[column]) for column in columns) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
 def show(what: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows as a table."""
     table = Table(title=what, title_justify="left")
-    for column in rows[0]:
+    for column in rows[0] if rows else ():
         table.add_column(column)
-    for row in rows:
-        table.add_row(*map(text, row.values()))
+    for each in rows:
+        table.add_row(*map(text, each.values()))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 

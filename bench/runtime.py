@@ -1,239 +1,332 @@
-"""The runtime (`LLM`): throughput, latency, full load, SplitFuse, each beside its limit. docs/benchmarks.md says what.
+"""Models through `LLM`, each part beside its limit: `scripts/bench runtime`, `moe` and `quantization`.
 
-Parts: throughput, latency and profile of each model, full-load and splitfuse of the first, and if named (--only) sweep
-and deterministic. One that fails is told of and leaves the others alone; results are written after each.
+The three differ in what they measure if nothing is asked for (bench/plans.py). --experts and --schemes run all parts
+once for each implementation of experts and each scheme of quantization ("+": of keys and values too, as in fp8+fp8).
+A part that fails is one row and leaves the others alone; results are written after each. docs/benchmarks.md describes
+the parts.
 """
 
-import time
-from collections.abc import Callable, Sequence
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-
-from bench import report
-from outpace.bench.latency import latency
-from outpace.bench.plot import plot_splitfuse, plot_throughput
+from bench import kernels, report
+from bench.kernel_cases import attend
+from bench.plans import EXPERTS, PLANS, TINY, Others, Sizes, ways
+from bench.report import DEVICE, Found, Report, Row, row
+from outpace.bench.figures import SPLIT, WHOLE
+from outpace.bench.latency import decode_step, first_token, latency
+from outpace.bench.plot import plot_splitfuse, plot_steps, plot_throughput
 from outpace.bench.profiling import profile_decode
-from outpace.bench.splitfuse import SPLIT, WHOLE, Experiment, splitfuse
+from outpace.bench.shapes import SHAPES
+from outpace.bench.splitfuse import splitfuse
 from outpace.bench.subject import Subject, started
 from outpace.bench.throughput import sweep, throughput
-from outpace.bench.workload import COUNT, SEED, Item, Workload
+from outpace.bench.workload import SEED, Item, Workload, uniform
 from outpace.kernels import limits
+from outpace.kernels.limits import Speed
 
-MODELS = ("llama-3.1-8b", "qwen3-0.6b")
-DEFAULT = ("throughput", "latency", "profile", "full-load", "splitfuse")
-PARTS = (*DEFAULT, "sweep", "deterministic")
-MAX_MODEL_LEN = 4096
-FULL_LOAD = 1000  # prompt and new tokens
-LEVELS = (1, 4, 16, 64, 256)
-DETERMINISTIC_BATCH = 64
-OTHERS = {
-    ("llama-3.1-8b", "throughput"): ("vLLM 0.26.0", 8709.0),
-    ("llama-3.1-8b", "latency"): ("SGLang 0.5.17", 211.4),
-    ("qwen3-0.6b", "throughput"): ("vLLM 0.26.0", 24520.0),
-    ("qwen3-0.6b", "latency"): ("nano-vllm", 486.5),
-}
-"""The best that others reach on an H200 with the same work (docs/benchmarks.md)."""
-CONSOLE = Console(width=150, highlight=False, markup=False)
-Row = dict[str, Any]
+START_TARGETS = {"empty": 10.0, "full": 5.0}
+"""Seconds that a start should take at most. A start has no physical limit, so this stands in its place."""
+START = """
+import json, sys
+from outpace.kernels.limits import Speed
+from outpace.bench.subject import started
+with started(sys.argv[1], speed=Speed(1.0, 1.0), catch_up=False, **json.loads(sys.argv[2])) as subject:
+    print(json.dumps(subject.startup_seconds))
+"""
 
 
-def row(what: str, figure: float, unit: str, limit: float | None = None, other: tuple[str, float] | None = None) -> Row:
-    """A figure, its limit and how near it is, and the best of others."""
-    ratio = None if limit is None else figure / limit if unit.endswith("/s") else limit / figure
-    return {
-        "what": what, "figure": figure, "unit": unit, "limit": "-" if limit is None else limit,
-        "of limit": "-" if ratio is None else ratio,
-        "best other": "-" if other is None else f"{other[1]:g} ({other[0]})",
-        "times other": "-" if other is None else figure / other[1] if unit.endswith("/s") else other[1] / figure,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Bench:
+    """A model in one way, and the measures of its parts."""
+
+    model: str
+    way: str = ""
+    """What stands in the rows behind the model's name: implementation of experts, scheme."""
+    sizes: Sizes = field(default_factory=Sizes)
+    others: Others = field(default_factory=dict)
+
+    def row(self, what: str, figure: float, unit: str, limit: float | None = None, key: str | None = None) -> Row:
+        """A row of this model."""
+        other = self.others.get((self.model, self.way, key or what)) if on_h200() else None
+        return row(f"{self.model}: {self.way}{', ' * bool(self.way)}{what}", figure, unit, limit, other)
+
+    def ready(self, subject: Subject) -> Found:
+        """How long this process took to start, without making weights, and what a decode step reads."""
+        took, rows = subject.startup_seconds, []
+        rows.append(self.row("ready, without making weights", took["all"] - took["load"], "s"))
+        if subject.cost is not None:
+            rows.append(self.row("weights that a step reads", subject.cost.weight_bytes / 1e9, "GB"))
+        return rows, {**took, "quantized": str(subject.llm.quantized)}
+
+    def throughput(self, subject: Subject) -> Found:
+        """Requests of all lengths at once: the workload that others were measured with."""
+        return self._requests(subject, "throughput", self.sizes.workload)
+
+    def full_load(self, subject: Subject) -> Found:
+        """As many prompt as new tokens for every place of the batch."""
+        length = self.sizes.full_load
+        return self._requests(subject, f"{length}/{length}", Workload(input_len=length, output_len=length), 32)
+
+    def _requests(self, subject: Subject, what: str, workload: Workload, warm_up: int | None = None) -> Found:
+        source, count = _source(subject, workload), self.sizes.requests
+        first = [Item(item.prompt, warm_up or item.output_len) for item in source.warm_up(count, SEED)]
+        found = throughput(subject, source.draw(count, SEED), first)
+        return self._rates(what, found), found
+
+    def _rates(self, what: str, found: dict[str, Any]) -> list[Row]:
+        limit = found["outpace"]["limit"]["output_throughput"]
+        rows = [self.row(what, found["output_throughput"], "tok/s", limit)]
+        return [*rows, self.row(f"{what}, median between tokens", found["median_itl_ms"], "ms")]
+
+    def decode(self, subject: Subject) -> Found:
+        """One request alone, and one token of each of several."""
+        found = [self._decode(subject, batch) for batch in self.sizes.decode_batches]
+        details = {str(each["outpace"]["batch_size"]): each for _, each in found}
+        return [each for rows, _ in found for each in rows], details
+
+    def latency(self, subject: Subject) -> Found:
+        """One request alone."""
+        return self._decode(subject, 1)
+
+    def _decode(self, subject: Subject, batch: int) -> Found:
+        prompt, new = self.sizes.decode
+        found = latency(subject, batch_size=batch, input_len=prompt, output_len=new, iters=3 if batch < 32 else 1)
+        rate, limit = found["decode_tokens_per_second"], found["outpace"]["limit"]
+        least = limit["decode_tokens_per_second"]
+        rows = [self.row(f"decode step of {batch}", 1e3 / rate, "ms", 1e3 / least)]
+        if batch == 1:
+            rows.append(self.row("decode of one", rate, "tok/s", least))
+            rows.append(self.row("first token", found["median_ttft_ms"], "ms", limit["ttft_ms"]))
+        return rows, found
+
+    def profile(self, subject: Subject) -> Found:
+        """Decode steps of a full batch."""
+        found = profile_decode(subject, _source(subject, self.sizes.workload).draw(self.sizes.requests, SEED))
+        what = f"decode step of {found['batch_size']}"
+        rows = [self.row(f"{what}, host", found["host_us_per_step"], "us")]
+        return [*rows, self.row(f"{what}, GPU busy", found["gpu_busy"] or 0.0, "of the time")], found
+
+    def sweep(self, subject: Subject, picture: Path) -> Found:
+        """Throughput against latency."""
+        points = list(sweep(subject, _source(subject, self.sizes.workload), self.sizes.levels, SEED))
+        plot_throughput(points, subject.cost, subject.speed, picture)
+        found = zip(self.sizes.levels, points, strict=True)
+        return [each for level, point in found for each in self._rates(f"{level} in flight", point)], points
+
+    def long_prompts(self, subject: Subject) -> Found:
+        """Long prompts with short answers, all handed over at once."""
+        lengths, count = {"prompt": self.sizes.prompt, "output": self.sizes.output}, self.sizes.long_requests
+        found = throughput(subject, *(uniform(subject.vocab_size, count, SEED + turn, **lengths) for turn in (0, 1)))
+        least, what = found["outpace"]["limit"], "long prompts, prompt and output tokens"
+        limit = None if least is None else found["total_num_tokens"] / least["seconds"]
+        return [self.row(what, found["total_token_throughput"], "tok/s", limit, key="long prompts")], found
+
+    def batches(self, subject: Subject) -> Found:
+        """A decode step of few requests, beside its limit and beside that of one request."""
+        rows, details, alone = [], {}, 0.0
+        for batch in self.sizes.batches:
+            found = details[str(batch)] = decode_step(subject, batch, output_len=self.sizes.new_tokens)
+            rows.append(self.row(f"step of {batch}", found["step_ms"], "ms", found["limit_ms"]))
+            if alone:
+                what = f"step of {batch} to that of {self.sizes.batches[0]}"
+                rows.append(self.row(what, found["step_ms"] / alone, "times"))
+            alone = alone or found["step_ms"]
+        return rows, details
+
+    def prefill(self, subject: Subject) -> Found:
+        """The first token of one long prompt; lengths that the model cannot have are left out."""
+        fitting = [length for length in self.sizes.prefills if length < subject.llm.engine.max_model_len]
+        found = {str(length): first_token(subject, length) for length in fitting}
+        rows = [self.row(f"first token of {n}", each["ttft_ms"], "ms", each["limit_ms"]) for n, each in found.items()]
+        return rows, found
+
+    def splitfuse(self, speed: Speed, options: Mapping[str, Any], picture: Path | None = None) -> Found:
+        """Decodes beside long prompts. The limit of P95 is that of a step of decodes alone."""
+        sizes = self.sizes.experiment
+        with started(self.model, speed=speed, **sizes.options(), **options) as subject:
+            found, cost, least = splitfuse(subject, sizes), subject.cost, None
+        if cost is not None:
+            least = 1e3 * cost.decode_seconds(sizes.decoders, sizes.decoder_prompt, speed)
+        if picture is not None:
+            plot_splitfuse(found, picture)
+        rows = []
+        for way, percent in product((SPLIT, WHOLE), (50, 95, 99)):
+            limit = least if (way, percent) == (SPLIT, 95) else None
+            rows.append(self.row(f"{way}, P{percent} between tokens", found[way][f"p{percent}_itl_ms"], "ms", limit))
+        rows += [self.row(f"{way}, output tokens", found[way]["output_throughput"], "tok/s") for way in (SPLIT, WHOLE)]
+        rows.append(self.row("P95 of whole prompts to that of SplitFuse", found["p95_itl_ratio"], "times"))
+        return [*rows, self.row("tokens/s of SplitFuse to whole", found["throughput_ratio"], "times")], found
+
+    def deterministic(self, speed: Speed, options: Mapping[str, Any], most: int = 64) -> Found:
+        """What it costs that no token depends on its batch."""
+        rates, details = [], {}
+        for chosen in (False, True):
+            given = {**options, "max_num_seqs": most, "deterministic": chosen}
+            with started(self.model, speed=speed, **given) as subject:
+                source = _source(subject, self.sizes.workload)
+                found = throughput(subject, source.draw(most, SEED), source.warm_up(most, SEED))
+            details[f"deterministic={chosen}"] = found
+            rates.append(found["output_throughput"])
+        what = f"{most} at a time"
+        rows = [self.row(what, rates[0], "tok/s"), self.row(f"{what}, deterministic", rates[1], "tok/s")]
+        return [*rows, self.row(f"{what}, deterministic to not", rates[1] / rates[0], "times")], details
+
+    def start(self, options: Mapping[str, Any]) -> Found:
+        """Seconds until ready in a process of its own, with empty kernel caches and then with full ones.
+
+        Imports and making the weights are not counted.
+        """
+        rows, details = [], {}
+        with tempfile.TemporaryDirectory() as cache:
+            for state, target in START_TARGETS.items():
+                took = details[state] = seconds_of_start(self.model, options, Path(cache))
+                seconds, key = took["all"] - took["load"], "ready" if state == "empty" else None
+                rows.append(self.row(f"ready, kernel cache {state}", seconds, "s", target, key))
+        return rows, details
 
 
-@dataclass
-class Measured:
-    """What has been measured so far, and where it goes."""
-
-    folder: Path
-    device: str
-    speed: limits.Speed
-    parts: Sequence[str]
-    max_model_len: int = MAX_MODEL_LEN
-    what: str = "runtime"
-    """The name of the results."""
-    rows: list[Row] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
-    begin: float = field(default_factory=time.perf_counter)
-
-    def part(self, model: str, name: str, measure: Callable[[], tuple[list[Row], Any]]) -> None:
-        """Measure a part, if it is wanted; its failure is told and written, and is no more than that."""
-        if name not in self.parts:
-            return
-        what = f"{model}: {name}"
-        CONSOLE.print(f"[{time.perf_counter() - self.begin:6.1f} s] {what}")
-        try:
-            self.add(what, *measure())
-        except Exception as error:
-            self.failed(what, error)
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Tell and write that something could not be measured."""
-        CONSOLE.print_exception()
-        self.add(what, [row(f"{what} FAILED: {type(error).__name__}", 0.0, "")], {"error": str(error)})
-
-    def add(self, what: str, rows: list[Row], details: Any) -> None:
-        """Tell and write results."""
-        for each in rows:
-            CONSOLE.print("  " + ", ".join(f"{key} {report.text(value)}" for key, value in each.items()))
-        self.rows += rows
-        self.details[what] = details
-        notes = {"read bandwidth TB/s": self.speed.bandwidth / 1e12, "bf16 TFLOP/s": self.speed.flops / 1e12}
-        report.save(self.what, self.device, self.rows, notes, self.folder, self.details)
+SHARED: Mapping[str, Callable[[Bench, Subject], Found]] = {
+    "throughput": Bench.throughput, "latency": Bench.latency, "decode": Bench.decode, "profile": Bench.profile,
+    "full-load": Bench.full_load,
+}  # fmt: skip
+"""Parts that share one start with as many places as throughput has requests."""
+DEFAULTS: Mapping[str, Callable[[Bench, Subject], Found]] = {
+    "long-prompts": Bench.long_prompts, "batches": Bench.batches, "prefill": Bench.prefill,
+}  # fmt: skip
+"""Parts that share one start with the defaults of `LLM`."""
+PARTS = (*SHARED, "sweep", *DEFAULTS, "splitfuse", "deterministic", "start", "few-long")
 
 
-def measure_throughput(subject: Subject) -> tuple[list[Row], Any]:
-    """The workload that others were measured with."""
-    source = _source(subject, Workload())
-    found = throughput(subject, source.draw(COUNT, SEED), source.warm_up(COUNT, SEED))
-    return _throughput_rows(subject.name, "throughput", found), found
-
-
-def measure_latency(subject: Subject) -> tuple[list[Row], Any]:
-    """One request alone."""
-    found, name = latency(subject), subject.name
-    limit = found["outpace"]["limit"]
-    rows = [
-        row(f"{name}: decode of one", found["decode_tokens_per_second"], "tok/s", limit["decode_tokens_per_second"],
-            _other(found, "latency")),
-        row(f"{name}: first token", found["median_ttft_ms"], "ms", limit["ttft_ms"]),
-    ]  # fmt: skip
-    return rows, found
-
-
-def measure_profile(subject: Subject) -> tuple[list[Row], Any]:
-    """Decode steps of a full batch."""
-    found = profile_decode(subject, _source(subject, Workload()).draw(COUNT, SEED))
-    what = f"{subject.name}: decode step of {found['batch_size']}"
-    rows = [row(f"{what}, host", found["host_us_per_step"], "us")]
-    return [*rows, row(f"{what}, GPU busy", found["gpu_busy"] or 0.0, "of the time")], found
-
-
-def measure_full_load(subject: Subject) -> tuple[list[Row], Any]:
-    """1000 prompt and 1000 new tokens for every place of the batch."""
-    source = _source(subject, Workload(input_len=FULL_LOAD, output_len=FULL_LOAD))
-    warm_up = [Item(item.prompt, 32) for item in source.warm_up(COUNT, SEED)]
-    found = throughput(subject, source.draw(COUNT, SEED), warm_up)
-    return _throughput_rows(subject.name, f"{FULL_LOAD}/{FULL_LOAD}", found), found
-
-
-def measure_sweep(subject: Subject, path: Path) -> tuple[list[Row], Any]:
-    """Throughput against latency."""
-    points = list(sweep(subject, _source(subject, Workload()), LEVELS, SEED))
-    plot_throughput(points, subject.cost, subject.speed, path)
-    rows = []
-    for level, point in zip(LEVELS, points, strict=True):
-        rows += _throughput_rows(subject.name, f"{level} in flight", point)
-    return rows, points
-
-
-def measure_splitfuse(model: str, measured: Measured) -> tuple[list[Row], Any]:
-    """Decodes beside long prompts, in a runtime of its own."""
-    experiment = Experiment()
-    with started(model, speed=measured.speed, **experiment.options()) as subject:
-        found = splitfuse(subject, experiment)
-    model = found["outpace"]["model"]
-    plot_splitfuse(found, report.picture("runtime", measured.device, "splitfuse", measured.folder))
-    rows = [
-        row(f"{model}: {way}, {name}", found[way][key], unit)
-        for way in (SPLIT, WHOLE)
-        for name, key, unit in (
-            *((f"P{percent} between tokens", f"p{percent}_itl_ms", "ms") for percent in (50, 95, 99)),
-            ("output tokens", "output_throughput", "tok/s"),
-        )
-    ]
-    rows.append(row(f"{model}: P95 of whole prompts to that of SplitFuse", found["p95_itl_ratio"], "times"))
-    return [*rows, row(f"{model}: tokens/s of SplitFuse to whole", found["throughput_ratio"], "times")], found
-
-
-def measure_deterministic(model: str, measured: Measured) -> tuple[list[Row], Any]:
-    """What it costs that no token depends on its batch."""
-    rates, details = {}, {}
-    for deterministic in (False, True):
-        options: dict[str, Any] = {"max_num_seqs": DETERMINISTIC_BATCH, "max_model_len": measured.max_model_len}
-        with started(model, speed=measured.speed, deterministic=deterministic, **options) as subject:
-            source = _source(subject, Workload())
-            items = [draw(DETERMINISTIC_BATCH, SEED) for draw in (source.draw, source.warm_up)]
-            details[f"deterministic={deterministic}"] = found = throughput(subject, *items)
-        rates[deterministic] = found["output_throughput"]
-    what = f"{model}: {DETERMINISTIC_BATCH} at a time"
-    rows = [row(f"{what}, deterministic", rates[True], "tok/s"), row(f"{what}, not", rates[False], "tok/s")]
-    return [*rows, row(f"{what}, deterministic to not", rates[True] / rates[False], "times")], details
-
-
-def measure_model(model: str, measured: Measured, *, full_load: bool) -> None:
-    """The parts that share one start of the runtime."""
-    wanted: list[tuple[str, Callable[[Subject], tuple[list[Row], Any]]]] = [
-        ("throughput", measure_throughput), ("latency", measure_latency), ("profile", measure_profile),
-    ]  # fmt: skip
-    if full_load:
-        wanted.append(("full-load", measure_full_load))
-    picture = report.picture("runtime", measured.device, f"{model}_sweep", measured.folder)
-    wanted.append(("sweep", lambda subject: measure_sweep(subject, picture)))
-    if not any(name in measured.parts for name, _ in wanted):
-        return
-    CONSOLE.print(f"[{time.perf_counter() - measured.begin:6.1f} s] {model}: starting")
-    with started(model, speed=measured.speed, max_num_seqs=COUNT, max_model_len=measured.max_model_len) as subject:
-        took = subject.startup_seconds
-        ready = row(f"{subject.name}: ready, without making weights", took["all"] - took["load"], "s")
-        measured.add(f"{model}: start", [ready], took)
-        for name, measure in wanted:
-            measured.part(model, name, partial(measure, subject))
+def on_h200() -> bool:
+    """Whether what others reach on an H200 may stand beside what is measured here."""
+    return limits.device_name(DEVICE) == "h200"
 
 
 def _source(subject: Subject, workload: Workload) -> Any:
     return workload.source(subject.vocab_size, subject.tokenize, subject.llm.engine.max_model_len)
 
 
-def _other(found: dict[str, Any], what: str) -> tuple[str, float] | None:
-    facts = found["outpace"]
-    return OTHERS.get((facts["model"], what)) if facts["device"] == "h200" else None
+def longest(model: str, wanted: int) -> int:
+    """Most tokens of a request: so many, or what the shape has positions for."""
+    return min(wanted, SHAPES.get(model, {}).get("max_position_embeddings", wanted))
 
 
-def _throughput_rows(model: str, what: str, found: dict[str, Any]) -> list[Row]:
-    limit = found["outpace"]["limit"]["output_throughput"]
-    return [
-        row(f"{model}: {what}", found["output_throughput"], "tok/s", limit, _other(found, what)),
-        row(f"{model}: {what}, median between tokens", found["median_itl_ms"], "ms"),
-    ]
+def seconds_of_start(model: str, options: Mapping[str, Any], cache: Path) -> dict[str, float]:
+    """What a start in a new process took, in parts; whatever it compiles or measures is kept in `cache`."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache / "triton"), "OUTPACE_CACHE": str(cache / "outpace")}
+    command = [sys.executable, "-c", START, model, json.dumps(dict(options))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    parts: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return parts
+
+
+def few_long(speed: Speed, sizes: Sizes) -> Found:
+    """Decode attention over a few long contexts among many short ones, beside the time to read their keys and values.
+
+    The keys of a launch do not fit in the L2 cache. What is planned for the batch is shared, as in a step.
+    """
+    (few, long), (many, short) = sizes.few, sizes.many
+    seqs = [(1, short)] * many
+    for place in range(few):  # evenly among the short ones
+        seqs.insert(place * (many + few) // few, (1, long))
+    case = attend(sizes.heads, seqs + [(0, 0)] * (sizes.slots - len(seqs)))
+    took = kernels.seconds_of([partial(case.ways[0].run, *each) for each in case.inputs])
+    limit, what = case.amount / speed.bandwidth, f"attention: {few} x {long} + {many} x {short} keys"
+    details = {"seconds": took, "limit_seconds": limit, "bytes": case.amount}
+    return [row(what, took * 1e3, "ms", limit * 1e3)], details
+
+
+def measure(bench: Bench, parts: Sequence[str], options: Mapping[str, Any], most: int, to: Report) -> None:
+    """The parts of a model in one way."""
+    title = f"{bench.model}{f', {bench.way}' * bool(bench.way)}"
+    picture = partial(report.picture, to.what, to.device, folder=to.folder)
+    first: dict[str, Callable[[Bench, Subject], Found]] = {**SHARED}
+    first["sweep"] = partial(Bench.sweep, picture=picture(name=f"{bench.model}_sweep"))
+    many = {"max_num_seqs": bench.sizes.requests, "max_model_len": longest(bench.model, most), **options}
+    plain = {"max_model_len": longest(bench.model, bench.sizes.max_model_len), **options}
+    if wanted := {name: run for name, run in first.items() if name in parts}:
+        share_start(bench, title, {"ready": Bench.ready, **wanted}, many, to)
+    share_start(bench, title, {name: run for name, run in DEFAULTS.items() if name in parts}, plain, to)
+    others: dict[str, Callable[[], Found]] = {
+        "splitfuse": partial(bench.splitfuse, to.speed, options, picture(name="splitfuse")),
+        "deterministic": partial(bench.deterministic, to.speed, many),
+        "start": partial(bench.start, options),
+    }
+    for name in [name for name in others if name in parts]:
+        to.part(f"{title}: {name}", others[name])
+
+
+def share_start(
+    bench: Bench,
+    title: str,
+    measures: Mapping[str, Callable[[Bench, Subject], Found]],
+    options: Mapping[str, Any],
+    to: Report,
+) -> None:
+    """Parts that share one start of a model."""
+    if not measures:
+        return
+    to.say(f"{title}: starting")
+    try:
+        with started(bench.model, speed=to.speed, **options) as subject:
+            for name, run in measures.items():
+                to.part(f"{title}: {name}", partial(run, bench, subject))
+    except Exception as error:  # it could not be started; each part looks after itself
+        to.failed(f"{title}: {', '.join(measures)}", error)
+
+
+def draw_steps(model: str, labels: Sequence[str], to: Report) -> None:
+    """Milliseconds of a step by batch, measured and at the limit."""
+    lines: dict[str, dict[int, float]] = {}
+    for label in labels:
+        found = to.details.get(f"{model}, {label}: decode", {})
+        steps = {int(batch): each for batch, each in found.items() if batch.isdigit()}
+        if steps:
+            lines[label] = {batch: 1e3 / each["decode_tokens_per_second"] for batch, each in steps.items()}
+            least = {batch: each["outpace"]["limit"]["decode_tokens_per_second"] for batch, each in steps.items()}
+            lines[f"limit of {label}"] = {batch: 1e3 / rate for batch, rate in least.items()}
+    if lines:
+        plot_steps(lines, f"{model} on {to.device}", report.picture(to.what, to.device, model, to.folder))
 
 
 def main() -> None:
-    """Measure what is asked for."""
-    options = report.parser(__doc__)
-    options.add_argument("--models", default=",".join(MODELS), help="shapes, or models")
-    options.add_argument("--only", default=",".join(DEFAULT), help=f"parts: {', '.join(PARTS)}")
-    options.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN, help="most tokens of a request")
-    chosen = options.parse_args()
-    parts = chosen.only.split(",")
-    if unknown := sorted(set(parts) - set(PARTS)):
-        options.error(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    speed = limits.measure_speed(device, dtype)
-    measured = Measured(chosen.out, limits.device_name(device), speed, parts, chosen.max_model_len)
-    models = chosen.models.split(",")
-    for model in models:
-        try:
-            measure_model(model, measured, full_load=model == models[0])
-        except Exception as error:  # it could not be started; each part looks after itself
-            measured.failed(f"{model}: start", error)
-        if model == models[0]:
-            measured.part(model, "splitfuse", partial(measure_splitfuse, model, measured))
-        measured.part(model, "deterministic", partial(measure_deterministic, model, measured))
-    report.show("runtime", measured.rows)
+    """Measure what is asked for. The first word is the name of a plan."""
+    what = sys.argv[1] if sys.argv[1:] and sys.argv[1] in PLANS else "runtime"
+    plan, options = PLANS[what], report.parser(__doc__)
+    options.add_argument("plan", nargs="?", choices=PLANS, default="runtime")
+    options.add_argument("--models", default=plan.models, help="shapes, or models")
+    options.add_argument("--only", type=report.names(PARTS), default=plan.parts, help=f"parts: {', '.join(PARTS)}")
+    options.add_argument("--experts", type=report.names(EXPERTS), default=plan.experts, help="implementations")
+    options.add_argument("--schemes", default=plan.schemes, help="of quantization: none,int8,int4,fp8,fp8+fp8, ...")
+    options.add_argument("--max-model-len", type=int, default=4096, help="most tokens of a request")
+    options.add_argument("--options", type=report.json_object, default={}, help="others of LLM, as JSON")
+    options.add_argument("--tiny", action="store_true", help="little work, to try it on a CPU")
+    asked = options.parse_args()
+    to = Report(what, asked.out)
+    if asked.options:
+        to.notes["options of LLM"] = json.dumps(asked.options)
+    sizes = TINY if asked.tiny else plan.sizes
+    found = ways(asked.experts, asked.schemes.split(","))
+    for model in asked.models.split(","):
+        for label, given in found.items():
+            bench = Bench(model, label, sizes, plan.others)
+            measure(bench, asked.only, {**given, **asked.options}, asked.max_model_len, to)
+        draw_steps(model, list(found), to)
+    if "few-long" in asked.only:
+        to.part("attention: few-long", partial(few_long, to.speed, sizes))
+    to.show()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ share of the floor that was reached. docs/scaling.md says more; --docs writes it
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,8 +218,7 @@ def collectives(share: Share, ranks: int, batch: int, kind: str) -> float:
     return (2 * share.layers + 1) * large + all_reduce(kind, ranks, 8 * KIB)
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """One model over so many ranks at one batch; times in milliseconds."""
 
     model: str
@@ -245,13 +244,8 @@ class Prediction:
         return self.rank + self.direct
 
     @property
-    def rate(self) -> float:
-        """Tokens/s of all requests together."""
-        return 1e3 * self.batch / self.step
-
-    @property
     def cell(self) -> str:
-        """Milliseconds and tokens/s, both from the one prediction to the other."""
+        """Milliseconds and tokens/s of all requests together, both from the one prediction to the other."""
         steps = sorted((self.step, self.by_share + self.direct))
         rates = [1e3 * self.batch / each for each in reversed(steps)]
         if self.source == "measured":
@@ -260,13 +254,8 @@ class Prediction:
 
     def row(self) -> dict[str, Any]:
         """For a table."""
-        return {
-            "model": self.model, "weights": self.weights, "ranks": self.ranks, "batch": self.batch,
-            "GB a rank": self.gb, "fits": self.room > 0, "floor ms": self.floor, "rank ms": self.rank,
-            "rank ms by share": self.by_share, "rank is": self.source, "collectives ms": self.direct,
-            "with NCCL": self.nccl, "step ms": self.step, "step ms with NCCL": self.rank + self.nccl,
-            "tokens/s": self.rate, "tokens/s a GPU": self.rate / self.ranks,
-        }  # fmt: skip
+        rate = 1e3 * self.batch / self.step
+        return {**self._asdict(), "step": self.step, "tokens/s": rate, "tokens/s a GPU": rate / self.ranks}
 
 
 def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int) -> Prediction:
@@ -291,53 +280,31 @@ def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int
     )
 
 
-def predictions(measured: Measured) -> Iterator[Prediction]:
+def predictions(measured: Measured) -> list[Prediction]:
     """Of every model, kind of weights, number of ranks and batch."""
-    for model in MODELS:
-        for weights in WEIGHTS:
-            for ranks in RANKS:
-                for batch in BATCHES:
-                    yield predict(measured, model, weights, ranks, batch)
+    return [predict(measured, *each) for each in product(MODELS, WEIGHTS, RANKS, BATCHES)]
 
 
 def tables(found: Sequence[Prediction]) -> str:
     """A table of each model and kind of weights, in Markdown."""
     lines = []
-    for model in MODELS:
-        for weights in WEIGHTS:
-            lines += [
-                f"**{model}, {weights}**",
-                "",
-                f"| ranks | GB a rank | {' | '.join(map(_head, BATCHES))} | batch 1, NCCL |",
-            ]
-            lines += ["|" + "---|" * (len(BATCHES) + 3)]
-            for ranks in RANKS:
-                some = [each for each in found if (each.model, each.weights, each.ranks) == (model, weights, ranks)]
-                lines.append(_line(ranks, some))
-            lines.append("")
+    heads = " | ".join(f"batch {batch}" for batch in BATCHES)
+    for model, weights in product(MODELS, WEIGHTS):
+        lines += [f"**{model}, {weights}**", "", f"| ranks | GB a rank | {heads} | batch 1, NCCL |"]
+        lines.append("|" + "---|" * (len(BATCHES) + 3))
+        for ranks in RANKS:
+            lines.append(_line([each for each in found if each[:3] == (model, weights, ranks)]))
+        lines.append("")
     return "\n".join(lines)
 
 
-def _head(batch: int) -> str:
-    return f"batch {batch}"
-
-
-def _line(ranks: int, some: Sequence[Prediction]) -> str:
+def _line(some: Sequence[Prediction]) -> str:
     first = some[0]
+    begin = f"| {first.ranks} | {first.gb:.0f} | "
     if first.room <= 0:
-        return f"| {ranks} | {first.gb:.0f} | does not fit |" + " |" * len(BATCHES)
-    cells = [each.cell for each in some]
-    slower = max(first.rank, first.by_share) + first.nccl
-    nccl = f"up to {slower:.2f} ms" if ranks > 1 else ""
-    return f"| {ranks} | {first.gb:.0f} | {' | '.join(cells)} | {nccl} |"
-
-
-def write_docs(found: Sequence[Prediction], folder: Path) -> None:
-    """Put the tables and the picture into the document."""
-    path = folder / "scaling.md"
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    path.write_text(pattern.sub(lambda _: f"{BEGIN}\n\n{tables(found)}\n{END}", path.read_text()))
-    plot(found, folder / "scaling.png")
+        return f"{begin}does not fit |" + " |" * len(BATCHES)
+    slower = f"up to {max(first.rank, first.by_share) + first.nccl:.2f} ms" if first.ranks > 1 else ""
+    return f"{begin}{' | '.join(each.cell for each in some)} | {slower} |"
 
 
 def plot(found: Sequence[Prediction], path: Path) -> None:
@@ -346,17 +313,14 @@ def plot(found: Sequence[Prediction], path: Path) -> None:
 
     figure = Figure(figsize=(13, 7.5), layout="constrained")
     axes = figure.subplots(2, len(MODELS))
-    for column, model in enumerate(MODELS):
-        for weights, colour in (("bf16", "#2171b5"), ("fp8", "#cb181d")):
-            some = [each for each in found if (each.model, each.weights) == (model, weights) and each.room > 0]
-            _lines(axes[0, column], [each for each in some if each.batch == 1], weights, colour, rate=False)
-            _lines(axes[1, column], [each for each in some if each.batch == 64], weights, colour, rate=True)
+    for (column, model), (weights, colour) in product(enumerate(MODELS), (("bf16", "#2171b5"), ("fp8", "#cb181d"))):
+        fitting = [each for each in found if each[:2] == (model, weights) and each.room > 0]
+        for axis, batch in zip(axes[:, column], (1, 64), strict=True):
+            _draw(axis, [each for each in fitting if each.batch == batch], weights, colour)
+            axis.set(xscale="log", xticks=RANKS, xticklabels=RANKS, xlabel="GPUs", xlim=(0.9, 9), ylim=(0, None))
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
         axes[0, column].set_title(model, loc="left")
-        for row in range(2):
-            axes[row, column].set(xscale="log", xticks=RANKS, xticklabels=RANKS, xlabel="GPUs", xlim=(0.9, 9))
-            axes[row, column].minorticks_off()
-            axes[row, column].grid(alpha=0.3)
-            axes[row, column].set_ylim(bottom=0)
     axes[0, 0].set_ylabel("ms a step, one request")
     axes[1, 0].set_ylabel("tokens/s, 64 requests")
     axes[0, 0].legend(fontsize="small")
@@ -366,19 +330,20 @@ def plot(found: Sequence[Prediction], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _lines(axes: Any, some: Sequence[Prediction], label: str, colour: str, *, rate: bool) -> None:
-    """A prediction, what it would be by share, with NCCL, and the floor."""
+def _draw(axis: Any, some: Sequence[Prediction], label: str, colour: str) -> None:
+    """A prediction, what it would be by share, with NCCL, and (of one request) the floor."""
+    ranks, single = [each.ranks for each in some], some[0].batch == 1
 
     def values(times: Sequence[float]) -> list[float]:
-        return [1e3 * each.batch / took if rate else took for each, took in zip(some, times, strict=True)]
+        return [took if single else 1e3 * each.batch / took for each, took in zip(some, times, strict=True)]
 
-    ranks = [each.ranks for each in some]
-    axes.plot(ranks, values([each.step for each in some]), "o-", color=colour, label=label)
-    shares = values([each.by_share + each.direct for each in some])
-    axes.fill_between(ranks, values([each.step for each in some]), shares, color=colour, alpha=0.12)
-    axes.plot(ranks, values([each.rank + each.nccl for each in some]), ":", color=colour, label=f"{label}, NCCL")
-    if not rate:  # without collectives it is far from everything else there
-        axes.plot(ranks, [each.floor for each in some], "--", color=colour, alpha=0.5, label=f"{label}, floor")
+    steps = values([each.step for each in some])
+    axis.plot(ranks, steps, "o-", color=colour, label=label)
+    by_share = values([each.by_share + each.direct for each in some])
+    axis.fill_between(ranks, steps, by_share, color=colour, alpha=0.12)
+    axis.plot(ranks, values([each.rank + each.nccl for each in some]), ":", color=colour, label=f"{label}, NCCL")
+    if single:  # without collectives it is far from everything else below
+        axis.plot(ranks, [each.floor for each in some], "--", color=colour, alpha=0.5, label=f"{label}, floor")
 
 
 def main() -> None:
@@ -388,23 +353,21 @@ def main() -> None:
     options.add_argument("--docs", action="store_true", help="write the tables and the picture of docs/scaling.md anew")
     asked = options.parse_args()
     measured = Measured(asked.results)
-    found = [*predictions(measured)]
-    notes = {
+    found = predictions(measured)
+    notes: dict[str, Any] = {
         "read bandwidth TB/s": measured.speed.bandwidth / 1e12,
         "seconds for each second of reading": measured.reading,
-        **{
-            f"fixed us a layer, {'experts' if moe else 'dense'}, {weights}": ", ".join(
-                f"{1e6 * measured.fixed(moe, weights, batch):.1f} at {batch}" for batch in BATCHES
-            )
-            for moe in (False, True)
-            for weights in WEIGHTS
-        },
     }
-    report.save("scaling", "h200", [each.row() for each in found], notes, asked.out, {"all": [*map(asdict, found)]})
+    for moe, weights in product((False, True), WEIGHTS):
+        fixed = ", ".join(f"{1e6 * measured.fixed(moe, weights, batch):.1f} at {batch}" for batch in BATCHES)
+        notes[f"fixed us a layer, {'experts' if moe else 'dense'}, {weights}"] = fixed
+    rows = [each.row() for each in found]
+    report.save("scaling", "h200", rows, notes, asked.out)
     plot(found, report.picture("scaling", "h200", "predicted", asked.out))
     if asked.docs:
-        write_docs(found, DOCS)
-    report.show("scaling", [each.row() for each in found])
+        report.write_into(DOCS / "scaling.md", BEGIN, END, tables(found))
+        plot(found, DOCS / "scaling.png")
+    report.show("scaling", rows)
 
 
 if __name__ == "__main__":

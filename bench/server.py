@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,16 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace
 from bench import report
+from bench.report import DEVICE, Found, Report, Row, row
 from outpace.bench.drive import run
-from outpace.bench.load import Load, Pace, Target, load
+from outpace.bench.figures import Run, Trace
+from outpace.bench.load import Pace, Target, load
 from outpace.bench.serve import Server, find
 from outpace.bench.shapes import SHAPES, build
 from outpace.bench.workload import Item, latency_prompt, like, uniform
 from outpace.errors import OutpaceError
-from outpace.kernels import limits
 from outpace.loading.default_model import default_model_path
 
-THROUGHPUT_TARGET = {"cpu": 0.90, "cuda": 0.95}
-TTFT_TARGET = 3.0  # milliseconds more than in process
 ALONE = 20  # requests that come one at a time
 FIRST_TOKEN_PROMPT = 128
 VOCAB = 32000  # prompts have token ids below this
@@ -75,7 +75,7 @@ def folder_of(model: str, device: torch.device) -> Iterator[Path]:
         yield folder
 
 
-def through_http(server: Server, items: Sequence[Item], streams: int) -> Load:
+def through_http(server: Server, items: Sequence[Item], streams: int) -> Run[Trace]:
     """Run requests through the server; one that fails ends the measurement."""
     pace = Pace(max_concurrency=streams)
     found = asyncio.run(load(server.target, [server.request(item) for item in items], pace, 0))
@@ -85,23 +85,21 @@ def through_http(server: Server, items: Sequence[Item], streams: int) -> Load:
     return found
 
 
-def measure(model: str, device: torch.device) -> list[dict[str, Any]]:
+def measure(model: str, device: torch.device) -> Found:
     """Both sides of one model."""
     plan = PLANS[device.type]
-    rows = []
     with folder_of(model, device) as folder:
         options = {**plan.options, "enable_prefix_caching": False}
         llm = outpace.LLM(folder, device=str(device), **options)
         with outpace.serve(folder, device=str(device), access_log=False, **options) as served:
             server = find(Target(f"{served.url}/v1"), None, {"ignore_eos": True})
-            for streams in plan.streams:
-                rows.append(_throughput(model, llm, server, plan, streams, device.type))
+            rows = [_throughput(model, llm, server, plan, streams) for streams in plan.streams]
             rows.append(_first_token(model, llm, server, plan))
         llm.shutdown()
-    return rows
+    return rows, None
 
 
-def _throughput(model: str, llm: outpace.LLM, server: Server, plan: Plan, streams: int, kind: str) -> dict[str, Any]:
+def _throughput(model: str, llm: outpace.LLM, server: Server, plan: Plan, streams: int) -> Row:
     items = uniform(VOCAB, plan.per_stream * streams, prompt=plan.prompt, output=plan.output)
     total = sum(item.output_len for item in items)
     inside, outside = [], []
@@ -112,40 +110,33 @@ def _throughput(model: str, llm: outpace.LLM, server: Server, plan: Plan, stream
         again = like(items, VOCAB, 2 + turn)
         inside.append(total / run(llm.engine, again, streams).seconds)
         outside.append(total / through_http(server, again, streams).seconds)
-    return _row(f"{model}: output tokens/s, {streams} streams", max(inside), max(outside), str(THROUGHPUT_TARGET[kind]))
+    what = f"{model}: output, {streams} streams"
+    return row(what, max(outside), "tok/s", None, ("in process", max(inside)))
 
 
-def _first_token(model: str, llm: outpace.LLM, server: Server, plan: Plan) -> dict[str, Any]:
+def _first_token(model: str, llm: outpace.LLM, server: Server, plan: Plan) -> Row:
     items = [Item(latency_prompt(VOCAB, FIRST_TOKEN_PROMPT, number), 8) for number in range(ALONE)]
     inside, outside = [], []
     run(llm.engine, items[:2], 1)
     through_http(server, items[:2], 1)
     for _ in range(plan.turns):
-        inside += [trace.times[0] - trace.arrival for trace in run(llm.engine, items, 1).traces]
+        inside += [trace.ttft for trace in run(llm.engine, items, 1).traces]
         outside += [trace.ttft for trace in through_http(server, items, 1).traces]
     a, b = (1e3 * statistics.median(found) for found in (inside, outside))
-    what = f"{model}: milliseconds to the first token of {FIRST_TOKEN_PROMPT}, alone"
-    target = f"{a + TTFT_TARGET:.1f} ms" if llm.device.type == "cuda" else "-"
-    return _row(what, a, b, target)
-
-
-def _row(what: str, inside: float, outside: float, target: str) -> dict[str, Any]:
-    return {"what": what, "in process": inside, "over HTTP": outside, "ratio": outside / inside, "target": target}
+    return row(f"{model}: first token of {FIRST_TOKEN_PROMPT}, alone", b, "ms", None, ("in process", a))
 
 
 def main() -> None:
     """Measure and write the table."""
     parser = report.parser(__doc__)
-    gpu = torch.cuda.is_available()
-    parser.add_argument("--model", nargs="+", default=["llama-3.1-8b"] if gpu else ["default"], help="shapes, folders")
+    default = "default" if DEVICE.type == "cpu" else "llama-3.1-8b"
+    parser.add_argument("--model", nargs="+", default=[default], help="shapes, folders")
     asked = parser.parse_args()
-    device = torch.device("cuda" if gpu else "cpu")
-    rows: list[dict[str, Any]] = []
+    plan, to = PLANS[DEVICE.type], Report("server", asked.out)
+    to.notes = {"prompt tokens": str(plan.prompt), "output tokens": str(plan.output), "turns": plan.turns}
     for model in asked.model:
-        rows += measure(model, device)
-    plan = PLANS[device.type]
-    notes = {"prompt tokens": str(plan.prompt), "output tokens": str(plan.output), "turns": plan.turns}
-    report.write("server", limits.device_name(device), rows, notes, asked.out)
+        to.part(model, partial(measure, model, DEVICE))
+    to.show()
 
 
 if __name__ == "__main__":

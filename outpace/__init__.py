@@ -3,12 +3,12 @@
 Names are imported when they are first used, so that `import outpace` and `outpace --help` do not wait for torch.
 """
 
-import gc
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from outpace._version import __version__
+from outpace.process_wide import COLLECTOR
 
 if TYPE_CHECKING:
     from outpace.api import init_inference as init_inference
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outpace.ragged import SchedulingResult as SchedulingResult
     from outpace.server.python_api import client as client
     from outpace.server.python_api import serve as serve
-    from outpace.structure import StructuredOutputs as StructuredOutputs
+    from outpace.structured.outputs import StructuredOutputs as StructuredOutputs
     from outpace.types import CompletionOutput as CompletionOutput
     from outpace.types import FinishReason as FinishReason
     from outpace.types import Logprob as Logprob
@@ -65,7 +65,7 @@ _WHERE = {
     "outpace.quality": ("evaluate",),
     "outpace.ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult"),
     "outpace.server.python_api": ("client", "serve"),
-    "outpace.structure": ("StructuredOutputs",),
+    "outpace.structured.outputs": ("StructuredOutputs",),
     "outpace.types": ("CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"),
 }
 
@@ -80,14 +80,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import a module. Garbage is not collected meanwhile: there is none, and looking takes a fifth of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    """Import a module without garbage collection: imports make no garbage, and looking takes a fifth of the time."""
+    with COLLECTOR.off():
         return import_module(module)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

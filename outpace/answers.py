@@ -8,13 +8,13 @@ from typing import get_args
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import NO_TOKENIZER, InputError, ModelError
-from outpace.structure import Grammar, StructureCheck
+from outpace.structured.compile import CompiledGrammar
+from outpace.structured.outputs import StructureCheck
 from outpace.tokenizer import Detokenizer, token_texts
 from outpace.types import (
     CompletionOutput,
     FinishReason,
     Logprob,
-    NewToken,
     Pooling,
     Request,
     RequestMetrics,
@@ -34,24 +34,22 @@ class Answer:
     group: "Group"
     text: Detokenizer | None
 
-    def add(self, new: NewToken, logprobs: TokenLogprobs | None) -> FinishReason | None:
-        """Take a token in; the reason if the answer ends with it."""
+    def add(self, token: int, reason: FinishReason | None, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        """Append a token, which the scheduler says is the last if there is a `reason`; the reason if it is the last."""
         completion, params = self.completion, self.request.params
-        if new.token_id is None:
-            return new.finish_reason
-        completion.token_ids.append(new.token_id)
+        completion.token_ids.append(token)
         if logprobs is not None and completion.logprobs is not None:
             completion.logprobs.append(with_texts(logprobs, self.group.tokenizer))
             total = completion.cumulative_logprob or 0.0
-            completion.cumulative_logprob = total + logprobs[new.token_id].logprob
+            completion.cumulative_logprob = total + logprobs[token].logprob
         if self.text is not None:
-            self.text.add(new.token_id)
+            self.text.add(token)
             if self.text.stopped:
                 completion.stop_reason = self.text.stop_reason
                 return FinishReason.STOP
-        if new.finish_reason is FinishReason.STOP and new.token_id in params.stop_token_ids:
-            completion.stop_reason = new.token_id
-        return new.finish_reason
+        if reason is FinishReason.STOP and token in params.stop_token_ids:
+            completion.stop_reason = token
+        return reason
 
     def end(self, reason: FinishReason) -> None:
         """No more tokens will come."""
@@ -86,7 +84,7 @@ class Group:
 
     def add_prompt_logprobs(self, found: Mapping[int, TokenLogprobs]) -> None:
         """Take in log-probabilities of tokens of the prompt, by position."""
-        assert self.output.prompt_logprobs is not None, "nobody asked for them"
+        assert self.output.prompt_logprobs is not None, "they were not asked for"
         for position, entry in found.items():
             self.output.prompt_logprobs[position] = with_texts(entry, self.tokenizer)
 
@@ -103,13 +101,14 @@ def make_group(
     cache_salt: str = "",
     caller: str = "",
     weight: float = 1.0,
+    streamed: bool = True,
     pooling: Pooling | None = None,
-    grammar: Grammar | None = None,
+    grammar: CompiledGrammar | None = None,
     watch: WatchLogits | None = None,
 ) -> Group:
     """A prompt with n answers, none of them begun."""
     _check_types(request_id, prompt_token_ids, params, priority, cache_salt)
-    _check_caller(caller, weight, pooling)
+    _check_caller(caller, weight, streamed, pooling)
     if grammar is not None and not (eos_token_ids or params.stop_token_ids):
         raise InputError("structured_outputs: the model has no end-of-sequence token; give stop_token_ids")
     metrics = RequestMetrics(arrival_time=time.perf_counter())
@@ -128,6 +127,7 @@ def make_group(
             cache_salt=cache_salt,
             caller=caller,
             weight=weight,
+            streamed=streamed,
             pooling=pooling,
             bad_words=bad_words,
             grammar=grammar,
@@ -153,11 +153,13 @@ def _check_types(request_id: object, prompt: object, params: object, priority: o
         raise InputError(f"cache_salt: expected a string, got {salt!r:.80}")
 
 
-def _check_caller(caller: object, weight: object, pooling: object) -> None:
+def _check_caller(caller: object, weight: object, streamed: object, pooling: object) -> None:
     if not isinstance(caller, str):
         raise InputError(f"caller: expected a string, got {caller!r:.80}")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.01 <= weight <= 100:
         raise InputError(f"weight: expected a number from 0.01 to 100, got {weight!r:.80}")
+    if not isinstance(streamed, bool):
+        raise InputError(f"streamed: expected True or False, got {streamed!r:.80}")
     if pooling not in (None, *get_args(Pooling)):
         raise InputError(f"pooling: expected one of {', '.join(get_args(Pooling))}, got {pooling!r:.80}")
 

@@ -14,7 +14,7 @@ from torch import nn
 from outpace import generation
 from outpace.config import InferenceConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, StateError
-from outpace.inject.start import Fused
+from outpace.inject.injection import Fused
 from outpace.log import chosen
 from outpace.parallel.calls import check_alike, common_generate
 from outpace.parallel.group import same_draws

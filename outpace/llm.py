@@ -101,7 +101,7 @@ class LLM:
         work = _pair(_as_prompts(prompts), sampling_params or self.get_default_sampling_params())
         ranks = _priorities(priority, len(work))
         groups = [
-            self._make(*each, priority=rank) for each, rank in zip(work, ranks, strict=True)
+            self._make(*each, priority=rank, streamed=False) for each, rank in zip(work, ranks, strict=True)
         ]  # all, before any runs
         return self._run(groups, use_tqdm=use_tqdm)
 
@@ -131,7 +131,7 @@ class LLM:
         """One vector for each prompt: the mean or the last of its hidden states, of length 1 unless told otherwise."""
         params, groups = SamplingParams(max_tokens=0), []
         for prompt in _as_prompts(prompts):
-            groups.append(self._make(prompt, params, pooling=pooling))
+            groups.append(self._make(prompt, params, pooling=pooling, streamed=False))
         outputs = self._run(groups, use_tqdm=use_tqdm)
         return [_embedding(output, normalize) for output in outputs]
 
@@ -144,7 +144,9 @@ class LLM:
         predicts the token at `position + i` of that prompt. A piece comes again if its request was preempted.
         """
         params = SamplingParams(max_tokens=0, detokenize=False)
-        groups = [self._make(ids, params, watch=partial(watch, index)) for index, ids in enumerate(prompts)]
+        groups = [
+            self._make(ids, params, watch=partial(watch, index), streamed=False) for index, ids in enumerate(prompts)
+        ]
         self._run(groups, use_tqdm=use_tqdm)
 
     def apply_chat_template(self, messages: list[Message], **template: Any) -> list[int]:
@@ -222,7 +224,7 @@ class LLM:
 
     def _run(self, groups: list[Group], *, use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their ends; they enter as the queue has room."""
-        todo, epoch = deque(groups), self.engine.epoch
+        todo, epoch = deque(self._in_order(groups)), self.engine.epoch
         try:
             with _progress(len(groups), shown=use_tqdm) as advance:
                 while not all(group.output.finished for group in groups):
@@ -235,6 +237,14 @@ class LLM:
             self._leave(groups)
         self._check_kept(groups)
         return [group.output for group in groups]
+
+    def _in_order(self, groups: list[Group]) -> list[Group]:
+        """More requests than may wait come to the scheduler in the order that it would have them in."""
+        if self.config.scheduler.policy == "arrival":
+            return groups
+        firsts = [(group.answers[0].request, group) for group in groups]
+        firsts.sort(key=lambda each: (each[0].priority, -each[0].max_tokens))
+        return [group for _, group in firsts]
 
     def _follow(self, group: Group) -> Iterator[RequestOutput]:
         """The output of a request whenever it has grown, whoever took the steps."""

@@ -16,19 +16,20 @@ from outpace.answers import Answer, Group, make_group
 from outpace.cache.block_pool import BlockPool
 from outpace.cache.tiers import Tiers
 from outpace.errors import NO_TOKENIZER, EngineDead, InputError, ModelError, NotSupported
+from outpace.load_paged import PagedParts
 from outpace.log import logger
 from outpace.offload.streaming import Streaming
-from outpace.prepare import PagedParts
 from outpace.ranks.leader import Ranks, let_go, starting
 from outpace.runner.expert_load import ExpertLoad
 from outpace.runner.start import start_runner
+from outpace.runner.step_graphs import CHUNK_SIZES
 from outpace.runner.threads import for_engine
 from outpace.scheduler import Scheduler
 from outpace.step_plan import Totals
-from outpace.structure import FIELD, Grammar, StructuredOutputs
 from outpace.structured.check import SchemaCheck
-from outpace.structured.compile import Compiler
-from outpace.structured.vocabulary import Vocabulary
+from outpace.structured.compile import CompiledGrammar, Compiler
+from outpace.structured.outputs import FIELD, StructuredOutputs
+from outpace.structured.vocabulary import TokenVocabulary
 from outpace.types import FinishReason, RequestOutput, SamplingParams, Step, StepOutput, check_vocabulary
 
 
@@ -76,8 +77,8 @@ class LLMEngine:
 
     @property
     def step_seconds(self) -> float | None:
-        """What the tokens of a step were chosen for; None: they were not chosen for a time."""
-        return self._started.step_seconds
+        """What a step should take at most while a request is streamed; None: its tokens were not chosen for a time."""
+        return self._started.budget.step_seconds
 
     @property
     def max_model_len(self) -> int:
@@ -141,12 +142,21 @@ class LLMEngine:
         """Whether one more request may wait."""
         return self._scheduler.num_waiting < self._scheduler.max_waiting
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether `catch_up` has anything to do."""
+        return bool(self._runner.deferred)
+
+    def catch_up(self) -> None:
+        """Do a piece of what the start has left for later, a tenth of a second at most: while there are no requests."""
+        self._runner.catch_up(idle=True)
+
     def make(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        grammar: Grammar | None = None,
+        grammar: CompiledGrammar | None = None,
         **options: Any,
     ) -> Group:
         """Check a request and put it together. Nothing is queued; options are those of `make_group`.
@@ -287,6 +297,10 @@ class LLMEngine:
             max_model_len=limits.max_model_len,
             max_waiting=scheduler.max_waiting,
             max_chunk_beside_decodes=scheduler.max_chunk_beside_decodes,
+            max_streamed_tokens=started.budget.streamed_tokens,
+            streamed_chunk=started.budget.streamed_chunk,
+            longest_first=scheduler.policy == "longest_first",
+            padded_sizes=CHUNK_SIZES if self._config.cuda_graphs else (),
             tiers=tiers,
             depth=self._parts.model.stage.count,
             model=self._parts.name,
@@ -314,14 +328,16 @@ class LLMEngine:
         for name, vector in output.pooled.items():
             if name in self._answers:
                 self._answers[name].group.output.pooled = vector
-        for new in self._scheduler.update(output):
-            answer = self._answers[new.request_id]
+        for sequence, reason in self._scheduler.update(output):
+            name = sequence.request.request_id
+            answer = self._answers[name]
             group, metrics = answer.group, answer.group.output.metrics
             metrics.first_token_time = metrics.first_token_time or now
             metrics.last_token_time = now
             if group.output.num_cached_tokens is None:
-                group.output.num_cached_tokens = new.num_cached
-            reason = answer.add(new, output.logprobs.get(new.request_id))
+                group.output.num_cached_tokens = sequence.num_cached or 0
+            if not sequence.prompt_only:
+                reason = answer.add(output.token_ids[name], reason, output.logprobs.get(name))
             if reason is not None:
                 self._end(answer, reason)
             if group.held:
@@ -352,14 +368,14 @@ class LLMEngine:
             if answer.completion.finish_reason is None:
                 self._end(answer, FinishReason.ERROR)
 
-    def _compile(self, asked: StructuredOutputs) -> tuple[Grammar, SchemaCheck | None]:
+    def _compile(self, asked: StructuredOutputs) -> tuple[CompiledGrammar, SchemaCheck | None]:
         """The grammar of an answer, and the check of what it does not enforce."""
         if self.tokenizer is None:
             raise ModelError(f"structured_outputs: they need a tokenizer; {NO_TOKENIZER}")
         with self._compiling:
             if self._compiler is None:
                 parts = self._parts
-                self._compiler = Compiler(Vocabulary.of(self.tokenizer, parts.vocab_size, parts.eos_token_ids))
+                self._compiler = Compiler(TokenVocabulary.of(self.tokenizer, parts.vocab_size, parts.eos_token_ids))
         grammar = self._compiler.compile(asked)
         if not grammar.later or not isinstance(asked.json, str):
             return grammar, None

@@ -1,49 +1,44 @@
 """Somebody's module made ready: looked at, converted, injected, placed. What cannot work is refused beforehand."""
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from outpace.cache.kv_cache import check_page_dtype
-from outpace.config import InferenceConfig, LLMConfig
+from outpace.config import InferenceConfig
+from outpace.config.quantization import QuantizationConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, OffloadError, OutpaceError, as_field
+from outpace.inject.injection import Injection, Paged, plan_injection
 from outpace.inject.make import Maker
 from outpace.inject.paged import MAX_TOKENS, BatchModel, PagedModel
 from outpace.inject.quantize_others import check_rules, quantize_others, weights_of
-from outpace.inject.quantized import Quantized
+from outpace.inject.quantized import QuantizedReport
 from outpace.inject.split import known_splits
-from outpace.inject.staged import Cut, plan_cut, stages_of
-from outpace.inject.start import Injection, Paged, plan_injection
+from outpace.inject.staged import StageCut, plan_cut
 from outpace.kernels.dispatch import Kernels, choose_kernels
 from outpace.loading.bars import progress
-from outpace.loading.build import Found, Loaded, find
 from outpace.loading.dtypes import default_dtype
-from outpace.loading.fill import Before, check_buffers, drop, fill, needed_of, settle
+from outpace.loading.fill import check_buffers, drop, fill, settle
 from outpace.loading.inspect import (
     ModelInfo,
     check_model,
     describe,
-    encoder_decoder,
-    generation_config,
-    token_list,
 )
 from outpace.loading.measure_plan import measured_plan
 from outpace.loading.names import match
 from outpace.loading.offload import plan_streaming
 from outpace.loading.open import open_weights
-from outpace.loading.sampling_defaults import sampling_defaults
 from outpace.loading.save import save_shards
 from outpace.loading.sensitivity import weights as weights_found
 from outpace.loading.skeleton import outside, with_buffers
 from outpace.loading.stored import as_read, kept_names, log_converted, reasons, stored_forms
+from outpace.loading.targets import Before, needed_of
 from outpace.loading.weights import Source, Weights, stored_bytes
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
@@ -53,8 +48,6 @@ from outpace.quant.asked import NAMED, asked_plan, asked_rules, runs_stored
 from outpace.quant.fast import check_runs, runs
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import Rules
-
-DEFAULT_LENGTH = 2048  # tokens of a request where neither the model nor the caller knows a limit
 
 
 @dataclass(frozen=True)
@@ -70,13 +63,13 @@ class Prepared:
     """What this took, by part."""
     weight_bytes: int = 0
     """That were read; 0: the module had its own."""
-    quantized: Quantized | None = None
+    quantized: QuantizedReport | None = None
     """What became of its weights; None: they are in `dtype`."""
     mesh: Mesh = NO_MESH
     """The ranks that it runs on."""
     streaming: Streaming | None = None
     """Its layers that do not stay on the device; None: all do."""
-    cut: Cut | None = None
+    cut: StageCut | None = None
     """The stage of a pipeline that it is; None: it is a whole model."""
 
     def paged(self) -> Paged | None:
@@ -97,7 +90,7 @@ def _streamed(make: Paged, streaming: Streaming, max_positions: int) -> BatchMod
 
 
 Check = Callable[[ModelInfo, Injection | None], None]
-"""Raises if what was found out about a model does not do."""
+"""Raises if the caller cannot use the model as it was found."""
 
 
 @outside()
@@ -110,9 +103,9 @@ def prepare(
     check: Check | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Prepared:
-    """Make a module ready as its config says; it is changed in place, once nothing speaks against it.
+    """Make a module ready as its config says. All checks come first; after them the module is changed in place.
 
-    weights: what an empty module is filled with; None: it has its own. tokenizer: what calibration text is read with.
+    weights: fill an empty module with these; None: the module has its own. tokenizer: for calibration text.
     """
     check_page_dtype(config.kv_cache_dtype, config.torch_device)
     asked = asked_weights(model, config)
@@ -120,9 +113,10 @@ def prepare(
     module = check_model(model, empty=weights is not None)
     info = _look_at(module, config)
     if config.kv_cache_dtype != "auto" and not info.can_generate:
-        raise ConfigError(f"quant.kv_cache_dtype: {type(module).__name__} keeps no keys and values; leave it out")
-    kernels, rules = choose_kernels(config.torch_device, config.kernels, deterministic), asked_rules(config)
+        raise ConfigError(f"quant.kv_cache_dtype: {type(module).__name__} has no KV cache; do not set it")
+    kernels = choose_kernels(config.torch_device, config.kernels, deterministic)
     auto = None if config.quant is None else config.quant.auto
+    rules = asked_rules(config)
     check_runs([*rules.schemes, *(NAMED[name] for name in (auto.schemes if auto else ()))], config.torch_device)
     dtype = _choose_dtype(config)
     with as_field("model" if asked is None else _named_by(config)):
@@ -135,55 +129,109 @@ def prepare(
         check(info, injection)
     if sources is not None:
         check_buffers(module, sources)
-    device, plan = _choose_device(config), asked_plan(config)
+    job = _Job(module, config, info, kernels, rules, dtype, _choose_device(config), mesh, cut, injection, sources)
+    job.quant_plan = asked_plan(config)
     if (quant := config.asked_quant) is not None and quant.auto is not None:
-        if mesh is not NO_MESH:
+        job.measure(quant, tokenizer)
+    if job.rules.stored is None:
+        check_rules(module, job.injection, kernels, job.rules)
+    if (folder := _save_to(config)) is not None:
+        _save(module, folder, mesh, dtype, sources, config.torch_device)
+    return job.run()
+
+
+@dataclass
+class _Job:
+    """What `prepare` will do to a module, once everything has been checked."""
+
+    module: nn.Module
+    config: InferenceConfig
+    info: ModelInfo
+    kernels: Kernels
+    rules: Rules
+    dtype: torch.dtype
+    device: torch.device
+    mesh: Mesh
+    cut: StageCut | None
+    injection: Injection | None
+    sources: Mapping[str, Source] | None
+    """Where each weight comes from; None: the module has its own."""
+    quant_plan: QuantPlan | None = None
+
+    def measure(self, quant: QuantizationConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Measure which scheme each weight gets (`quant.auto`), and plan the injection again with these schemes."""
+        if self.mesh is not NO_MESH:
             raise NotSupported(
                 "quant.auto: it measures a whole model, which no rank has; measure the plan in one process, and give "
                 "it as quant.plan"
             )
-        made = weights_found(weights_of(module, injection, kernels))
-        if not _experts_run(module, config, kernels, qkv=quant.qkv.enabled):
-            made = [weight for weight in made if weight.role != "experts"]
-        plan = measured_plan(module, made, quant, info, sources, dtype, device, tokenizer)
-        rules = plan.rules
-        injection = _plan(module, config, kernels, rules, mesh)
-    if rules.stored is None:
-        check_rules(module, injection, kernels, rules)
-    if (folder := _save_to(config)) is not None:
-        _save(module, folder, mesh, dtype, sources, config.torch_device)
-    begin = time.perf_counter()
-    if sources is not None and config.set_empty_params:
-        drop(module)
-    before, make = Before.of(module, dtype), Maker(module, kernels, rules)
-    if injection is not None:
-        injection.apply()
-    if cut is not None:
-        cut.apply(dtype)
-    quantize_others(module, make)
-    if (quantized := Quantized.of(module, dtype, plan)) is not None:
-        chosen("quantization", quantized, "asked for" if rules.stored is None else runs_stored(config)[1])
-    if cut is not None and sources is not None:
-        sources = needed_of(module, before, sources)
-    away = _plan_away(module, before, config, device, sources, mesh)
-    known: dict[str, Any] = {"quantized": quantized, "mesh": mesh, "streaming": away, "cut": cut}
-    if sources is None:
+        module, config = self.module, self.config
+        found = weights_found(weights_of(module, self.injection, self.kernels))
+        if not _experts_run(module, config, self.kernels, qkv=quant.qkv.enabled):
+            found = [weight for weight in found if weight.role != "experts"]
+        plan = measured_plan(module, found, quant, self.info, self.sources, self.dtype, self.device, tokenizer)
+        self.quant_plan, self.rules = plan, plan.rules
+        self.injection = _plan(module, config, self.kernels, plan.rules, self.mesh)
+
+    def run(self) -> Prepared:
+        """Replace the layers, then load or convert the weights."""
+        begin = time.perf_counter()
+        if self.sources is not None and self.config.set_empty_params:
+            drop(self.module)
+        before = Before.of(self.module, self.dtype)
+        quantized = self._replace_layers()
+        sources = self.sources
+        if self.cut is not None and sources is not None:
+            sources = needed_of(self.module, before, sources)
+        away = _plan_away(self.module, before, self.config, self.device, sources, self.mesh)
+        at_fill, read = time.perf_counter(), 0
         with _put_away(away):
-            settle(module, before, device, away)
-        if cut is not None:
-            cut.settle()
-        seconds = {"inject": time.perf_counter() - begin}
-        return Prepared(module.eval(), info, injection, dtype, device, seconds, **known)
-    kept = kept_names(module)
-    log_converted(sources, dtype, kept, note=None if rules.stored is not None else runs_stored(config)[1])
-    needed = as_read(sources, kept)
-    at_fill = time.perf_counter()
-    with _put_away(away), progress(needed, shown=mesh.first) as advance:
-        fill(module, before, sources, device, advance, away)
-    if cut is not None:
-        cut.settle()
-    seconds = {"inject": at_fill - begin, "weights": time.perf_counter() - at_fill}
-    return Prepared(module.eval(), info, injection, dtype, device, seconds, stored_bytes(needed), **known)
+            if sources is None:
+                settle(self.module, before, self.device, away)
+            else:
+                read = self._fill(before, sources, away)
+        if self.cut is not None:
+            self.cut.settle()
+        end = time.perf_counter()
+        seconds = {"inject": end - begin}
+        if sources is not None:
+            seconds = {"inject": at_fill - begin, "weights": end - at_fill}
+        return Prepared(
+            module=self.module.eval(),
+            info=self.info,
+            injection=self.injection,
+            dtype=self.dtype,
+            device=self.device,
+            seconds=seconds,
+            weight_bytes=read,
+            quantized=quantized,
+            mesh=self.mesh,
+            streaming=away,
+            cut=self.cut,
+        )
+
+    def _replace_layers(self) -> QuantizedReport | None:
+        """Put our layers in place of the model's, still empty; what is quantized among them."""
+        make = Maker(self.module, self.kernels, self.rules)
+        if self.injection is not None:
+            self.injection.apply()
+        if self.cut is not None:
+            self.cut.apply(self.dtype)
+        quantize_others(self.module, make)
+        quantized = QuantizedReport.of(self.module, self.dtype, self.quant_plan)
+        if quantized is not None:
+            chosen("quantization", quantized, "asked for" if self.rules.stored is None else runs_stored(self.config)[1])
+        return quantized
+
+    def _fill(self, before: Before, sources: Mapping[str, Source], away: Streaming | None) -> int:
+        """Read the weights from the checkpoint, with a progress bar; the number of bytes."""
+        kept = kept_names(self.module)
+        note = None if self.rules.stored is not None else runs_stored(self.config)[1]
+        log_converted(sources, self.dtype, kept, note=note)
+        needed = as_read(sources, kept)
+        with progress(needed, shown=self.mesh.first) as advance:
+            fill(self.module, before, sources, self.device, advance, away)
+        return stored_bytes(needed)
 
 
 def _plan_away(
@@ -233,23 +281,6 @@ def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels, *
     return True
 
 
-@outside()
-def find_plan(model: str | os.PathLike[str] | None, config: LLMConfig) -> QuantPlan:
-    """Measure which scheme each weight of a model gets (`quant.auto`), without making it ready to run."""
-    assert config.quant is not None, "asked for"
-    assert config.quant.auto is not None, "asked for"
-    found = _find(model, config, tokenizer=config.quant.reads_text)
-    info, sources = describe(found.model, config.config), match(found.model, found.weights, found.dtype)
-    made = weights_found(weights_of(found.model, None, choose_kernels(config.torch_device, config.kernels)))
-    if any(weight.role == "experts" for weight in made):
-        raise NotSupported(
-            f"auto: {found.name} has experts, for whose plans the layout that is written has no form; give quant.auto "
-            "when the model is loaded, or choose a scheme"
-        )
-    device = config.torch_device
-    return measured_plan(found.model, made, config.quant, info, sources, found.dtype, device, found.tokenizer)
-
-
 def _with_stored(rules: Rules, config: InferenceConfig, sources: Mapping[str, Source], dtype: torch.dtype) -> Rules:
     """Rules with what runs from the checkpoint's own bits, if that is asked for, or usual on the device."""
     if not runs_stored(config)[0]:
@@ -279,131 +310,6 @@ def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
 def _named_by(config: InferenceConfig) -> str:
     """The option that names the checkpoint."""
     return "checkpoint" if config.checkpoint is not None else "checkpoint_config.checkpoint_dir"
-
-
-@dataclass(frozen=True)
-class PagedParts:
-    """A model that runs batches over pages, and what is known of it."""
-
-    model: BatchModel
-    module: nn.Module
-    """The same model as Hugging Face calls it, with its layers replaced."""
-    config: LLMConfig
-    name: str
-    tokenizer: PreTrainedTokenizerBase | None
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int | None
-    max_model_len: int
-    dtype: torch.dtype
-    dtype_reason: str
-    device: torch.device
-    seconds: dict[str, float]
-    """What this took, by part."""
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    """What requests get where they do not say, by names of SamplingParams."""
-    weight_bytes: int = 0
-    """That were read to load it."""
-    quantized: Quantized | None = None
-    """What became of its weights; None: they are in `dtype`."""
-    streaming: Streaming | None = None
-    """Its layers that do not stay on the device; None: all do."""
-
-
-def find_stages(
-    model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase
-) -> Found:
-    """A model without its weights, which can be cut into the stages that are asked for."""
-    found, asked = _find(model, config, _reads(config, tokenizer)), config.pipeline_parallel
-    stages_of(found.model, asked.pp_size, asked.layers)
-    return found
-
-
-def _reads(config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase) -> bool:
-    """Whether the model's tokenizer is needed."""
-    return tokenizer is True or (tokenizer is False and config.quant is not None and config.quant.reads_text)
-
-
-def load_paged(
-    model: str | os.PathLike[str] | nn.Module | Found | None,
-    asked: LLMConfig,
-    *,
-    tokenizer: bool | PreTrainedTokenizerBase = True,
-) -> PagedParts:
-    """A model by name, from a folder, a .gguf file, live, or found already, made ready to run over pages.
-
-    tokenizer: one to use instead of the model's; False leaves it out, for an engine that sees token ids alone (unless
-    a text has to be read for quantization).
-    """
-    check_page_dtype(asked.kv_cache_dtype, asked.torch_device)
-    begin = time.perf_counter()
-    loaded: Loaded | Found
-    if isinstance(model, Found):
-        loaded = model
-    else:
-        loaded = _live(model, asked) if isinstance(model, nn.Module) else _find(model, asked, _reads(asked, tokenizer))
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        loaded = replace(loaded, tokenizer=tokenizer)
-    info = describe(loaded.model, asked.config)
-    if info.kind == "encoder-decoder":
-        raise encoder_decoder(loaded.name)
-    if not info.can_generate:
-        raise ModelError(f"model: {loaded.name} is not a generative model; call it with outpace.init_inference")
-    config = LLMConfig(**{**asked.given(), "dtype": loaded.dtype, "quant": asked.asked_quant or asked.quant})
-    at_load = time.perf_counter()
-
-    def check(info: ModelInfo, injection: Injection | None) -> None:
-        length = _max_model_len(info, config)
-        if injection is None or not injection.has_pages(length):
-            raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
-        if config.deterministic and (reason := injection.varies()):
-            raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
-
-    weights = loaded.weights if isinstance(loaded, Found) else None
-    options: dict[str, Any] = {"deterministic": config.deterministic, "check": check, "tokenizer": loaded.tokenizer}
-    prepared = prepare(loaded.model, config, weights=weights, **options)
-    paged = prepared.paged()
-    assert paged is not None, "checked before"
-    length, own = _max_model_len(prepared.info, config), generation_config(prepared.module)
-    return PagedParts(
-        model=paged(length),
-        module=prepared.module,
-        config=config,
-        name=loaded.name,
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=tuple(token_list("eos_token_id", own.eos_token_id)),
-        vocab_size=prepared.info.vocab_size,
-        max_model_len=length,
-        dtype=prepared.dtype,
-        dtype_reason=loaded.dtype_reason,
-        device=prepared.device,
-        seconds={"load": at_load - begin, **prepared.seconds},
-        sampling=sampling_defaults(config.generation_config, own, loaded.sampling if isinstance(loaded, Found) else {}),
-        weight_bytes=prepared.weight_bytes,
-        quantized=prepared.quantized,
-        streaming=prepared.streaming,
-    )
-
-
-def _find(model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool) -> Found:
-    if not isinstance(model, str | os.PathLike | None):
-        raise ModelError(f"model: expected a name, a path or a torch.nn.Module, got {type(model).__name__}")
-    source = None if model is None else os.fspath(model)
-    return find(source, dtype=config.compute_dtype, device=config.torch_device, tokenizer=tokenizer)
-
-
-def _live(model: nn.Module, config: LLMConfig) -> Loaded:
-    """A module the caller made: its own dtype, unless another is asked for."""
-    own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
-    asked = config.compute_dtype
-    dtype, reason = (asked, "asked for") if asked else (own, "the module's own")
-    return Loaded(model, None, type(model).__name__, None, dtype, reason)
-
-
-def _max_model_len(info: ModelInfo, config: LLMConfig) -> int:
-    asked, own = config.max_out_tokens, info.max_positions
-    if asked is not None and own is not None and asked > own:
-        raise ConfigError(f"max_model_len: {asked} is more than the {own} positions of the model; ask for fewer")
-    return asked or own or DEFAULT_LENGTH
 
 
 def _look_at(module: nn.Module, config: InferenceConfig) -> ModelInfo:

@@ -203,7 +203,7 @@ def _refuse_scheduling(config: LLMConfig) -> None:
 
 
 _SCHEDULES = {
-    "scheduler": ("max_waiting", "max_chunk_beside_decodes", "async_scheduling"),
+    "scheduler": ("max_waiting", "max_chunk_beside_decodes", "target_step_ms", "policy", "async_scheduling"),
     "cache": ("swap_space", "enable_prefix_caching"),
     "offload": ("kv", "kv_offloading_size", "kv_files"),
     "": ("seed",),

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.kernels.dispatch import default_kernels
-from outpace.kernels.draw import draw_ref, draw_triton
+from outpace.kernels.dispatch import for_device
+from outpace.kernels.draw import Drawing
 from outpace.types import Request, SamplingParams
 
 BANNED = -1e30
@@ -73,7 +73,7 @@ class _Bans:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Tokens that are banned behind a prefix: of bad words, the last one."""
+    """Tokens that are banned after a prefix: the last tokens of bad words."""
 
     rows: Tensor  # [N]
     places: Tensor  # [N]
@@ -161,7 +161,7 @@ class SamplingBatch:
 
 
 def is_plain(request: Request) -> bool:
-    """Whether its tokens are the likeliest by the logits as they are, and nobody wants log-probabilities of them."""
+    """Whether its tokens are the argmax of the unchanged logits, without log-probabilities."""
     params = request.params
     penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     ends = params.stop_token_ids or (request.eos_token_ids and not params.ignore_eos)
@@ -192,9 +192,8 @@ def sample(
     if batch.argmax:
         tokens = scores.argmax(dim=1)
     else:
-        draw = draw_triton if default_kernels(logits.device)[0] == "triton" else draw_ref
-        rows = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys, generated)
-        tokens = draw(scores, *rows, filtered=batch.filtered)
+        how = Drawing(batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.keys, generated)
+        tokens = for_device("draw", logits.device)(scores, how, filtered=batch.filtered)
     return Sampled(tokens, tuple((wanted, _logprobs_of_rows(logits, tokens, wanted)) for wanted in batch.logprobs))
 
 
@@ -270,7 +269,7 @@ def _penalize(flat: Tensor, penalties: _Penalties, history: Tensor, lengths: Ten
     position = torch.arange(history.shape[1], device=history.device)
     written = position < lengths[penalties.rows, None]
     answered = written & (position >= penalties.prompt_lengths)
-    tokens = torch.where(written, tokens, tokens[:, :1]).long()  # behind the last: the first once more
+    tokens = torch.where(written, tokens, tokens[:, :1]).long()  # after the last one: the first token again
     counts = torch.zeros(len(tokens), penalties.vocab_size, dtype=torch.float32, device=flat.device)
     times = counts.scatter_add_(1, tokens, answered.float()).gather(1, tokens)
     places = tokens + penalties.starts

@@ -1,16 +1,16 @@
 """Fair shares among callers: one request never waits behind another caller's five hundred.
 
-Tokens. A caller has a clock: the tokens it was served while others were there, over its weight. Of the waiting
-sequences the one whose caller's clock is furthest behind comes in next. A caller without waiting sequences has all it
-wants: its clock is put forward to the slowest of those that wait, so that nobody saves up, and nobody owes for tokens
-that others did not want.
+Tokens: each caller has a clock, the tokens it was served while others were there, divided by its weight. The waiting
+sequence whose caller's clock is furthest behind is admitted next. The clock of a caller without waiting sequences is
+moved forward to the slowest clock of those who wait. So nobody saves up credit, and nobody pays for tokens that others
+did not want.
 
-Slots and blocks. A sequence has a rank: how many of its caller's sequences that have not ended are before it, over the
-weight. Steps serve ranks in order: the first sequence of every caller, then the second of every caller, ... A waiting
-sequence may take the place of running ones of a higher rank, so never that of a caller's first one. Ranks change only
-when a sequence comes or ends, so nobody takes a place back.
+Slots and blocks: the rank of a sequence is the number of its caller's unfinished sequences before it, divided by the
+weight. Steps serve ranks in order: the first sequence of every caller, then the second of every caller, and so on. A
+waiting sequence may preempt running ones of a higher rank, so never a caller's first one. Ranks change only when a
+sequence is added or ends, so two sequences cannot preempt each other in turn.
 
-A caller who is alone gets everything, in the plain order of `Order`.
+A single caller gets everything, in the plain order of `Order`.
 """
 
 from bisect import insort
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from outpace.sequence import Sequence, Status, order_of
 
-MAX_AWAY = 4096  # callers that are remembered while they have no sequence
+MAX_AWAY = 4096  # callers whose clocks are kept while they have no sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -27,9 +27,9 @@ class _Caller:
     name: str
     weight: float
     clock: float
-    sequences: list[Sequence] = field(default_factory=list)  # those that have not ended, in order
-    waiting: list[Sequence] = field(default_factory=list)  # of these
-    changed: bool = True  # since they were last ranked
+    sequences: list[Sequence] = field(default_factory=list)  # unfinished ones, in order
+    waiting: list[Sequence] = field(default_factory=list)  # the waiting ones among them
+    changed: bool = True  # since ranks were last computed
 
     def rank(self) -> None:
         for number, sequence in enumerate(self.sequences):
@@ -38,12 +38,12 @@ class _Caller:
 
 
 class Shares:
-    """Knows every sequence that has not ended, by caller."""
+    """Every unfinished sequence, by caller."""
 
     def __init__(self) -> None:
         self._callers: dict[str, _Caller] = {}
-        self._away: dict[str, float] = {}  # clocks of callers without a sequence, if they are ahead
-        self._slowest = 0.0  # clock of those that wait; it never goes back
+        self._away: dict[str, float] = {}  # clocks of callers without a sequence, if ahead of the others
+        self._slowest = 0.0  # slowest clock of a waiting caller; never decreases
 
     @property
     def contended(self) -> bool:
@@ -51,7 +51,7 @@ class Shares:
         return len(self._callers) > 1
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence has come, and waits."""
+        """Add a new, waiting sequence."""
         request = sequence.request
         caller = self._callers.get(request.caller)
         if caller is None:
@@ -62,7 +62,7 @@ class Shares:
         caller.weight, caller.changed = request.weight, True
 
     def move(self, sequence: Sequence) -> None:
-        """A sequence runs now, or waits again."""
+        """Record that a sequence was admitted, or waits again."""
         waiting = self._callers[sequence.request.caller].waiting
         if sequence.status is Status.WAITING:
             insort(waiting, sequence, key=order_of)
@@ -70,7 +70,7 @@ class Shares:
             waiting.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence is about to end."""
+        """Remove a sequence that is about to end."""
         caller = self._callers[sequence.request.caller]
         caller.sequences.remove(sequence)
         if sequence.status is Status.WAITING:
@@ -80,14 +80,14 @@ class Shares:
             self._leave(caller)
 
     def turns(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """The running sequences in the order in which a step serves them; the last give way first."""
+        """The running sequences in order of service; the last ones are preempted first."""
         for caller in self._callers.values():
             if caller.changed:
                 caller.rank()
         return sorted(running, key=lambda each: (each.order.priority, each.place, each.order))
 
     def firsts(self) -> list[Sequence]:
-        """The first waiting sequence of each caller, in the order in which they come in."""
+        """The first waiting sequence of each caller, in order of admission."""
         now = self._now()
         for caller in self._callers.values():
             if not caller.waiting and caller.clock < now:
@@ -97,7 +97,7 @@ class Shares:
         return [sequence for sequence, _ in found]
 
     def charge(self, sequence: Sequence, end: int) -> None:
-        """Its tokens up to `end` are computed; those that are computed once more are not counted again."""
+        """Charge the caller for tokens up to `end`; recomputed tokens are not charged again."""
         caller = self._callers[sequence.request.caller]
         caller.clock += max(0, end - sequence.num_charged) / caller.weight
         sequence.num_charged = max(end, sequence.num_charged)

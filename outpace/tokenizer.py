@@ -1,4 +1,8 @@
-"""Text from tokens as they come: incremental detokenization and stop strings."""
+"""Text from tokens as they come: incremental detokenization and stop strings.
+
+`tokenizers.DecodeStream` takes half the time for each token, but raises an error after a bad byte-fallback token,
+repeats the prompt if that ends inside a character, and holds back bytes that can never be text.
+"""
 
 import codecs
 import re
@@ -10,26 +14,27 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a multi-byte character to
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte-fallback token
-_SHORTEST_CONTEXT = 4  # tokens that are decoded again together with new ones, at least
-_LONGEST_WINDOW = 12  # and at most, where the text allows it
-_LONGEST_WAIT = 32  # byte-fallback tokens in a row that wait for each other
+_SHORTEST_CONTEXT = 4  # least number of earlier tokens that are decoded again with new ones
+_LONGEST_WINDOW = 12  # most tokens that are decoded together, if the text allows it
+_LONGEST_WAIT = 32  # most byte-fallback tokens in a row that are held back
 
 
 class Detokenizer:
     """Turns a growing list of tokens into text. Text once shown is never taken back.
 
-    After `finish` the text is `tokenizer.decode` of all tokens, however often it was read before; with stop strings, up
-    to the first one. Text waits while more tokens can still change it: a character until its last byte is there (one
-    that can never be finished shows as U+FFFD when the next token comes), spaces that `clean_up_tokenization_spaces`
-    may remove, and byte-fallback tokens ("<0x0A>") until another token follows, because one bad byte makes U+FFFD of
-    all its neighbours. Only 32 of those wait: what a bad byte further on would spoil is shown by then, and stays.
+    After `finish` the text is `tokenizer.decode` of all tokens, up to the first stop string, however often it was read
+    before. Text is held back while later tokens can change it: a character until its last byte (one that can never be
+    finished becomes U+FFFD with the next token), spaces that `clean_up_tokenization_spaces` may remove, and
+    byte-fallback tokens ("<0x0A>") until another token follows, because one bad byte turns all its neighbours into
+    U+FFFD. At most 32 of those are held back; a later bad byte does not change what was shown.
 
-    With `prompt_token_ids` the text is what the tokens add behind the prompt: a word gets the space that a tokenizer
-    with word-start marks leaves out at the beginning of a text. A character that the prompt began is the answer's.
+    With `prompt_token_ids` the text is what the tokens add after the prompt: the first word gets the space that
+    tokenizers with word-start marks omit at the beginning of a text. A character that the prompt began counts as the
+    answer's.
 
-    A tokenizer that changes earlier text in other ways (its own `clean_up_tokenization`, repeated tokens merged as for
-    speech, patterns replaced across tokens) cannot be followed exactly: each read then shows the characters behind as
-    many as were there before.
+    A tokenizer that changes earlier text in other ways (its own `clean_up_tokenization`, merged repetitions as for
+    speech, patterns across tokens) cannot be followed exactly: a read then returns the characters after as many as were
+    shown before.
     """
 
     def __init__(
@@ -44,10 +49,10 @@ class Detokenizer:
         self._window = _Window(_Decoder(tokenizer, skip_special_tokens), prompt_token_ids)
         self._stops = _StopStrings(stop, include_stop_str_in_output) if stop else None
         self._read = 0  # tokens up to here are in the window
-        self._taken: list[str] = []  # parts of the text that `take` has given out
-        self._fresh: list[str] = []  # and the parts that it has not
+        self._taken: list[str] = []  # parts of the text that `take` has returned
+        self._fresh: list[str] = []  # parts that it has not returned yet
         self._finished = False
-        self._lock = threading.RLock()  # a reader of the text may be another thread than the one that adds tokens
+        self._lock = threading.RLock()  # one thread may add tokens while another reads
         self.token_ids: list[int] = []
 
     @property
@@ -60,7 +65,7 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Has a stop string appeared? The text ends before it (or behind it), whatever is added."""
+        """Whether a stop string has appeared. The text ends before it (or after it), whatever is added."""
         return self.stop_reason is not None
 
     @property
@@ -69,14 +74,14 @@ class Detokenizer:
         return None if self._stops is None else self._stops.found
 
     def add(self, token: int) -> None:
-        """Take one more token in. Its text is made when somebody reads it, or now if there are stop strings."""
+        """Add a token. Its text is made at the next read, or now if there are stop strings."""
         self.token_ids.append(token)
         if self._stops is not None:
             with self._lock:
                 self._catch_up()
 
     def take(self) -> str:
-        """The text that was added since the last `take`."""
+        """The text since the last `take`."""
         with self._lock:
             self._catch_up()
             part = "".join(self._fresh)
@@ -86,7 +91,7 @@ class Detokenizer:
             return part
 
     def finish(self) -> None:
-        """Show what is left, such as a character that was never finished or the beginning of a stop string."""
+        """Release text that is held back: an unfinished character, the beginning of a stop string."""
         with self._lock:
             if not self._finished:
                 self._finished = True
@@ -102,17 +107,17 @@ class Detokenizer:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """What each token adds to a text by itself, with its space: U+FFFD for a part of a character."""
+    """The text of each token alone, with its space: U+FFFD for a part of a character."""
     decode = _Decoder(tokenizer, skip_special_tokens=False).decode
     texts: dict[int, str] = {}
     for token in set(ids):
-        alone = decode([token])  # at the beginning of a text, where some tokenizers leave out the space
+        alone = decode([token])  # at the beginning of a text, where some tokenizers omit the space
         texts[token] = alone if _UNFINISHED in alone else decode([token, token])[len(alone) :]
     return [texts[token] for token in ids]
 
 
 class _Decoder:
-    """The tokenizer's `decode`, and what is known about the text it makes."""
+    """The tokenizer's `decode`, and which part of its text is final."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -121,17 +126,17 @@ class _Decoder:
         self._solid = re.compile(r"[^\s\ufffd'nvr]" if self._cleans else r"[^\s\ufffd]")
         newline = tokenizer.convert_tokens_to_ids("<0x0A>")
         self._byte_fallback = newline is not None and tokenizer.convert_ids_to_tokens(newline) == "<0x0A>"
-        self._bytes: dict[int, bytes | None] = {}  # of tokens seen: the byte; none if left out; None if no byte token
+        self._bytes: dict[int, bytes | None] = {}  # by token: its byte; empty: decode skips it; None: no byte token
         self.decode: Callable[[list[int]], str] = self._fastest()
 
     def settled(self, tokens: list[int], text: str) -> int:
-        """How many characters of the text of these tokens stay as they are, whatever tokens follow."""
+        """How many characters of the text of these tokens are final, whatever tokens follow."""
         end = len(text)
         if self._byte_fallback:
             if (start := self._open_bytes(tokens)) is not None:
                 end = len(self.decode(tokens[:start]))
         elif text.endswith(_UNFINISHED):
-            end -= 1  # only the last one: bytes that begin a character are one U+FFFD together
+            end -= 1  # only the last one: the bytes of one unfinished character are one U+FFFD
         if self._cleans:  # it removes spaces before . ? ! , n't 'm 's 've 're and around '
             solid = len(text[:end].rstrip(" 'nvr"))
             places = (text.find(" ", solid, end), text.find("'", solid, end))
@@ -139,9 +144,9 @@ class _Decoder:
         return end
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        """The last of these tokens, as few as give the tokens that follow the same text as all of them would.
+        """The shortest end of these tokens after which later tokens decode as after all of them.
 
-        That takes a settled character that does not depend on what stands before it.
+        It must contain a final character that does not depend on earlier text.
         """
         size = _SHORTEST_CONTEXT
         while size < len(tokens):
@@ -153,9 +158,9 @@ class _Decoder:
         return [token for token in tokens if not self._is_left_out(token)]
 
     def context_behind_bytes(self, tokens: list[int], text: str) -> list[int] | None:
-        """What to go on with if there are so many byte tokens at the end that they are shown without waiting for more.
+        """The context after too many byte tokens at the end, which are then shown; None: they are held back.
 
-        They are left out of it: what stands before them has the same effect, and a bad byte cannot spoil them any more.
+        It is without these tokens: the ones before have the same effect, and later bad bytes must not change them.
         """
         if not self._byte_fallback or len(tokens) <= _LONGEST_WAIT or text.endswith(_UNFINISHED):
             return None
@@ -166,7 +171,7 @@ class _Decoder:
         return before if self._solid.search(self.decode(before)) else tokens[-len(text[-1:].encode()) :]
 
     def _fastest(self) -> Callable[[list[int]], str]:
-        """`tokenizer.decode`, or what it comes down to for most: a third of the time for a few tokens."""
+        """`tokenizer.decode`, or for most tokenizers the backend's: a third of the time for a few tokens."""
         tokenizer, kind = self._tokenizer, type(self._tokenizer)
         if (
             isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -180,8 +185,7 @@ class _Decoder:
     def _open_bytes(self, tokens: list[int]) -> int | None:
         """Where the byte tokens at the end begin, if they are valid so far.
 
-        The tokenizer makes text of neighbouring byte tokens only if all of them together are valid, and else one U+FFFD
-        of each, so nothing of them is settled before either is sure.
+        The tokenizer decodes neighbouring byte tokens together if all are valid, and else as one U+FFFD each.
         """
         start, backwards = None, bytearray()
         for place in range(len(tokens) - 1, -1, -1):
@@ -201,7 +205,7 @@ class _Decoder:
         return None if match is None else bytes.fromhex(match[1])
 
     def _is_left_out(self, token: int) -> bool:
-        """Is it as if the token were not there? (A space at the beginning of a text shows nothing, but is there.)"""
+        """Whether decode skips this token. (A space at the beginning of a text shows nothing, but is not skipped.)"""
         if self.decode([token]):
             return False
         known = self._tokenizer.convert_ids_to_tokens(token) is not None
@@ -209,16 +213,16 @@ class _Decoder:
 
 
 class _Window:
-    """The last tokens, whose text is made again with the tokens that come, because it depends on what stands before."""
+    """The last tokens, decoded again together with new ones, because text depends on earlier tokens."""
 
     def __init__(self, decoder: _Decoder, prompt: Sequence[int]) -> None:
         self._decoder = decoder
         self._tokens = decoder.context(prompt)
-        self._before = decoder.decode(self._tokens)  # the text of the window that is not new
+        self._before = decoder.decode(self._tokens)  # text of the window that was read before
         self._limit = max(_LONGEST_WINDOW, 2 * len(self._tokens))
 
     def read(self, tokens: list[int], last: bool) -> tuple[str, str]:
-        """The text that these tokens add for good, and text that is there behind it but may change."""
+        """The final text that these tokens add, and the tentative text after it."""
         self._tokens += tokens
         now = self._decoder.decode(self._tokens)
         begin = len(self._before) if now.startswith(self._before) else _end_of(self._before, now)
@@ -242,7 +246,7 @@ class _Window:
 
 
 class _StopStrings:
-    """Lets text pass until one of several strings appears in it; what may be the beginning of one is held back."""
+    """Ends a text at the first of several strings. Holds back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         assert all(stops), "an empty stop string"
@@ -253,8 +257,8 @@ class _StopStrings:
         self.found: str | None = None
 
     def let_pass(self, settled: str, tentative: str, last: bool) -> str:
-        """The text that may be shown now. A stop string counts as soon as it can be seen, even in tentative text:
-        the answer ends there, so nothing comes that would change it."""
+        """The text that may be shown now. A stop string in tentative text counts: the answer ends there, so no later
+        token can change it."""
         if not self._held and self._beginnings.search(settled + tentative) is None:
             return settled
         found: list[tuple[int, int, str]] = []  # start, end, string: the smallest is the first to appear
@@ -272,14 +276,14 @@ class _StopStrings:
 
 
 class _Search:
-    """Looks for one string in a text that comes in pieces, after Knuth, Morris and Pratt: no character twice."""
+    """Searches one string in a text that comes in pieces (Knuth, Morris, Pratt): reads each character once."""
 
     def __init__(self, string: str) -> None:
         self.string = string
         self.begun = 0  # this many characters at the end of the text are the beginning of the string
 
     def read(self, piece: str, tentative: str) -> int | None:
-        """Where the string ends, counted from the beginning of the piece; tentative text is not remembered."""
+        """Where the string ends in the piece; None: it is not there. Tentative text is not remembered."""
         end, self.begun = self._find(piece, self.begun)
         if end is None and tentative:
             end, _ = self._find(tentative, self.begun)

@@ -4,10 +4,13 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from outpace.errors import InputError
-from outpace.structure import Grammar, StructureCheck, StructuredOutputs
+from outpace.structured.outputs import StructureCheck, StructuredOutputs
+
+if TYPE_CHECKING:
+    from outpace.structured.compile import CompiledGrammar
 
 Pooling = Literal["mean", "last"]
 """Which hidden states of the last layer make the vector of a prompt."""
@@ -344,11 +347,13 @@ class Request:
     """Whose request it is: steps are shared fairly among callers."""
     weight: float = 1.0
     """The caller's share of them, relative to the others'."""
+    streamed: bool = True
+    """Somebody reads its tokens as they come, or may begin to: steps are kept short while it is there."""
     pooling: Pooling | None = None
     """Give one vector of the hidden states of the prompt, and no answer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer must not contain."""
-    grammar: Grammar | None = field(default=None, compare=False, repr=False)
+    grammar: "CompiledGrammar | None" = field(default=None, compare=False, repr=False)
     """What `params.structured_outputs` was compiled to."""
     watch: "WatchLogits | None" = field(default=None, compare=False, repr=False)
     """Gets the logits of every position of the prompt."""
@@ -483,15 +488,3 @@ class StepOutput:
     """The vectors of requests that asked for one, whose prompts are computed."""
     copied: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Copies that are done since the last output, with the places of the pairs that could not be copied."""
-
-
-@dataclass(slots=True)
-class NewToken:
-    """A token of an answer, and the reason if it is the last."""
-
-    request_id: str
-    token_id: int | None
-    """None: the prompt is computed, and nothing else was asked for."""
-    finish_reason: FinishReason | None = None
-    num_cached: int = 0
-    """Tokens of its prompt that were in the prefix cache when the request first ran."""

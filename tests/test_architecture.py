@@ -1,6 +1,7 @@
 """The rules of the design, checked on the source of the package: who imports whom, and what is never written."""
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,29 +13,47 @@ PACKAGE = Path(outpace.__file__).parent
 
 # A file imports only from its own line or the lines above.
 LINES: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "heap", "log", "structure", "types", "config", "tree", "turns", "profile"),
+    ("_version", "errors", "heap", "log", "process_wide", "structured", "types", "config", "tree", "turns", "profile"),
     ("kernels",),
-    ("parallel", "quant", "cache", "sampling", "structured", "tokenizer"),
+    ("parallel", "quant", "cache", "sampling", "tokenizer"),
     ("inject", "offload"),
     ("loading",),
-    ("runner", "sequence", "shares", "step_plan", "scheduler", "prepare", "ranks"),
+    (
+        "runner",
+        "prefixes",
+        "sequence",
+        "shares",
+        "step_plan",
+        "step_sizes",
+        "scheduler",
+        "prepare",
+        "load_paged",
+        "ranks",
+    ),
     ("generation", "engine", "answers", "llm_engine", "llm", "ragged"),
     ("api", "bench", "deploy", "mii", "replicas", "server", "cli", "metrics", "quality", "verify", "__main__"),
 )
 RANK: Mapping[str, int] = {part: rank for rank, parts in enumerate(LINES) for part in parts}
 ONLY: Mapping[str, tuple[str, ...]] = {
-    "scheduler": ("errors", "log", "types", "cache.block_pool", "cache.tiers", "sequence", "shares", "step_plan"),
+    "scheduler": (
+        *("errors", "log", "types", "cache.block_pool", "cache.tiers"),
+        *("prefixes", "sequence", "shares", "step_plan", "step_sizes"),
+    ),
+    "prefixes": ("types", "cache.block_pool", "cache.tiers", "sequence", "step_plan"),
     "sequence": ("types",),
     "shares": ("sequence",),
     "step_plan": ("types", "cache.tiers", "sequence"),
+    "step_sizes": ("errors", "sequence"),
 }
 """Parts that may import only these parts of the package, whatever their line."""
 NO_TORCH = (
-    "structure",
+    "structured.outputs",
     "types",
+    "prefixes",
     "sequence",
     "shares",
     "step_plan",
+    "step_sizes",
     "scheduler",
     "cache.block_pool",
     "cache.tiers",
@@ -44,10 +63,26 @@ NO_TORCH = (
 GUESSES = ("loading", "inject")
 """Folders at the border with other people's models, where hasattr and getattr with a default may be used."""
 
+REPEATED_CLASSES = frozenset(
+    {"Batch", "Call", "Chooser", "Clock", "Ended", "Experiment", "Experts", "Failed", "Frames", "Group"}
+    | {"Header", "Held", "Item", "Kind", "Layout", "Load", "Loaded", "Numbers", "Options", "Pages"}
+    | {"Parts", "Piece", "Ping", "Plan", "PromptLogprobs", "Refused", "Replica", "Request", "Response"}
+    | {"Router", "Run", "Server", "Serving", "Settings", "Source", "Span", "Speed", "Status", "Subject"}
+    | {"Target", "Tiles", "Tokens", "Trace", "Usage", "Wanted", "Way", "Work", "Written"}
+)
+"""Names of classes that stand in several files. New ones are refused; take out what is used once by now."""
+REPEATED_FILES = frozenset(
+    {"app", "asked", "chat", "copies", "engine", "experts", "gather", "gptq", "llm", "merge", "messages"}
+    | {"mii", "numbers", "options", "picture", "pipeline", "plan", "plot", "probe", "problems", "quantize", "ragged"}
+    | {"ranks", "report", "results", "rules", "run", "serve", "shard", "stored", "stream", "subject", "text"}
+    | {"vocabulary"}
+)
+"""Names of files that may stand in several folders."""
+
 Checker = Callable[[str, ast.Module], Iterator[str]]
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
+def imports(tree: ast.Module) -> Iterator[str]:
     """Dotted names of every module that is imported, at the top or inside a function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -69,7 +104,7 @@ def import_order(module: str, tree: ast.Module) -> Iterator[str]:
     if part not in RANK:
         yield f"{module}: {part} has no place in LINES"
         return
-    for name in _imports(tree):
+    for name in imports(tree):
         root, _, target = name.partition(".")
         if root != "outpace":
             continue
@@ -81,10 +116,16 @@ def import_order(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"{module} imports {target}, which stands below it"
 
 
+def only_main_imports_cli(module: str, tree: ast.Module) -> Iterator[str]:
+    """The command line imported by anything but itself and `__main__`."""
+    if module and not _own(module, "cli", "__main__"):
+        yield from (f"{module} imports {name}" for name in imports(tree) if _own(name, "outpace.cli"))
+
+
 def no_torch(module: str, tree: ast.Module) -> Iterator[str]:
     """Torch in parts that are pure Python."""
     if _own(module, *NO_TORCH):
-        yield from (f"{module} imports {name}" for name in _imports(tree) if _own(name, "torch", "transformers"))
+        yield from (f"{module} imports {name}" for name in imports(tree) if _own(name, "torch", "transformers"))
 
 
 def no_star(module: str, tree: ast.Module) -> Iterator[str]:
@@ -224,6 +265,11 @@ RULES: dict[str, tuple[Checker, tuple[str, str], tuple[str, str]]] = {
         ("scheduler", "from outpace.config import InferenceConfig"),
         ("scheduler", "from outpace.cache.block_pool import BlockPool\nfrom outpace.types import Step"),
     ),
+    "nobody imports the command line": (
+        only_main_imports_cli,
+        ("server.from_stdin", "def f() -> None:\n    from outpace.cli.serve import options_of"),
+        ("cli.deploy", "from outpace.cli import serve"),
+    ),
     "no torch": (no_torch, ("types", "from torch import nn"), ("tree", "import torch")),
     "no torch in the block pool": (no_torch, ("cache.block_pool", "import torch"), ("cache.kv_cache", "import torch")),
     "no import *": (no_star, ("a", "from b import *"), ("a", "from b import c")),
@@ -278,3 +324,18 @@ def test_the_rule_catches_what_breaks_it_and_nothing_else(name: str) -> None:
 
 def test_every_part_of_the_package_has_its_place(package: dict[str, ast.Module]) -> None:
     assert {module.partition(".")[0] for module in package if module} <= RANK.keys()
+
+
+def test_a_class_name_stands_in_one_file(package: dict[str, ast.Module]) -> None:
+    places: dict[str, list[str]] = {}
+    for module, tree in package.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    repeated = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert {name: modules for name, modules in repeated.items() if name not in REPEATED_CLASSES} == {}
+
+
+def test_a_file_name_stands_in_one_folder() -> None:
+    names = Counter(path.stem for path in PACKAGE.rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} <= REPEATED_FILES | {"__init__"}

@@ -107,7 +107,7 @@ CONFIGS: dict[str, Wrong] = {
     "a scheduler where none is": (
         lambda _: of(scheduler={"max_num_seqs": 8}),
         ConfigError,
-        "scheduler: only outpace.LLM and outpace serve schedule requests; leave it out",
+        "scheduler: only outpace.LLM and outpace serve schedule requests; remove it",
     ),
     "pages where none are kept": (
         lambda _: of(gpu_memory_utilization=0.5),

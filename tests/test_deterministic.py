@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outpace import LLM, LLMConfig, NotSupported, RequestOutput, SamplingParams
-from tests.inject.test_moe import made
+from tests.inject.mixtures import mixture
 from tests.models import tiny
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom", "mixtral")
@@ -34,7 +34,7 @@ def requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 def model(family: str) -> Any:
-    return made(family) if family in EXPERTS else tiny(family)
+    return mixture(family) if family in EXPERTS else tiny(family)
 
 
 def answers(outputs: list[RequestOutput]) -> list[Any]:

@@ -7,8 +7,8 @@ import torch
 
 from outpace import LLM, InputError, NotSupported, SamplingParams
 from outpace.types import Pooling
+from tests.exactness import LEVEL_0, model
 from tests.models import tiny
-from tests.test_exactness import LEVEL_0, model
 
 OPTIONS: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "max_num_seqs": 4, "block_size": 16}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7], [1] * 40, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]

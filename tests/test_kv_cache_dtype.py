@@ -23,10 +23,11 @@ from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import allocate, block_bytes
 from outpace.loading.text import built_in_text
 from outpace.types import Preemption
+from tests.exactness import watched
 from tests.fake_kv_quant import DTYPES, KINDS, fake_quantized
-from tests.inject.test_level0 import MIXED, made
+from tests.inject.families import made
+from tests.inject.level0 import MIXED
 from tests.models import VOCAB, prompts, tiny
-from tests.test_exactness import watched
 
 FAMILIES = ("llama", "gemma3", "olmo3")  # groups of heads; windows; a model that runs with its own layers
 POOLS: dict[str, dict[str, Any]] = {
@@ -184,7 +185,7 @@ def test_what_hugging_faces_loop_computes_is_not_quantized_and_the_log_says_so(
     engine = outpace.init_inference(tiny("llama"), device="cpu", kernel_inject=True, quant={"kv_cache_dtype": "int8"})
     with caplog.at_level("INFO", logger="outpace"):
         engine.generate(prompts(6)[0][None], max_new_tokens=3, return_dict_in_generate=True)
-    assert "it does not quantize keys and values (kv_cache_dtype)" in caplog.text
+    assert "it does not quantize the KV cache (kv_cache_dtype)" in caplog.text
 
 
 def test_swapped_pages_come_back_with_their_scales() -> None:

@@ -10,7 +10,7 @@ from outpace import LLM, SamplingParams
 from outpace.errors import ConfigError, OffloadError
 from outpace.runner import room
 from outpace.types import Way
-from tests.test_exactness import BLOCK, MOST_NEW, SHORTER, assert_same, expected, model, served, watched, work
+from tests.exactness import BLOCK, MOST_NEW, SHORTER, assert_same, expected, model, served, watched, work
 
 PAGE = 4096
 """Bytes of a page of these models, which is what files need it to be a multiple of."""

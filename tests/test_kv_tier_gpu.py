@@ -13,7 +13,7 @@ from outpace.cache.kv_cache import allocate
 from outpace.offload.store_memory import aligned
 from outpace.runner.copies import Copies
 from outpace.types import Copy, Step, Way
-from tests.test_exactness import BLOCK, MOST_NEW, SHORTER, assert_same, expected, model, served, work
+from tests.exactness import BLOCK, MOST_NEW, SHORTER, assert_same, expected, model, served, work
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

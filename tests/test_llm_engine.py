@@ -15,9 +15,9 @@ from outpace.llm_engine import LLMEngine
 from outpace.runner.runner import Runner
 from outpace.scheduler import Scheduler
 from outpace.types import Step, StepOutput, TokenLogprobs
+from tests.exactness import hugging_face, watched
 from tests.models import VOCAB, byte_tokenizer, chain_model, prompts, tiny
 from tests.patience import PATIENCE
-from tests.test_exactness import hugging_face, watched
 
 BLOCK = 16
 POSITIONS = 512

@@ -8,7 +8,7 @@ import pytest
 
 from outpace.sequence import Status
 from outpace.types import Copy, Preemption, Step, Way
-from tests.test_scheduler import Simulation, crowd, crowded, first_preemption
+from tests.simulation import Simulation, crowd, crowded, first_preemption
 
 
 class Never(random.Random):

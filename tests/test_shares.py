@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.types import FinishReason, Request, SamplingParams, Step
-from tests.test_scheduler import VOCAB, Simulation
+from tests.simulation import VOCAB, Simulation
 
 
 def crowd(sim: Simulation, caller: str, count: int, prompt: int = 4, max_tokens: int = 12, **more: object) -> list[str]:

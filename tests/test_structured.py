@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from outpace import LLM, FinishReason, InputError, ModelError, NotSupported, RequestOutput, SamplingParams
 from outpace import StructuredOutputs as Structure
-from outpace.structured.cache import SizedCache
 from outpace.structured.compile import CompiledGrammar, Compiler, memory_of
 from outpace.structured.regex import checked_regex
 from outpace.structured.schema import checked_schema
-from outpace.structured.vocabulary import Vocabulary
+from outpace.structured.sized_cache import SizedCache
+from outpace.structured.vocabulary import TokenVocabulary
 from tests.models import byte_tokenizer, tiny
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -51,7 +51,7 @@ TOKENIZER = byte_tokenizer()
 
 @pytest.fixture(scope="module")
 def compiler() -> Compiler:
-    return Compiler(Vocabulary.of(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id]))
+    return Compiler(TokenVocabulary.of(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id]))
 
 
 def accepts(grammar: CompiledGrammar, text: str) -> bool:
@@ -280,8 +280,8 @@ def test_what_takes_too_long_for_each_token_is_refused(llm: LLM, monkeypatch: py
 
 def test_a_grammar_that_was_slow_once_is_not_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for many answers by it, or asks again, does not get the same patience again."""
-    monkeypatch.setattr("outpace.runner.grammars.PATIENCE", 0.0)
-    monkeypatch.setattr("outpace.runner.grammars.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("outpace.structured.masks.PATIENCE", 0.0)
+    monkeypatch.setattr("outpace.structured.masks.MAX_SECONDS", 0.0)
     params = held(regex="[a-y]{9}")
     (first,) = ask(llm, "hi", params)
     assert first.error is not None
@@ -293,8 +293,8 @@ def test_a_grammar_that_was_slow_once_is_not_tried_again(llm: LLM, monkeypatch: 
 
 
 def test_an_answer_that_takes_too_long_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.runner.grammars.MAX_SECONDS", 0.0)
-    monkeypatch.setattr("outpace.runner.grammars.PATIENCE", 0.0)
+    monkeypatch.setattr("outpace.structured.masks.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("outpace.structured.masks.PATIENCE", 0.0)
     plain = SamplingParams(max_tokens=8, **GREEDY)
     slow, fine = ask(llm, ["hi", "hi"], [held(regex="[a-z]{9}"), plain])
     assert slow.error is not None
@@ -505,20 +505,20 @@ def test_cve_2025_32381_the_cache_keeps_its_limit(sizes: list[tuple[int, int]], 
 
 
 def test_the_compiler_keeps_what_was_used_last(tokenizer: PreTrainedTokenizerFast) -> None:
-    vocabulary = Vocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    vocabulary = TokenVocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     compiler = Compiler(vocabulary)
     first = compiler.compile(Structure(regex="a+"))
     assert compiler.compile(Structure(regex="a+")) is first
-    small = Compiler(vocabulary, cache_bytes=memory_of(first.to_bytes()) + 1)
+    small = Compiler(vocabulary, cache_bytes=memory_of(first.text) + 1)
     once = small.compile(Structure(regex="a+"))
     small.compile(Structure(regex="b+"))
     assert small.compile(Structure(regex="a+")) is not once
 
 
 def test_a_grammar_crosses_to_another_process(tokenizer: PreTrainedTokenizerFast) -> None:
-    vocabulary = Vocabulary.of(tokenizer, 300, [tokenizer.eos_token_id])
+    vocabulary = TokenVocabulary.of(tokenizer, 300, [tokenizer.eos_token_id])
     made = Compiler(vocabulary).compile(Structure(regex="ab"))
-    found = CompiledGrammar.of_bytes(made.to_bytes(), Vocabulary.of_bytes(vocabulary.to_bytes()))
+    found = CompiledGrammar(made.text, TokenVocabulary.of_bytes(vocabulary.to_bytes()))
     assert found.vocab_size == 300
     matcher = found.matcher([tokenizer.eos_token_id])
     masks = np.zeros((2, 10), dtype=np.int32)
@@ -549,7 +549,7 @@ def test_a_regex_matches_what_it_matches_in_python(compiler: Compiler, pattern: 
 
 
 def test_a_dot_is_no_line_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    compiler = Compiler(Vocabulary.of(tokenizer, None, [tokenizer.eos_token_id]))
+    compiler = Compiler(TokenVocabulary.of(tokenizer, None, [tokenizer.eos_token_id]))
     for pattern in ("Name: .*", "Name: [.].{3}", r"Name: \..+"):
         matcher = compiler.compile(Structure(regex=pattern)).matcher([tokenizer.eos_token_id])
         assert all(matcher.accept(token) for token in tokenizer("Name: .a")["input_ids"])

@@ -275,7 +275,7 @@ def test_a_live_model_runs_in_its_own_dtype() -> None:
 @pytest.mark.parametrize(
     ("model", "error", "said"),
     [
-        (lambda: tiny("t5"), NotSupported, "T5ForConditionalGeneration is an encoder with a decoder"),
+        (lambda: tiny("t5"), NotSupported, "T5ForConditionalGeneration is an encoder-decoder model"),
         (lambda: nn.Linear(2, 2), ModelError, "model: expected a Hugging Face model, got Linear"),
         (lambda: 3, ModelError, "model: expected a name, a path or a Hugging Face model, got int"),
         (lambda: "./nothing", ModelError, "no such file or folder"),

@@ -19,14 +19,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from bench import report
 from bench.soak import bodies, callers, chart, faults, load, streams
 from bench.soak.cluster import CPUS, cluster
-from bench.soak.leaks import MOST_RSS_MB, Sample, Watch, growth, positive_control
+from bench.soak.leaks import MOST_RSS_MB, Sample, Sampler, growth, positive_control
 from bench.soak.ray_rows import RAY_ROWS
 from bench.soak.row import FULL, Result, Soak
-from bench.soak.server import Server, serving, write_model
+from bench.soak.server import Server, is_free, serving, write_model
 
 WARMING: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-3": load.l3, "L-4": load.l4}
-"""Rows of the shared server before its memory counts: they make its largest buffers."""
+"""Rows of the shared server before its memory counts: they allocate its largest buffers."""
 SHARED: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-2": load.l2, "F-8": faults.f8}
+LEDGERS = ("N-1", "L-5")
+"""Rows about the whole life of the shared server."""
 OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
     "N-2": streams.n2,
     "L-6": load.l6,
@@ -42,24 +44,22 @@ OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
     "C-4": callers.c4,
 }
 """Rows with servers of their own."""
-LEDGERS = ("N-1", "L-5")
-"""Rows about the whole life of the shared server."""
 ROWS = (*WARMING, *SHARED, *LEDGERS, *OWN)
 FILES = 4096  # open files that the rows need
 
 
 async def rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
     """The results as they come."""
-    if on_cluster := [name for name in RAY_ROWS if name in wanted]:
+    if on_cluster := [row for name, row in RAY_ROWS.items() if name in wanted]:
         async with cluster(soak.model.parent) as made:
-            for name in on_cluster:
-                yield await RAY_ROWS[name](soak, made)
+            for row in on_cluster:
+                yield await row(soak, made)
     if wanted & {*WARMING, *SHARED, *LEDGERS}:
         async for result in shared_rows(soak, wanted):
             yield result
-    for name, row in OWN.items():
+    for name, own in OWN.items():
         if name in wanted:
-            yield await row(soak)
+            yield await own(soak)
 
 
 async def shared_rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
@@ -67,44 +67,42 @@ async def shared_rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Resul
     if not wanted & {*WARMING, *SHARED}:
         wanted |= {"L-3", "F-8"}
     async with serving(soak.model, *load.MAIN) as server:
-        watch = Watch(server.pid)
-        watching = asyncio.create_task(watch.run())
-        at: list[tuple[float, str]] = []
+        sampler, at = Sampler(server.pid), list[tuple[float, str]]()
+        sampling = asyncio.create_task(sampler.run())
         soak.say("warming up")
         await load.warm_up(server, soak.seconds(10))
         for group in (WARMING, SHARED):
             if group is SHARED:
                 await server.idle()
-                before = await watch.at_rest()
+                before = await sampler.at_rest()
             for name in group:
                 if name in wanted:
-                    at.append((time.monotonic() - watch.begin, name))
+                    at.append((time.monotonic() - sampler.begin, name))
                     yield await group[name](soak, server)
         yield await streams.n1(server)
-        yield await l5(soak, server, watch, before)
-        watching.cancel()
-        soak.details["processes"] = {name: [asdict(each) for each in found] for name, found in watch.series.items()}
+        yield await l5(soak, server, sampler, before)
+        sampling.cancel()
+        soak.details["processes"] = {name: [asdict(each) for each in found] for name, found in sampler.series.items()}
         soak.details["rows at"] = at
 
 
-async def l5(soak: Soak, server: Server, watch: Watch, before: Mapping[str, list[Sample]]) -> Result:
-    """What the shared server holds at the end, beside what it held when it was warm."""
+async def l5(soak: Soak, server: Server, sampler: Sampler, before: Mapping[str, list[Sample]]) -> Result:
+    """What the shared server holds at the end, beside what it held after its warm-up."""
     soak.say("at rest")
     status, _ = await server.idle()
-    after = await watch.at_rest()
+    after = await sampler.at_rest()
     grown = {name: growth(before[name], after[name]) for name in after}
     control = await positive_control()
-    free = status["free_blocks"] == status["num_blocks"]
-    passed = free and control.leaks and not any(each.leaks for each in grown.values())
+    passed = is_free(status) and control.leaks and not any(each.leaks for each in grown.values())
     each = "; ".join(f"{name} {value}" for name, value in grown.items())
     caught = f"deliberate leak {'caught' if control.leaks else 'NOT caught'} ({control})"
     measured = f"{each}; {status['free_blocks']} of {status['num_blocks']} pages free; {caught}"
     target = f"memory +< {MOST_RSS_MB:g} MB; fds, threads as before; all pages free; a deliberate leak is caught"
-    return Result("L-5", target, measured, passed, f"{time.monotonic() - watch.begin:.0f} s")
+    return Result("L-5", target, measured, passed, f"{time.monotonic() - sampler.begin:.0f} s")
 
 
 async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[Result]:
-    """All rows, with their progress shown."""
+    """All rows, with a progress bar."""
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[at]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -121,10 +119,10 @@ async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[Resu
 def main() -> int:
     """The exit code: 1 if a row failed."""
     parser = report.parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=FULL, help="how long; in less than 10 faults are fewer")
+    parser.add_argument("--minutes", type=float, default=FULL, help="duration; below 10 minutes there are fewer faults")
     parser.add_argument("--ray", action="store_true", help="the rows of a Ray cluster instead; needs outpace[ray]")
     known = f"{', '.join(ROWS)}; with --ray of {', '.join(RAY_ROWS)}"
-    parser.add_argument("--only", help=f"rows, divided by commas, of {known}; all unless given")
+    parser.add_argument("--only", help=f"rows, separated by commas, of {known}; default: all")
     options = parser.parse_args()
     rows = tuple(RAY_ROWS) if options.ray else ROWS
     wanted = frozenset(options.only.split(",") if options.only else rows)
@@ -145,21 +143,16 @@ def main() -> int:
         weights = write_model(soak.model, 256, 4)
         write_model(soak.small, 32, 2)
         results = asyncio.run(run(soak, wanted, console))
-    notes: dict[str, object] = {"weights": weights, "minutes": round((time.monotonic() - begin) / 60, 1)}
+    machine = f"cpu with {os.cpu_count()} cores, which the clients share"
+    notes = {"machine": machine, "weights": weights, "minutes": round((time.monotonic() - begin) / 60, 1)}
     if options.ray:
         notes |= {"ray": importlib.metadata.version("ray"), "cluster": f"one node, num_cpus={CPUS}"}
-    write(results, soak, options.out, notes, "ray" if options.ray else "cpu")
-    return int(not all(result.passed for result in results))
-
-
-def write(results: list[Result], soak: Soak, folder: Path, notes: Mapping[str, object], device: str) -> None:
-    """The table on the screen; the results as JSON, Markdown and a picture."""
     table = [asdict(result) | {"passed": "pass" if result.passed else "FAIL"} for result in results]
-    kind = f"cpu with {os.cpu_count()} cores, which the clients share"
-    report.save("soak", device, table, {"machine": kind, **notes}, folder, soak.details)
+    report.save("soak", "ray" if options.ray else "cpu", table, notes, options.out, soak.details)
     report.show("soak", table)
-    if device == "cpu":
-        chart.draw(soak.details, folder / f"soak_cpu_{datetime.date.today().isoformat()}.png")
+    if not options.ray:
+        chart.draw(soak.details, options.out / f"soak_cpu_{datetime.date.today().isoformat()}.png")
+    return int(not all(result.passed for result in results))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from outpace.bench.plot import canvas
 
 
 def draw(details: Mapping[str, Any], path: Path) -> None:
-    """Three panels, of what was measured."""
-    figure, (latency, memory, files) = plt.subplots(1, 3, figsize=(15, 4.2))
+    """Three panels, as far as their rows have run."""
+    figure = canvas(15, 4.2)
+    latency, memory, files = figure.subplots(1, 3)
     for name, colour in (("accepted", "#4292c6"), ("rejected", "#d94801")):
         points = details.get("overload", {}).get(name, [])
         latency.scatter([x for x, _ in points], [y for _, y in points], s=3, color=colour, label=name)
@@ -25,13 +23,11 @@ def draw(details: Mapping[str, Any], path: Path) -> None:
         files.plot(seconds, [each["threads"] for each in samples], label=f"{name}: threads", linestyle=":")
     memory.set(xlabel="s", ylabel="MB", title="Resident memory", ylim=(0, None))
     files.set(yscale="symlog", xlabel="s", title="Open files and threads", ylim=(0, None))
-    for axis in (latency, memory, files):
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend()
-    for axis in (memory, files):
+    for axes in (memory, files):
         for second, row in details.get("rows at", []):
-            axis.axvline(second, color="lightgrey", linewidth=0.8)
-            axis.text(second, axis.get_ylim()[1], row, fontsize=7, rotation=90, va="top")
-    figure.tight_layout()
+            axes.axvline(second, color="lightgrey", linewidth=0.8)
+            axes.text(second, axes.get_ylim()[1], row, fontsize=7, rotation=90, va="top")
+    for axes in figure.axes:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -1,15 +1,18 @@
-"""A client that sends one request over one connection, may leave at any moment, and keeps all that came."""
+"""A client that sends one request per connection, may leave at any moment, and keeps everything that came."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outpace.bench.http import Response
+
 Outcome = Literal["done", "rejected", "cancelled", "failed", "invalid", "lost"]
-"""As the server counts them in outpace:http_requests_total; "lost" is one without a whole answer, which must not be."""
+"""As the server counts them in outpace:http_requests_total; "lost" has no whole answer, which must not happen."""
 PATIENCE = 120.0  # seconds for one request; longer is a hang
 
 
@@ -26,7 +29,9 @@ class Answer:
     body: bytes = b""
     whole: bool = False
     left: bool = False
-    """The client went away."""
+    """The client left."""
+    times: list[float] = field(default_factory=list)
+    """When events of a stream came, in seconds from the beginning."""
 
     @property
     def seconds(self) -> float:
@@ -40,7 +45,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream but the last, which is [DONE]."""
+        """The events of a stream without [DONE]."""
         lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
         return [json.loads(line) for line in lines if line != b"[DONE]"]
 
@@ -50,59 +55,42 @@ class Answer:
         return json.loads(self.body)
 
     @property
+    def text(self) -> str:
+        """The text of a completion, streamed or not."""
+        parts = self.events if self.is_stream else [self.json]
+        return "".join(choice["text"] for part in parts for choice in part["choices"])
+
+    @property
     def outcome(self) -> Outcome:
         """How it ended."""
         if self.left:
             return "cancelled"
-        if not self.whole:
+        if not self.whole or (self.is_stream and self.body.count(b"data: [DONE]") != 1):
             return "lost"
         if self.status in (429, 503):
             return "failed" if b'"engine_failed"' in self.body else "rejected"
-        if self.status >= 400:
-            return "failed" if self.status >= 500 else "invalid"
-        if self.is_stream:
-            if self.body.count(b"data: [DONE]") != 1:
-                return "lost"
-            return "failed" if b'data: {"error":' in self.body else "done"
-        return "done"
+        if self.status >= 500 or (self.is_stream and b'data: {"error":' in self.body):
+            return "failed"
+        return "invalid" if self.status >= 400 else "done"
 
 
 def parse(data: bytes, answer: Answer) -> None:
-    """Read a whole response, up to the end of its connection, into an answer."""
-    head, found, rest = data.partition(b"\r\n\r\n")
-    if not found:
-        return
-    first, *lines = head.decode("latin-1").split("\r\n")
-    answer.status = int(first.split(" ", 2)[1])
-    answer.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if answer.headers.get("transfer-encoding") == "chunked":
-        answer.body, answer.whole = dechunked(rest)
-    else:
-        answer.body = rest
-        answer.whole = len(rest) == int(answer.headers.get("content-length", -1))
-
-
-def dechunked(data: bytes) -> tuple[bytes, bool]:
-    """The data of chunks (size in hex, CRLF, data, CRLF), and whether the last, of size 0, is there."""
+    """Read everything that came over a connection into an answer."""
     pieces: list[bytes] = []
-    place = 0
-    while (line := data.find(b"\r\n", place)) >= 0:
-        size = int(data[place:line], 16)
-        if size == 0:
-            return b"".join(pieces), True
-        pieces.append(data[line + 2 : line + 2 + size])
-        place = line + 2 + size + 2
-    return b"".join(pieces), False
+    response = Response(pieces.append)
+    with contextlib.suppress(ValueError, IndexError):  # not HTTP/1.1: the answer is lost
+        response.feed(data)
+    answer.status, answer.headers = response.status, response.headers
+    answer.body, answer.whole = b"".join(pieces), response.done
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer. `at_event` events of a stream set `reached`."""
+    """One request and its answer. The event number `at_event` of a stream sets `reached`."""
 
     def __init__(self, request: bytes, at_event: int) -> None:
         loop = asyncio.get_running_loop()
         self._request, self._at_event = request, at_event
         self._data = bytearray()
-        self._events = 0
         self._transport: asyncio.Transport | None = None
         self.answer = Answer(time.perf_counter())
         self.reached, self.ended = loop.create_future(), loop.create_future()
@@ -114,17 +102,16 @@ class Exchange(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """A piece of the answer."""
-        if not self._data:
-            self.answer.first = time.perf_counter()
+        """Keep a piece of the answer."""
+        answer, now = self.answer, time.perf_counter()
+        answer.first = answer.first or now
         self._data += data
-        if not self.reached.done():
-            self._events += data.count(b"data: ")
-            if self._events >= self._at_event:
-                self.reached.set_result(None)
+        answer.times += [now - answer.begin] * data.count(b"data: {")
+        if not self.reached.done() and len(answer.times) >= self._at_event:
+            self.reached.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end, whoever made it."""
+        """Note the end, whoever closed the connection."""
         self.answer.end = time.perf_counter()
         if not self.answer.left:
             parse(bytes(self._data), self.answer)
@@ -133,7 +120,7 @@ class Exchange(asyncio.Protocol):
                 future.set_result(None)
 
     def leave(self) -> None:
-        """Go away without a word, unless the answer has come whole."""
+        """Close the connection, unless the answer is complete."""
         assert self._transport is not None
         if not self.ended.done():
             self.answer.left = True
@@ -147,12 +134,8 @@ class Ledger:
     sent: int = 0
     ends: Counter[str] = field(default_factory=Counter)
 
-    def add(self, answer: Answer) -> None:
-        """One request that has ended."""
-        self.ends[answer.outcome] += 1
-
     def agrees(self, server: Mapping[str, int]) -> bool:
-        """Whether the server counted the same: a request that was left may have ended any way before that was seen."""
+        """Whether the server counted the same. Cancelled requests may have ended in any way before it noticed."""
         left, mine = self.ends["cancelled"], self.ends
         names = ("done", "rejected", "failed", "invalid")
         return (
@@ -169,42 +152,38 @@ class Client:
     port: int
     ledger: Ledger = field(default_factory=Ledger)
 
-    async def open(self, body: Mapping[str, Any], path: str = "/v1/completions", at_event: int = 1) -> Exchange:
-        """Send a POST; its answer is on the way."""
+    async def open(
+        self, body: Mapping[str, Any] | bytes, path: str = "/v1/completions", at_event: int = 1, key: str | None = None
+    ) -> Exchange:
+        """Send a POST, of a body or of bytes as they go over the wire."""
         self.ledger.sent += 1
-        return await self._exchange(post(path, body), at_event)
+        return await self._exchange(body if isinstance(body, bytes) else post(path, body, key=key), at_event)
 
     async def close(self, exchange: Exchange, patience: float = PATIENCE) -> Answer:
-        """Wait for an answer and enter it in the ledger; one that takes longer than `patience` is lost."""
+        """Wait for an answer and enter it in the ledger; after `patience` seconds it is lost."""
         await asyncio.wait((exchange.ended,), timeout=patience)
         if not exchange.ended.done():
             exchange.leave()
             await exchange.ended
-            exchange.answer.left = False  # it did not want to
-        self.ledger.add(exchange.answer)
+            exchange.answer.left = False  # a timeout, not a cancellation
+        self.ledger.ends[exchange.answer.outcome] += 1
         return exchange.answer
 
-    async def ask(self, body: Mapping[str, Any], path: str = "/v1/completions", patience: float = PATIENCE) -> Answer:
-        """A POST and its answer."""
+    async def ask(
+        self, body: Mapping[str, Any] | bytes, path: str = "/v1/completions", patience: float = PATIENCE
+    ) -> Answer:
+        """Send a POST and wait for its answer."""
         return await self.close(await self.open(body, path), patience)
 
     async def get(self, path: str) -> Answer:
-        """A GET, which no ledger counts; status 0: nobody is there."""
+        """Send a GET, which is not in the ledger; status 0: nobody listens."""
         try:
-            exchange = await self._exchange(
-                f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode(), 1
-            )
+            request = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+            exchange = await self._exchange(request.encode(), 1)
         except OSError:
             return Answer(time.perf_counter())
         await asyncio.wait((exchange.ended,), timeout=30)
-        if not exchange.ended.done():
-            exchange.leave()
-        return exchange.answer
-
-    async def send(self, request: bytes) -> Answer:
-        """A request as it goes over the wire, which no ledger counts, and its answer."""
-        exchange = await self._exchange(request, 1)
-        await asyncio.wait((exchange.ended,), timeout=PATIENCE)
+        exchange.leave()
         return exchange.answer
 
     async def _exchange(self, request: bytes, at_event: int) -> Exchange:
@@ -224,8 +203,5 @@ def post(path: str, body: Mapping[str, Any], *, keep_alive: bool = False, key: s
 
 def outcomes(metrics: str) -> dict[str, int]:
     """How requests ended, from the text of /metrics."""
-    return {line.split('outcome="')[1].split('"')[0]: int(float(line.split()[-1])) for line in _lines(metrics)}
-
-
-def _lines(metrics: str) -> Iterator[str]:
-    return (line for line in metrics.splitlines() if line.startswith("outpace:http_requests_total{"))
+    lines = [line for line in metrics.splitlines() if line.startswith("outpace:http_requests_total{")]
+    return {line.split('outcome="')[1].split('"')[0]: int(float(line.split()[-1])) for line in lines}

@@ -8,15 +8,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.soak.client import Client
-from bench.soak.server import OUTPACE, ROOT, launch, session, stat, until
+from bench.soak.server import OUTPACE, kill, launch, pids, proc, stat, until
 
 CPUS = 8
-"""What the cluster believes to have, however many there are."""
+"""Cores that the cluster is told it has, whatever there are."""
 STORE = 100 * 2**20  # bytes
 START = 300.0  # seconds for a cluster, or an application, to be ready
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
@@ -28,9 +28,9 @@ class Cluster:
 
     address: str
     folder: Path
-    """Logs."""
+    """Of the logs."""
     port: int
-    """Where Ray's HTTP proxy listens; all applications share it."""
+    """Of Ray's HTTP proxy, which all applications share."""
 
     @property
     def client(self) -> Client:
@@ -59,35 +59,23 @@ class Cluster:
 
 def replicas(name: str) -> list[int]:
     """The processes of an application's replicas, oldest first."""
-    return sorted(pid for pid, title in _titles().items() if title.startswith(f"ray::ServeReplica:{name}:Model"))
+    return sorted(pid for pid in pids() if proc(pid, "cmdline").startswith(f"ray::ServeReplica:{name}:Model"))
 
 
 def engine_of(replica: int) -> int:
     """The engine process of a replica; 0: there is none."""
-    engines = [pid for pid, title in _titles().items() if "outpace.server.engine_process" in title]
+    engines = [pid for pid in pids() if "outpace.server.engine_process" in proc(pid, "cmdline")]
     return next((pid for pid in engines if (found := stat(pid)) and int(found[1]) == replica), 0)
-
-
-def _titles() -> Mapping[int, str]:
-    found = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
 
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[Cluster]:
-    """A cluster that is ready; it is gone afterwards, with all that it started."""
-    address = f"127.0.0.1:{_free_port()}"
-    log, temporary = folder / "ray.log", folder / "r"  # short: Ray puts sockets there, whose paths are at most 107 long
+    """A cluster that is ready; afterwards it and all processes that it started are gone."""
+    port, log = str(_free_port()), folder / "ray.log"
+    temporary = folder / "r"  # short: Ray puts sockets there, whose paths have at most 107 characters
     flags = ("--num-cpus", str(CPUS), "--object-store-memory", str(STORE), "--include-dashboard", "false")
-    os.environ |= {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }  # of all that is started from here
-    head = ("start", "--head", "--block", "--port", address.rpartition(":")[2], "--node-ip-address", "127.0.0.1")
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # all processes inherit these
+    head = ("start", "--head", "--block", "--port", port, "--node-ip-address", "127.0.0.1")
     process = await launch(log, RAY, *head, *flags, "--disable-usage-stats", "--temp-dir", str(temporary))
     try:
 
@@ -96,30 +84,17 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
 
         await until(is_up, f"the cluster in {log}", START)
         assert process.returncode is None, f"the cluster did not start: {log.read_text()[-2000:]}"
-        yield Cluster(address, folder, _free_port())
+        yield Cluster(f"127.0.0.1:{port}", folder, _free_port())
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60):
                 await process.wait()
-        for pid in (process.pid, *session(process.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await process.wait()
+        await kill(process)
 
 
 def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-async def run_tests(url: str, *arguments: str, log: Path) -> tuple[int, str]:
-    """pytest over tests of answers against a server that runs; the exit code and the last line."""
-    environment = os.environ | {"OUTPACE_TEST_URL": url}
-    command = (sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *arguments)
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, cwd=ROOT, env=environment)
-    code = await process.wait()
-    return code, log.read_text().strip().splitlines()[-1]

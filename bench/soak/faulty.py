@@ -1,9 +1,10 @@
-"""Outpace with an engine process that can be told to fail: `python -m bench.soak.faulty serve MODEL ...`.
+"""Outpace with an engine process that fails on a signal: `python -m bench.soak.faulty serve MODEL ...`.
 
 SIGUSR1 makes its next step raise an error, SIGUSR2 makes it sleep for a minute.
 """
 
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from outpace.runner.runner import Runner
-from outpace.server import engine_process, supervisor, worker
+from outpace.server import engine_main, engine_process, supervisor
 from outpace.types import Step, StepOutput
 
 STALL = 60.0  # seconds
@@ -23,41 +24,30 @@ class InjectedError(RuntimeError):
     """The fault."""
 
 
-class _Faults:
-    """What the next step is to suffer."""
+def run_worker(fd: int) -> int:
+    """The engine process."""
+    wanted: list[int] = []
+    launch = Runner.launch
 
-    def __init__(self) -> None:
-        self._next = 0
-        self._launch = Runner.launch
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        wanted[:] = [number]
 
-    def arm(self, number: int, frame: FrameType | None) -> None:
-        """On a signal."""
-        self._next = number
-
-    def launch(self, runner: Runner, step: Step) -> Callable[[], StepOutput]:
-        """The runner's own method, or the fault."""
-        number, self._next = self._next, 0
+    def faulty(runner: Runner, step: Step) -> Callable[[], StepOutput]:
+        number = wanted.pop() if wanted else 0
         if number == signal.SIGUSR1:
             raise InjectedError("a fault, as ordered")
         if number == signal.SIGUSR2:
             time.sleep(STALL)
-        return self._launch(runner, step)
+        return launch(runner, step)
 
-
-def run_worker(fd: int) -> int:
-    """The engine process."""
-    faults = _Faults()
-
-    def launch(runner: Runner, step: Step) -> Callable[[], StepOutput]:
-        return faults.launch(runner, step)
-
-    Runner.launch = launch  # type: ignore[method-assign, assignment]
+    Runner.launch = faulty  # type: ignore[method-assign, assignment]
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, faults.arm)
+        signal.signal(number, on_signal)
     engine_process.die_with(os.getppid())
+    faulthandler.enable()  # the parent's SIGABRT to a worker that hangs shows where
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    return worker.run(fd)
+    return engine_main.run_engine(fd)
 
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:

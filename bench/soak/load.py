@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import time
@@ -14,17 +13,17 @@ from typing import Any
 from bench.soak.client import Answer, post
 from bench.soak.leaks import sample
 from bench.soak.row import Result, Soak, percentile
-from bench.soak.server import Server, cpu_seconds, prompt, serving
+from bench.soak.server import Server, is_free, prompt, serving, stat
 
 SEQS, WAITING = 32, 256
 MAIN = ("--max-num-seqs", str(SEQS), "--max-waiting", str(WAITING), "--keep-alive-timeout", "600")
 """Flags of the server that most rows share."""
 IDLE, SLOW = 1000, 200
-KEPT = 4000  # points of a picture
+KEPT = 4000  # points of a plot
 
 
 def body(number: int, max_tokens: int = 32, **options: Any) -> dict[str, Any]:
-    """A request of its own; every other number is a stream."""
+    """A request different from all others; every other number is a stream."""
     asked = {"prompt": prompt(number), "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
     return asked | {"stream": number % 2 == 0} | options
 
@@ -32,7 +31,7 @@ def body(number: int, max_tokens: int = 32, **options: Any) -> dict[str, Any]:
 async def closed_loop(
     server: Server, clients: int, seconds: float, make: Callable[[int], Mapping[str, Any]] = body
 ) -> list[Answer]:
-    """So many clients ask one after the other, for so long."""
+    """Each client sends one request after the other."""
     end, numbers, found = time.monotonic() + seconds, iter(range(10**9)), []
 
     async def one() -> None:
@@ -43,33 +42,38 @@ async def closed_loop(
     return found
 
 
-async def open_loop(server: Server, rate: float, seconds: float, say: Callable[[str], None]) -> list[Answer]:
-    """Requests at a rate, whatever becomes of them; their answers."""
+async def open_loop(
+    server: Server, rate: float, seconds: float, say: Callable[[str], None], max_tokens: int = 32, together: int = 1
+) -> list[Answer]:
+    """Requests at a rate, `together` of them at a time, whether or not earlier ones have ended; their answers."""
     begin, tasks = time.monotonic(), []
     for number in range(round(rate * seconds)):
-        await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
-        tasks.append(asyncio.create_task(server.client.ask(body(number))))
+        if number % together == 0:
+            await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+        tasks.append(asyncio.create_task(server.client.ask(body(number, max_tokens))))
         if number % 100 == 0:
             say(f"{time.monotonic() - begin:.0f} of {seconds:.0f} s")
     return await asyncio.gather(*tasks)
 
 
 async def warm_up(server: Server, seconds: float) -> None:
-    """Have every part of the server make what it keeps."""
+    """Make every part of the server allocate what it keeps."""
     await closed_loop(server, 2 * SEQS, seconds)
     chats = [{"messages": [{"role": "user", "content": prompt(number)}], "max_tokens": 4} for number in range(64)]
     await asyncio.gather(*(server.client.ask(chat, "/v1/chat/completions") for chat in chats))
 
 
 class Shares:
-    """The cores that the processes use from here on: when the engine has less, others of the machine have it."""
+    """Cores that the processes use from here on: when the engine has fewer, other programs have them."""
 
     def __init__(self, server: Server) -> None:
         self._pids = {"engine": server.engine_pid, "http": server.pid, "client": os.getpid()}
         self._begin, self._used = time.monotonic(), self._now()
 
     def _now(self) -> dict[str, float]:
-        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+        """CPU seconds of each process."""
+        fields = {name: stat(pid) or ["0"] * 13 for name, pid in self._pids.items()}
+        return {name: (int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for name, each in fields.items()}
 
     def __str__(self) -> str:
         took = time.monotonic() - self._begin
@@ -83,62 +87,56 @@ async def l2(soak: Soak, server: Server) -> Result:
     shares = Shares(server)
     answers = await closed_loop(server, 2 * SEQS, soak.seconds(20))
     capacity = len(answers) / (max(answer.end for answer in answers) - min(answer.begin for answer in answers))
-    took, at_capacity = soak.seconds(120), str(shares)
-    shares = Shares(server)
+    took, at_capacity, shares = soak.seconds(120), str(shares), Shares(server)
     answers = await open_loop(server, 3 * capacity, took, soak.say)
     begin = min(answer.begin for answer in answers)
-    ends = Counter(answer.outcome for answer in answers)
     done = [answer for answer in answers if answer.outcome == "done"]
     refused = [answer for answer in answers if answer.status == 429]
-    full = [answer.end for answer in done if answer.end - begin <= took]  # the queue is empty at first and at the end
-    goodput = len(full) / took
-    late = percentile([answer.seconds for answer in refused], 99)
+    goodput = sum(answer.end - begin <= took for answer in done) / took  # while requests came
+    median, late = (percentile([answer.seconds for answer in refused], percent) for percent in (50, 99))
     first = percentile([answer.first - answer.begin for answer in done], 99)
-    told = all("retry-after" in answer.headers for answer in refused)
-    soak.details["overload"] = {
-        name: [
-            [round(answer.begin - begin, 3), round(answer.seconds, 4)] for answer in found[:: 1 + len(found) // KEPT]
-        ]
-        for name, found in {"accepted": done, "rejected": refused}.items()
-    }
+    soak.details["overload"] = {"accepted": _points(done, begin), "rejected": _points(refused, begin)}
     patience = 1.5 * (SEQS + WAITING) / capacity
     passed = (
         goodput >= 0.9 * capacity
         and late < 0.1
-        and told
+        and all("retry-after" in answer.headers for answer in refused)
         and first < patience
         and len(done) + len(refused) == len(answers)
         and await server.is_ready()
     )
     measured = (
-        f"capacity {capacity:.1f}/s, goodput {goodput:.1f}/s ({goodput / capacity:.0%}); {dict(ends)}; "
-        f"429 p50 {1e3 * percentile([answer.seconds for answer in refused], 50):.0f} ms, p99 {1e3 * late:.0f} ms; "
+        f"capacity {capacity:.1f}/s, goodput {goodput:.1f}/s ({goodput / capacity:.0%}); {_ends(answers)}; "
+        f"429 p50 {1e3 * median:.0f} ms, p99 {1e3 * late:.0f} ms; "
         f"first byte of accepted p99 {first:.1f} s; cores at capacity: {at_capacity}, in overload: {shares}"
     )
     target = f"goodput >= 90 % of capacity; 429 with Retry-After, p99 < 100 ms; first byte < {patience:.0f} s; no 5xx"
     return Result("L-2", target, measured, passed, f"{took:.0f} s at 3x")
 
 
+def _points(answers: list[Answer], begin: float) -> list[list[float]]:
+    """When requests were sent, and after how many seconds they were answered."""
+    some = answers[:: 1 + len(answers) // KEPT]
+    return [[round(answer.begin - begin, 3), round(answer.seconds, 4)] for answer in some]
+
+
+def _ends(answers: list[Answer]) -> dict[str, int]:
+    return dict(Counter(answer.outcome for answer in answers))
+
+
 async def l3(soak: Soak, server: Server) -> Result:
     """A burst."""
-    count = soak.count(2000)
-    soak.say(f"{count} requests in a second")
-    begin, tasks = time.monotonic(), []
-    for number in range(count):
-        if number % 20 == 0:
-            await asyncio.sleep(max(0.0, begin + number / count - time.monotonic()))
-        tasks.append(asyncio.create_task(server.client.ask(body(number, 16))))
-    answers = await asyncio.gather(*tasks)
-    ends = Counter(answer.outcome for answer in answers)
+    count, begin = soak.count(2000), time.monotonic()
+    answers = await open_loop(server, count, 1.0, soak.say, max_tokens=16, together=20)
     spread = max(answer.begin for answer in answers) - min(answer.begin for answer in answers)
-    passed = ends["done"] + ends["rejected"] == count and all(answer.status in (200, 429) for answer in answers)
-    measured = f"{dict(ends)}, sent in {spread:.1f} s, all answered after {time.monotonic() - begin:.1f} s"
+    passed = all((answer.outcome, answer.status) in (("done", 200), ("rejected", 429)) for answer in answers)
+    measured = f"{_ends(answers)}, sent in {spread:.1f} s, all answered after {time.monotonic() - begin:.1f} s"
     return Result("L-3", "accepted + rejected = sent; 0 lost, 0 hung, 0 5xx", measured, passed, f"{count} requests")
 
 
 @asynccontextmanager
 async def connections(server: Server, count: int, *, buffer: int | None = None) -> AsyncIterator[list[socket.socket]]:
-    """Open sockets, with a small buffer for what comes."""
+    """Open sockets, perhaps with a small receive buffer."""
     loop, sockets = asyncio.get_running_loop(), []
     try:
         for _ in range(count):
@@ -155,12 +153,19 @@ async def connections(server: Server, count: int, *, buffer: int | None = None) 
 
 
 async def sip(sockets: list[socket.socket]) -> None:
-    """Read a byte a second from each."""
+    """Read a byte per second from each."""
     while True:
         for sock in sockets:
             with contextlib.suppress(BlockingIOError):
                 sock.recv(1)
         await asyncio.sleep(1.0)
+
+
+def rss_mb(server: Server) -> float:
+    """Memory of the HTTP process."""
+    found = sample(server.pid)
+    assert found is not None, "the server is gone"
+    return found.rss_mb
 
 
 async def l4(soak: Soak, server: Server) -> Result:
@@ -172,15 +177,16 @@ async def l4(soak: Soak, server: Server) -> Result:
         assert all(answer.outcome == "done" for answer in answers)
         return percentile([answer.seconds for answer in answers], 99)
 
+    async def is_busy() -> bool:
+        found = await server.status()
+        return bool(found["running"] or found["waiting"])
+
     await closed_loop(server, 8, 1.0)
     soak.say("alone")
-    alone, http_before = await p99(), sample(server.pid, 0.0)
+    alone, before = await p99(), rss_mb(server)
     idle_count, slow_count = soak.count(IDLE), soak.count(SLOW)
     asked = post("/v1/completions", body(0, 400, logprobs=5, stream=True), keep_alive=True)
-    async with (
-        connections(server, idle_count) as idle,
-        connections(server, slow_count, buffer=2048) as slow,
-    ):
+    async with connections(server, idle_count) as idle, connections(server, slow_count, buffer=2048) as slow:
         soak.say("among idle and slow clients")
         for sock in idle:
             await loop.sock_sendall(sock, b"GET /health/live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
@@ -188,18 +194,15 @@ async def l4(soak: Soak, server: Server) -> Result:
             await loop.sock_sendall(sock, asked)
             server.client.ledger.sent += 1
         reading = asyncio.create_task(sip(slow))
-        while not (found := await server.status())["running"] and not found["waiting"]:
+        while not await is_busy():
             await asyncio.sleep(0.01)
         begin = time.monotonic()
-        while (found := await server.status())["running"] or found["waiting"]:  # their answers cost what any cost
+        while await is_busy():  # computing their answers costs what any answer costs, so it is not measured
             await asyncio.sleep(0.05)
         computed = time.monotonic() - begin
-        among, http_after = await p99(), sample(server.pid, 0.0)
+        among, more = await p99(), rss_mb(server) - before
         reading.cancel()
     server.client.ledger.ends["cancelled"] += slow_count
-    assert http_before is not None
-    assert http_after is not None
-    more = http_after.rss_mb - http_before.rss_mb
     passed = among < 1.5 * alone and more < 100 and await server.is_ready()
     measured = (
         f"p99 {1e3 * alone:.0f} ms alone, {1e3 * among:.0f} ms among them ({among / alone:.2f}x); "
@@ -212,27 +215,19 @@ async def l4(soak: Soak, server: Server) -> Result:
 async def l6(soak: Soak) -> Result:
     """More demand than cache: 40 requests of 10 pages, 40 pages."""
     count = 40
-    bodies = [body(number, 120, prompt=prompt(number, 40), stream=number % 2 == 0) for number in range(count)]
+    bodies = [body(number, 120, prompt=prompt(number, 40)) for number in range(count)]
     flags = ("--num-blocks", "40", "--block-size", "16", "--max-num-seqs", "32", "--deterministic")
     async with serving(soak.model, *flags) as server:
         soak.say("each alone")
-        alone = [text_of(await server.client.ask(each)) for each in bodies]
+        alone = [(await server.client.ask(each)).text for each in bodies]
         soak.say("all together")
         together = await asyncio.gather(*(server.client.ask(each) for each in bodies))
         status, _ = await server.idle()
-    same = sum(text_of(answer) == text for answer, text in zip(together, alone, strict=True))
-    ends = Counter(answer.outcome for answer in together)
-    free = status["free_blocks"] == status["num_blocks"]
-    passed = ends["done"] == same == count and status["preemptions"] > 0 and free
+    same = sum(answer.text == text for answer, text in zip(together, alone, strict=True))
+    done = sum(answer.outcome == "done" for answer in together)
+    passed = done == same == count and status["preemptions"] > 0 and is_free(status)
     measured = (
-        f"{dict(ends)}, {same} the same as alone, {status['preemptions']} preemptions, "
+        f"{_ends(together)}, {same} the same as alone, {status['preemptions']} preemptions, "
         f"{status['free_blocks']} of {status['num_blocks']} pages free"
     )
     return Result("L-6", "every request ends with the tokens it has alone; no page lost", measured, passed, "10x cache")
-
-
-def text_of(answer: Answer) -> str:
-    """The text of a completion, streamed or not."""
-    if not answer.is_stream:
-        return str(json.loads(answer.body)["choices"][0]["text"])
-    return "".join(choice["text"] for event in answer.events for choice in event["choices"])

@@ -1,14 +1,15 @@
 """What a row of the table says, and what rows share."""
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 FULL = 10.0
-"""Minutes in which every row runs as often as its table says."""
+"""Minutes in which every fault is repeated as often as its row says."""
 
 
 @dataclass(frozen=True)
@@ -20,25 +21,25 @@ class Result:
     measured: str
     passed: bool
     runs: str
-    """How often, or how long."""
+    """Number of repetitions, or duration."""
 
 
 @dataclass
 class Soak:
-    """One run: how long it may take, where the model is, and what is kept for the plot."""
+    """One run: how long it may take, where the models are, and what is kept for the plot."""
 
     model: Path
-    """A step of it takes milliseconds, as those of real models do."""
+    """Its steps take milliseconds, as those of real models do."""
     small: Path
-    """One whose steps take next to nothing."""
+    """Its steps take next to no time."""
     minutes: float = FULL
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     say: Callable[[str], None] = lambda text: None
-    """Told how far a row is."""
+    """Called with the progress of a row."""
     details: dict[str, Any] = field(default_factory=dict)
 
     def count(self, full: int) -> int:
-        """Repetitions of a fault: the table's in ten minutes or more, fewer in less."""
+        """Repetitions of a fault: `full` in ten minutes or more, fewer in less."""
         return max(1, round(full * min(1.0, self.minutes / FULL)))
 
     def seconds(self, full: float) -> float:
@@ -47,8 +48,5 @@ class Soak:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that so many percent of the values do not pass; 0 of none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+    """The smallest value that `percent` of the values do not exceed; 0 if there are none."""
+    return float(np.percentile(values, percent, method="inverted_cdf")) if values else 0.0

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from tests.models import byte_tokenizer, tiny
 ROOT = Path(__file__).parent.parent.parent
 OUTPACE = (sys.executable, "-m", "outpace")
 FAULTY = (sys.executable, "-m", "bench.soak.faulty")
-"""The same program with an engine process that fails when it is told to."""
+"""The same program, with an engine process that fails on a signal."""
 WAIT = 120.0  # seconds for anything that has to happen
 
 
 def write_model(folder: Path, width: int, layers: int) -> int:
-    """A random Llama with a tokenizer of bytes; its number of weights."""
+    """Write a random Llama with a tokenizer of bytes; its number of weights."""
     tokenizer = byte_tokenizer()
     model = tiny(
         "llama",
@@ -38,14 +39,16 @@ def write_model(folder: Path, width: int, layers: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> float:
-    """Wait for something; the seconds it took."""
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = WAIT) -> float:
+    """Wait for a condition; the seconds it took."""
     begin = time.monotonic()
-    while not condition():
+    while True:
+        found = condition()
+        if await found if inspect.isawaitable(found) else found:
+            return time.monotonic() - begin
         if time.monotonic() - begin > seconds:
             raise TimeoutError(f"not within {seconds:g} s: {what}")
-        await asyncio.sleep(0.01)
-    return time.monotonic() - begin
+        await asyncio.sleep(0.02)
 
 
 @dataclass
@@ -60,12 +63,12 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The HTTP process; its session has all that it started."""
+        """The HTTP process, which leads the session of all that it started."""
         return self.process.pid
 
     @property
     def engine_pid(self) -> int:
-        """The newest engine process, 0: there is none."""
+        """The newest engine process; 0: there is none."""
         return max((pid for pid in session(self.pid) if is_engine(pid)), default=0)
 
     async def status(self) -> Any:
@@ -76,41 +79,39 @@ class Server:
         """Whether the engine takes requests."""
         return (await self.client.get("/health/ready")).status == 200
 
-    async def until_ready(self, seconds: float = WAIT) -> float:
-        """Wait for the engine; the seconds it took."""
-        begin = time.monotonic()
-        while not await self.is_ready():
-            if time.monotonic() - begin > seconds:
-                raise TimeoutError(f"not ready within {seconds:g} s; the log is {self.log}")
-            await asyncio.sleep(0.02)
-        return time.monotonic() - begin
+    async def is_not_ready(self) -> bool:
+        """Whether the engine takes no requests."""
+        return not await self.is_ready()
 
-    async def outcomes(self) -> dict[str, int]:
-        """How requests ended, as the server counted."""
-        return outcomes((await self.client.get("/metrics")).body.decode())
+    async def until_ready(self) -> float:
+        """Wait for the engine; the seconds it took."""
+        return await until(self.is_ready, f"the server is ready; the log is {self.log}")
 
     async def idle(self, seconds: float = 10.0) -> tuple[Any, dict[str, int]]:
-        """Status and outcomes once nothing runs and all requests are counted, or as they are when time is up."""
+        """Status and outcomes once nothing runs and all requests are counted, or as they are after a timeout."""
         end = time.monotonic() + seconds
         while True:
-            status, counted = await self.status(), await self.outcomes()
-            settled = (
-                not status["running"] and not status["waiting"] and sum(counted.values()) >= self.client.ledger.sent
-            )
-            if (settled and status["free_blocks"] == status["num_blocks"]) or time.monotonic() > end:
+            status, counted = await self.status(), outcomes((await self.client.get("/metrics")).body.decode())
+            is_idle = not status["running"] and not status["waiting"] and is_free(status)
+            if (is_idle and sum(counted.values()) >= self.client.ledger.sent) or time.monotonic() > end:
                 return status, counted
             await asyncio.sleep(0.05)
 
-    async def end(self, number: int = signal.SIGTERM) -> int:
-        """End it in good order; the exit code."""
+    async def end(self) -> int:
+        """Stop the server with SIGTERM; the exit code."""
         if self.process.returncode is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGTERM)
         return await asyncio.wait_for(self.process.wait(), WAIT)
+
+
+def is_free(status: Any) -> bool:
+    """Whether no page of the cache is in use."""
+    return bool(status["free_blocks"] == status["num_blocks"])
 
 
 @contextlib.asynccontextmanager
 async def serving(model: Path, *flags: str, program: tuple[str, ...] = OUTPACE) -> AsyncIterator[Server]:
-    """A server that is ready; it is gone afterwards, with all that it started."""
+    """A server that is ready; afterwards it and all processes that it started are gone."""
     log = model.parent / f"server_{time.monotonic_ns()}.log"
     begin = time.monotonic()
     process = await launch(log, program, "serve", str(model), "--device", "cpu", "--port", "0", *flags)
@@ -126,13 +127,11 @@ async def serving(model: Path, *flags: str, program: tuple[str, ...] = OUTPACE) 
         await server.until_ready()
         yield server
     finally:
-        for pid in (process.pid, *session(process.pid)):
-            _kill(pid)
-        await process.wait()
+        await kill(process)
 
 
 async def launch(log: Path, program: tuple[str, ...], *arguments: str) -> asyncio.subprocess.Process:
-    """Start a program in a session of its own, with its output in a file."""
+    """Start a program in its own session, with its output in a file."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as file:
         return await asyncio.create_subprocess_exec(
@@ -140,41 +139,44 @@ async def launch(log: Path, program: tuple[str, ...], *arguments: str) -> asynci
         )
 
 
+async def kill(leader: asyncio.subprocess.Process) -> None:
+    """SIGKILL to a process and its session."""
+    for pid in (leader.pid, *session(leader.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    await leader.wait()
+
+
+def proc(pid: int, name: str) -> str:
+    """A file of a process in /proc; empty: the process is gone."""
+    try:
+        return (Path("/proc") / str(pid) / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def pids() -> list[int]:
+    """All processes."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
 def stat(pid: int) -> list[str]:
     """Fields of a process from its state on; empty: it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def cpu_seconds(pid: int) -> float:
-    """What a process has used of the cores."""
-    fields = stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    return proc(pid, "stat").rpartition(")")[2].split()
 
 
 def session(leader: int) -> list[int]:
-    """Processes of a session that live, but its leader."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    found = {pid: stat(pid) for pid in pids if pid != leader}
+    """Live processes of a session without its leader."""
+    found = {pid: stat(pid) for pid in pids() if pid != leader}
     return [pid for pid, fields in found.items() if fields and fields[0] != "Z" and int(fields[3]) == leader]
 
 
 def is_engine(pid: int) -> bool:
     """Whether a process is an engine."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return b"outpace.server.engine_process" in command or b"bench.soak.faulty" in command
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    command = proc(pid, "cmdline")
+    return "outpace.server.engine_process" in command or "bench.soak.faulty" in command
 
 
 def prompt(number: int, length: int = 16) -> str:
-    """A prompt of so many tokens, of a byte each, that no other number has."""
+    """A prompt of that many one-byte tokens, different for each number."""
     return (f"{number:06d} " + "lorem ipsum " * (length // 12 + 1))[:length]

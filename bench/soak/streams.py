@@ -1,7 +1,6 @@
 """Rows of nothing lost: streams that equal plain answers, and the ledger."""
 
 import asyncio
-import json
 import random
 from typing import Any
 
@@ -10,7 +9,6 @@ from bench.soak.row import Result, Soak
 from bench.soak.server import Server, prompt, serving
 
 STREAMS_EACH = 10  # streams that are compared with one plain answer
-PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 
 
 def random_request(draw: random.Random, number: int) -> tuple[str, dict[str, Any]]:
@@ -22,17 +20,17 @@ def random_request(draw: random.Random, number: int) -> tuple[str, dict[str, Any
     if draw.random() < 0.5:
         asked["ignore_eos"] = True
     if draw.random() < 0.5:
-        return PATHS["chat"], asked | {"messages": [{"role": "user", "content": prompt(number)}]}
+        return "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": prompt(number)}]}
     if draw.random() < 0.2:
         asked["echo"] = True
-    return PATHS["text"], asked | {"prompt": prompt(number)}
+    return "/v1/completions", asked | {"prompt": prompt(number)}
 
 
 def differences(plain: Answer, stream: Answer) -> list[str]:
-    """How a stream differs from the plain answer to the same request; nothing: it is the same in pieces."""
+    """How a stream differs from the plain answer to the same request; empty: it does not."""
     if plain.outcome != "done" or stream.outcome != "done":
         return [f"{plain.outcome} {plain.status} and {stream.outcome} {stream.status}: {stream.body[:200]!r}"]
-    whole, events, found = json.loads(plain.body), stream.events, []
+    whole, events, found = plain.json, stream.events, []
     usages = [event["usage"] for event in events if event.get("usage")]
     if usages != [whole["usage"]]:
         found.append(f"usage {usages} is not {whole['usage']}")
@@ -55,32 +53,26 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 async def n2(soak: Soak) -> Result:
-    """Streams against plain answers."""
-    async with serving(soak.small, "--deterministic") as server:
-        return await compare(soak, server)
+    """Random requests, each asked for once plainly and several times as a stream, all at once."""
+    total, slots, wrong = soak.count(10_000), asyncio.Semaphore(6), list[str]()
+    right = 0
 
-
-async def compare(soak: Soak, server: Server) -> Result:
-    """Random requests, each asked for once plainly and some times as a stream, all at once."""
-    total, places, right = soak.count(10_000), asyncio.Semaphore(6), 0
-    wrong: list[str] = []
-    sizes = [min(STREAMS_EACH, total - first) for first in range(0, total, STREAMS_EACH)]
-
-    async def group(number: int, size: int) -> None:
+    async def group(server: Server, number: int, size: int) -> None:
         nonlocal right
-        async with places:
+        async with slots:
             path, asked = random_request(random.Random(number), number)
             streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
-            plain, *streams = await asyncio.gather(
-                server.client.ask(asked, path), *(server.client.ask(streamed, path) for _ in range(size))
-            )
+            bodies = [asked, *[streamed] * size]
+            plain, *streams = await asyncio.gather(*(server.client.ask(each, path) for each in bodies))
             for stream in streams:
                 found = differences(plain, stream)
                 right += not found
                 wrong.extend(f"{path} {asked}: {each}" for each in found)
             soak.say(f"{right} of {total}")
 
-    await asyncio.gather(*(group(number, size) for number, size in enumerate(sizes)))
+    sizes = [min(STREAMS_EACH, total - first) for first in range(0, total, STREAMS_EACH)]
+    async with serving(soak.small, "--deterministic") as server:
+        await asyncio.gather(*(group(server, number, size) for number, size in enumerate(sizes)))
     soak.details["wrong streams"] = wrong[:20]
     measured = f"{right}/{total} equal" + (f"; first: {wrong[0][:200]}" if wrong else "")
     return Result("N-2", "stream = plain answer, one finish reason, one [DONE]", measured, right == total, f"{total}")

@@ -1,4 +1,4 @@
-"""What a piece of work costs a model at the least: weights and cache to read, products to compute."""
+"""The least that a piece of work costs a model: weights and cache to read, products to compute."""
 
 import math
 from collections import Counter
@@ -22,18 +22,18 @@ from outpace.loading.inspect import describe
 
 
 class Attention(NamedTuple):
-    """The attention of one layer, per token that is looked at."""
+    """The attention of one layer, per token of context."""
 
     kv_bytes: int
-    """A key and a value of every kv head."""
+    """A key and a value for every key head."""
     flops: int
-    """Of one query, for scores and values."""
+    """For one query: scores and values."""
     window: int
-    """Tokens that a query sees; 0: all."""
+    """Tokens that a query attends to; 0: all."""
 
 
 Touches = Sequence[tuple[float, float]]
-"""Tokens of a step, and how many experts of a layer they were seen to touch."""
+"""Tokens of a step, and how many experts of a layer they used."""
 
 
 class Experts(NamedTuple):
@@ -41,21 +41,21 @@ class Experts(NamedTuple):
 
     total: int
     top_k: int
-    """Experts that a token goes to."""
+    """Experts that a token uses."""
     weight_bytes: int
-    """Of one expert."""
+    """Bytes of one expert."""
     counted: tuple[tuple[float, float], ...] = ()
-    """Tokens and the experts that they touched, both ascending; empty: every expert is as likely as any other."""
+    """Tokens and the experts that they used, both ascending; empty: all experts are equally likely."""
 
     def touched(self, tokens: float) -> float:
-        """How many experts so many tokens go to: as counted, or else as expected. Between counts it is a line."""
+        """How many experts that many tokens use: as counted, with linear interpolation, or else as expected."""
         if not self.counted:
             return self.total * (1 - (1 - self.top_k / self.total) ** tokens)
         numbers, touched = zip((0.0, 0.0), (1.0, float(self.top_k)), *self.counted, strict=True)
         return float(np.interp(tokens, numbers, touched))
 
     def with_counts(self, touches: Touches) -> "Experts":
-        """The same experts with the means of what was counted; more tokens never touch fewer of them."""
+        """The same experts with mean counts; more tokens never use fewer experts."""
         found: dict[float, list[float]] = {}
         for tokens, touched in touches:
             if tokens > 1:
@@ -67,46 +67,46 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The numbers of a model."""
+    """Bytes and operations of a model."""
 
     weight_bytes: int
-    """Read by every step: all weights but experts, and the embedding table, of which a step reads a few rows."""
+    """Read by every step: all weights without experts and the embedding table, of which a step reads a few rows."""
     token_flops: int
-    """Of one token in all layers, its experts included, attention left out."""
+    """Per token in all layers, with its experts, without attention."""
     head_flops: int
-    """Of one choice of a token."""
+    """To choose one token."""
     attention: tuple[tuple[Attention, int], ...]
-    """Each kind of attention, and how many layers have it."""
+    """Each kind of attention, and the number of layers that have it."""
     experts: tuple[tuple[Experts, int], ...] = ()
-    """Each kind of experts, and how many layers have it."""
+    """Each kind of experts, and the number of layers that have it."""
 
     def with_counts(self, touches: Touches) -> "Cost":
-        """The same model, with experts touched as they were counted (the mean of its layers)."""
+        """The same model, with experts used as they were counted (the mean of its layers)."""
         return replace(self, experts=tuple((kind.with_counts(touches), count) for kind, count in self.experts))
 
     def step_bytes(self, tokens: float) -> float:
-        """Weights read by a step of so many tokens."""
+        """Bytes of weights that a step of that many tokens reads."""
         touched = (count * kind.weight_bytes * kind.touched(tokens) for kind, count in self.experts)
         return self.weight_bytes + sum(touched)
 
     def touched(self, tokens: float) -> float | None:
-        """Experts of a layer that so many tokens go to, the mean of all layers that have some; None: none has."""
+        """Experts of a layer that that many tokens use, the mean of all layers with experts; None: there are none."""
         layers = sum(count for _, count in self.experts)
         return sum(count * kind.touched(tokens) for kind, count in self.experts) / layers if layers else None
 
     def kv_bytes(self, begin: int, end: int) -> int:
-        """Read by decodes that see begin, begin + 1, .. end - 1 tokens."""
+        """Read by decodes with contexts of begin, begin + 1, .. end - 1 tokens."""
         return sum(count * kind.kv_bytes * _seen(begin, end, kind.window) for kind, count in self.attention)
 
     def prompt_flops(self, length: int) -> int:
-        """Of a prompt up to its first new token."""
+        """To prefill a prompt and choose its first new token."""
         pairs = sum(count * kind.flops * _seen(1, length + 1, kind.window) for kind, count in self.attention)
         return length * self.token_flops + pairs + self.head_flops
 
     def work_seconds(self, items: Sequence[Item], max_num_seqs: int, speed: Speed) -> float:
         """The limit of a batch of requests: max(products, weights read in every step) + cache read by decodes.
 
-        There are at least as many steps as the longest output has tokens. The first one has all the prompts.
+        There are at least as many steps as the longest output has tokens. The first step prefills all prompts.
         """
         outputs = [item.output_len for item in items]
         flops = sum(self.prompt_flops(len(item.prompt)) for item in items)
@@ -117,24 +117,24 @@ class Cost:
         return max(flops / speed.flops, weights / speed.bandwidth) + reads / speed.bandwidth
 
     def decode_seconds(self, batch: int, context: float, speed: Speed) -> float:
-        """The limit of one step of `batch` sequences, each of which sees so many tokens."""
+        """The limit of one decode step of `batch` sequences with that much context each."""
         flops = batch * (self.token_flops + self.head_flops)
         reads = batch * self.kv_bytes(round(context), round(context) + 1)
         return max(flops / speed.flops, self.step_bytes(batch) / speed.bandwidth) + reads / speed.bandwidth
 
     def prompt_seconds(self, batch: int, length: int, speed: Speed) -> float:
-        """The limit of the first token of prompts that come together."""
+        """The limit of the first token of prompts that arrive together."""
         weights = self.step_bytes(batch * length) / speed.bandwidth
         return max(batch * self.prompt_flops(length) / speed.flops, weights)
 
 
 def ideal_steps(outputs: Sequence[int], max_num_seqs: int) -> list[int]:
-    """How many tokens each of the fewest steps puts out, if all requests begin at once and wait only for room."""
+    """New tokens of each step, in the fewest steps: all requests begin at once and wait only for slots."""
     count = max(*outputs, -(-sum(outputs) // max_num_seqs), 1)
     wanted = [0] * count
     for length in outputs:
         wanted[length - 1] += 1
-    live = list(accumulate(reversed(wanted)))[::-1]  # requests that are not over yet
+    live = list(accumulate(reversed(wanted)))[::-1]  # requests that have not ended
     steps = [min(number, max_num_seqs) for number in live]
     waiting = sum(live) - sum(steps)
     for number, tokens in enumerate(steps):
@@ -144,9 +144,9 @@ def ideal_steps(outputs: Sequence[int], max_num_seqs: int) -> list[int]:
 
 
 def cost_of(module: nn.Module, kv_cache_dtype: str = "auto") -> Cost | None:
-    """The numbers of a model that has been started; None if it does not say how many experts a token goes to."""
+    """The cost of a model that has been started; None if its config does not say how many experts a token uses."""
     model: Any = module
-    stacks = _fused_stacks(module) or _own_stacks(module)
+    stacks = _stacks(module)
     if stacks is None:
         return None
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -174,7 +174,7 @@ def cost_of(module: nn.Module, kv_cache_dtype: str = "auto") -> Cost | None:
 
 
 def _packed(module: nn.Module) -> dict[int, int]:
-    """How many weights quantized tensors stand for, by where they lie: two of 4 bits share a byte, scales are none."""
+    """How many weights a quantized tensor holds, by its address: two of 4 bits share a byte, scales hold none."""
     made = [each for each in module.modules() if isinstance(each, Made)]
     return {
         each.get_parameter(name + end).data_ptr(): 0 if end else math.prod(recipe.shape)
@@ -186,23 +186,19 @@ def _packed(module: nn.Module) -> dict[int, int]:
 
 
 class _Stack(NamedTuple):
-    """Weights of the experts of one layer; in each of them the first dimension is the expert."""
+    """Weights of the experts of one layer; the first dimension of each is the expert."""
 
     weights: list[nn.Parameter]
     total: int
     top_k: int
 
 
-def _fused_stacks(module: nn.Module) -> list[_Stack]:
-    mixtures = (each for each in module.modules() if isinstance(each, MixtureOfExperts))
-    return [
-        _Stack(list(each.experts.parameters()), each.experts.num_experts, each.router.routing.top_k)
-        for each in mixtures
-    ]
-
-
-def _own_stacks(module: nn.Module) -> list[_Stack] | None:
-    """Those of a model that keeps its own experts; None if its config does not say how many are used."""
+def _stacks(module: nn.Module) -> list[_Stack] | None:
+    """Fused experts, or those that the model keeps itself; None if its config does not say how many a token uses."""
+    fused = [each for each in module.modules() if isinstance(each, MixtureOfExperts)]
+    if fused:
+        numbers = ((each.experts.num_experts, each.router.routing.top_k) for each in fused)
+        return [_Stack(list(each.experts.parameters()), *pair) for each, pair in zip(fused, numbers, strict=True)]
     info, found = describe(module), []
     if info.num_experts and not info.experts_per_token:
         return None
@@ -214,7 +210,7 @@ def _own_stacks(module: nn.Module) -> list[_Stack] | None:
     return found
 
 
-def _attention(module: nn.Module, kv_cache_dtype: str) -> list[Attention]:
+def _attention(module: Any, kv_cache_dtype: str) -> list[Attention]:
     fused = [each.settings for each in module.modules() if isinstance(each, FusedLayer)]
     first = next(module.parameters())
 
@@ -224,23 +220,16 @@ def _attention(module: nn.Module, kv_cache_dtype: str) -> list[Attention]:
     if fused:
         sizes = [token_bytes((s.num_kv_heads, s.head_dim, s.head_dim), first.dtype) for s in fused]
         return [Attention(size, 4 * s.num_heads * s.head_dim, s.window) for size, s in zip(sizes, fused, strict=True)]
-    paged, config = InterfaceModel(module, choose_kernels(first.device)), _config(module)
+    paged, config = InterfaceModel(module, choose_kernels(first.device)), module.config
     return [
         Attention(token_bytes(each, paged.dtype), 2 * config.num_attention_heads * (each[1] + each[2]), 0)
         for each in paged.kv_heads
     ]
 
 
-def _config(module: Any) -> Any:
-    return module.config
-
-
 def _seen(begin: int, end: int, window: int) -> int:
-    """begin + (begin + 1) + .. + (end - 1), where none counts for more than the window."""
+    """begin + (begin + 1) + .. + (end - 1), with each term at most the window."""
     if end <= begin:
         return 0
-    if not window or end - 1 <= window:
-        return (begin + end - 1) * (end - begin) // 2
-    if begin >= window:
-        return window * (end - begin)
-    return _seen(begin, window, 0) + window * (end - window)
+    full = min(max(begin, window), end) if window else end  # from here on the window is full
+    return (begin + full - 1) * (full - begin) // 2 + window * (end - full)

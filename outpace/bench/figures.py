@@ -1,37 +1,87 @@
-"""Figures of a run, under the names that vLLM's benchmarks use."""
+"""When tokens came, and figures of that under the names that vLLM's benchmarks use. No torch here: serve needs none."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from outpace.bench.drive import Run
-
 Figures = dict[str, Any]
+WHOLE, SPLIT = "whole prompts", "SplitFuse"
+"""The two runs that `outpace bench throughput --splitfuse` compares."""
+FASTGEN_PROMPT = 512.0
+"""Prompt tokens per second that DeepSpeed-FastGen's agreement asks for."""
 
 
-def throughput_figures(run: Run) -> Figures:
-    """Keys of `vllm bench throughput --output-json` and of `vllm bench serve`."""
-    traces, seconds = run.traces, run.seconds
-    inputs = sum(len(trace.output.prompt_token_ids) for trace in traces)
-    outputs = sum(trace.output.num_tokens for trace in traces)
+@dataclass(slots=True)
+class Trace:
+    """One request: when it was sent and when its tokens came, in seconds of a monotonic clock."""
+
+    start: float
+    prompt_tokens: int
+    end: float = 0.0
+    times: list[float] = field(default_factory=list)
+    """When each token came; of a server, when each event with text came."""
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.start
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the last token."""
+        return self.times[-1] - self.start
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [later - earlier for earlier, later in pairwise(self.times)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None: there is only one token."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+AnyTrace = TypeVar("AnyTrace", bound=Trace)
+Level = TypeVar("Level", int, float)
+
+
+@dataclass(frozen=True)
+class Run(Generic[AnyTrace]):
+    """Requests that have ended, and the seconds they took together."""
+
+    traces: list[AnyTrace]
+    seconds: float
+
+
+def figures_of(traces: Sequence[Trace], seconds: float, percents: Sequence[int] = (99,)) -> Figures:
+    """Keys that `vllm bench throughput` and `vllm bench serve` share, of requests without errors."""
+    inputs, outputs = sum(trace.prompt_tokens for trace in traces), sum(trace.output_tokens for trace in traces)
     return {
-        "elapsed_time": seconds,
-        "num_requests": len(traces),
-        "total_num_tokens": inputs + outputs,
-        "requests_per_second": len(traces) / seconds,
-        "tokens_per_second": (inputs + outputs) / seconds,
         "duration": seconds,
-        "completed": sum(trace.output.finished for trace in traces),
+        "completed": len(traces),
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(traces) / seconds,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
-        **_spread("ttft", [trace.times[0] - trace.arrival for trace in traces]),
-        **_spread("tpot", [sum(gaps) / len(gaps) for trace in traces if (gaps := trace.gaps)]),
-        **_spread("itl", [gap for trace in traces for gap in trace.gaps]),
+        **spread("ttft", [trace.ttft for trace in traces], percents),
+        **spread("tpot", [trace.tpot for trace in traces if trace.tpot is not None], percents),
+        **spread("itl", [gap for trace in traces for gap in trace.gaps], percents),
     }
+
+
+def spread(name: str, seconds: Sequence[float], percents: Sequence[int] = (99,)) -> Figures:
+    """Mean, median, standard deviation and percentiles in milliseconds."""
+    values = np.asarray(seconds or [0.0]) * 1e3
+    found = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
+    found |= {f"p{percent}": np.percentile(values, percent) for percent in percents}
+    return {f"{kind}_{name}_ms": float(value) for kind, value in found.items()}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -39,12 +89,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if values else 0.0
 
 
-def _spread(name: str, seconds: Sequence[float]) -> Figures:
-    """Mean, median, deviation and 99th percentile in milliseconds."""
-    values = np.asarray(seconds or [0.0]) * 1e3
-    return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-        f"p99_{name}_ms": float(np.percentile(values, 99)),
-    }
+def sweep(
+    levels: Iterable[Level], measure: Callable[[Level], Figures], unit: str, say: Callable[[str], None]
+) -> Iterator[Figures]:
+    """Measure each level, and report each result as it comes."""
+    for level in levels:
+        found = measure(level)
+        say(f"{level:g} {unit}: {found['output_throughput']:,.0f} output tokens/s")
+        yield found

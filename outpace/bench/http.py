@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client for load: it parses what comes in the callback of the socket, at a few microseconds an event.
+"""A small HTTP/1.1 client for load: it parses bytes in the callback of the socket, in a few microseconds per event.
 
-General clients take ten times as long for each piece of a stream, and a client that is busy measures itself.
+General clients take ten times as long for each event of a stream, and a busy client measures itself.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from outpace.errors import InputError
 
 Receive = Callable[[bytes], None]
-"""Told each piece of a body as it comes."""
+"""Called with each piece of a body as it comes."""
 
 
 class Response:
@@ -19,12 +19,14 @@ class Response:
 
     def __init__(self, receive: Receive) -> None:
         self.status = 0
+        self.headers: dict[str, str] = {}
+        """By their names in lower case."""
         self.done = False
         self.keeps_alive = True
         self._receive = receive
         self._buffer = bytearray()
         self._left: int | None = None
-        """Bytes of the body or chunk that are to come; None: until the connection ends."""
+        """Bytes of the body that are still to come; None: until the connection ends."""
         self._chunked = False
 
     def feed(self, data: bytes) -> None:
@@ -47,18 +49,19 @@ class Response:
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             return False
-        first, *lines = bytes(self._buffer[:end]).split(b"\r\n")
+        first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
         del self._buffer[: end + 4]
-        status = int(first.split(b" ", 2)[1])
+        status = int(first.split(" ", 2)[1])
         if 100 <= status < 200:
             return self._head()
-        pairs = (line.partition(b":") for line in lines)
-        headers = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+        pairs = (line.partition(":") for line in lines)
+        headers = self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         self.status = status
-        self._chunked = headers.get(b"transfer-encoding") == b"chunked"
-        length = headers.get(b"content-length")
+        self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        length = headers.get("content-length")
         self._left = None if length is None or self._chunked else int(length)
-        self.keeps_alive = headers.get(b"connection") != b"close" and (self._chunked or self._left is not None)
+        is_open = headers.get("connection", "").lower() != "close"
+        self.keeps_alive = is_open and (self._chunked or self._left is not None)
         return True
 
     def _plain(self) -> None:
@@ -68,7 +71,9 @@ class Response:
             self._receive(data)
         if self._left is not None:
             self._left -= len(data)
-            self.done = self._left <= 0
+            self.done = self._left == 0
+            if self._left < 0:
+                raise ValueError("the body is longer than its content-length")
 
     def _chunks(self) -> None:
         """Whole chunks: size in hex, CRLF, data, CRLF; one of size 0 is the last."""

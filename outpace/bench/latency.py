@@ -1,16 +1,18 @@
-"""Latency: one request, or a few together, with nothing beside them."""
+"""Latency: one request, or a batch that starts together, with nothing else running."""
 
 import statistics
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 
-from outpace.bench.figures import Figures, percentile
+from outpace.bench.drive import run
+from outpace.bench.figures import Figures, Trace, percentile
 from outpace.bench.subject import Subject
-from outpace.bench.workload import Item, check_lengths, latency_prompt
-from outpace.errors import InputError
+from outpace.bench.workload import Item, check_least, check_lengths, latency_prompt
 from outpace.types import SamplingParams
 
 WARM_UPS = 2
-COUNTED = 32  # tokens of each request after which the experts that a step touches are known
+COUNTED = 32  # tokens of each request after which the number of touched experts is known
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
 
@@ -21,24 +23,70 @@ def latency(
 
     Decode tokens/s = (output_len - 1) / (time for output_len tokens - time for 1 token), for each request of the batch.
     """
-    named = {"batch-size": batch_size, "input-len": input_len, "output-len": output_len - 1, "iters": iters}
-    for name, value in named.items():
-        if value < 1:
-            raise InputError(f"{name}: must be at least {2 if name == 'output-len' else 1}")
-    prompts = [latency_prompt(subject.vocab_size, input_len, number) for number in range(batch_size)]
-    check_lengths([Item(prompts[0], output_len)], subject.llm.engine.max_model_len)
-    if subject.llm.engine.experts is not None:  # which experts are touched is counted
+    sizes = {"batch_size": batch_size, "input_len": input_len, "output_len": output_len}
+    check_least(1, batch_size=batch_size, input_len=input_len, iters=iters)
+    check_least(2, output_len=output_len)
+    prompts = _prompts(subject, batch_size, input_len, output_len)
+    if subject.llm.engine.experts is not None:  # the warm-up counts which experts are touched
         subject.warm_up([Item(prompt, min(output_len, COUNTED)) for prompt in prompts])
     whole, first = (_times(subject, prompts, length, iters) for length in (output_len, 1))
-    decode = (output_len - 1) / (statistics.median(whole) - statistics.median(first))
+    ttft = statistics.median(first)
+    decode = (output_len - 1) / (statistics.median(whole) - ttft)
+    ours = {**subject.facts(), **sizes, "limit": None, "ratio": None, "ratio_ttft": None}
+    if (cost := subject.cost) is not None:
+        step = cost.decode_seconds(batch_size, input_len + output_len / 2, subject.speed)
+        prompt = cost.prompt_seconds(batch_size, input_len, subject.speed)
+        ours["limit"] = {"decode_tokens_per_second": 1 / step, "ttft_ms": prompt * 1e3}
+        ours |= {"ratio": decode * step, "ratio_ttft": prompt / ttft, **subject.experts_touched(batch_size)}
     return {
         "avg_latency": statistics.fmean(whole),
         "latencies": whole,
         "percentiles": {str(percent): percentile(whole, percent) for percent in PERCENTS},
-        "median_ttft_ms": statistics.median(first) * 1e3,
+        "median_ttft_ms": ttft * 1e3,
         "decode_tokens_per_second": decode,
-        "outpace": {**subject.facts(), **_limits(subject, batch_size, input_len, output_len, decode, first)},
+        "outpace": ours,
     }
+
+
+def decode_step(
+    subject: Subject, batch_size: int, *, input_len: int = 128, output_len: int = 128, iters: int = 3
+) -> Figures:
+    """Median milliseconds of a decode step in which all requests of a batch take part, beside the limit."""
+    items = [Item(prompt, output_len) for prompt in _prompts(subject, batch_size, input_len, output_len)]
+    subject.warm_up(items)
+    steps = [gap for _ in range(iters) for gap in _shared_gaps(run(subject.llm.engine, items).traces)]
+    limit = None
+    if (cost := subject.cost) is not None:
+        limit = cost.decode_seconds(batch_size, input_len + output_len / 2, subject.speed) * 1e3
+    return {
+        "step_ms": statistics.median(steps) * 1e3,
+        "p99_step_ms": percentile(steps, 99) * 1e3,
+        "steps": len(steps),
+        "limit_ms": limit,
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+    }
+
+
+def first_token(subject: Subject, length: int, *, iters: int = 3) -> Figures:
+    """Median milliseconds until the first token of one prompt, beside the limit."""
+    times, cost = _times(subject, _prompts(subject, 1, length, 1), 1, iters), subject.cost
+    limit = None if cost is None else cost.prompt_seconds(1, length, subject.speed) * 1e3
+    return {"ttft_ms": statistics.median(times) * 1e3, "times": times, "limit_ms": limit, "input_len": length}
+
+
+def _prompts(subject: Subject, count: int, input_len: int, output_len: int) -> list[list[int]]:
+    prompts = [latency_prompt(subject.vocab_size, input_len, number) for number in range(count)]
+    check_lengths([Item(prompts[0], output_len)], subject.llm.engine.max_model_len)
+    return prompts
+
+
+def _shared_gaps(traces: Sequence[Trace]) -> list[float]:
+    """Seconds between tokens, after the last request has begun and before the first one has ended."""
+    begin, end = max(trace.times[0] for trace in traces), min(trace.times[-1] for trace in traces)
+    last = max(traces, key=lambda trace: trace.times[0])
+    return [later - earlier for earlier, later in pairwise(each for each in last.times if begin <= each <= end)]
 
 
 def _times(subject: Subject, prompts: list[list[int]], length: int, iters: int) -> list[float]:
@@ -49,21 +97,3 @@ def _times(subject: Subject, prompts: list[list[int]], length: int, iters: int) 
         subject.llm.generate(list(prompts), params, use_tqdm=False)
         times.append(time.perf_counter() - begin)
     return times[WARM_UPS:]
-
-
-def _limits(
-    subject: Subject, batch: int, input_len: int, output_len: int, decode: float, first: list[float]
-) -> Figures:
-    options = {"batch_size": batch, "input_len": input_len, "output_len": output_len}
-    if (cost := subject.cost) is None:
-        return {**options, "limit": None, "ratio": None, "ratio_ttft": None}
-    step = cost.decode_seconds(batch, input_len + output_len / 2, subject.speed)
-    prompt = cost.prompt_seconds(batch, input_len, subject.speed)
-    return {
-        **options,
-        "limit": {"decode_tokens_per_second": 1 / step, "ttft_ms": prompt * 1e3},
-        "ratio": decode * step,
-        "ratio_ttft": prompt / statistics.median(first),
-        "experts_touched": cost.touched(batch),
-        "experts_counted": bool(subject.touches),
-    }

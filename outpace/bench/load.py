@@ -1,4 +1,4 @@
-"""Load on a server: requests sent at a rate or so many at a time, and when each piece of their answers came."""
+"""Load on a server: requests sent at a rate or with a concurrency limit, and when each event of their answers came."""
 
 import asyncio
 import random
@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from outpace.bench.figures import Run, Trace
 from outpace.bench.http import Pool
 
 Endpoint = Literal["completions", "chat"]
 Arrival = Literal["poisson", "fixed"]
 Watch = Callable[[int], None]
-"""Told how many requests have ended."""
+"""Called with the number of requests that have ended."""
 
 _SHOWN = 300  # bytes of an error body
 
@@ -28,6 +29,13 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
 
+    @property
+    def has_tokens(self) -> bool:
+        """The first event of a chat names only the role; every event of a completion has tokens."""
+        if self.delta is None:
+            return self.text is not None
+        return bool(self.delta.content or self.delta.reasoning_content)
+
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
@@ -40,41 +48,6 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-@dataclass(slots=True)
-class Trace:
-    """One request: when it was sent and when its pieces came, in seconds of a monotonic clock."""
-
-    start: float
-    prompt_tokens: int
-    """What was asked, until the server says how it counts."""
-    end: float = 0.0
-    times: list[float] = field(default_factory=list)
-    output_tokens: int = 0
-    error: str = ""
-    counted: bool = False
-    """Whether the server said how many tokens there were."""
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first piece."""
-        return self.times[0] - self.start
-
-    @property
-    def latency(self) -> float:
-        """Seconds to the last piece."""
-        return self.times[-1] - self.start
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between pieces."""
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds of a token but the first; None: there is only one."""
-        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-
-
 class Reader:
     """Reads the events of a stream into a trace."""
 
@@ -82,42 +55,32 @@ class Reader:
         self._trace = trace
         self._rest = b""
         self.first = b""
-        """How the body begins, for errors."""
+        """The beginning of the body, for error messages."""
         self._decode = msgspec.json.Decoder(_Chunk).decode
 
     def receive(self, data: bytes) -> None:
-        """A piece of the body, perhaps with several events or a part of one."""
+        """Read a piece of the body: any number of events, perhaps cut anywhere."""
         now = time.perf_counter()
         if len(self.first) < _SHOWN:
             self.first += data
-        *events, self._rest = (self._rest + data).split(b"\n")
-        for line in events:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip(), now)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
+                self._read(event, now)
 
-    def _event(self, data: bytes, now: float) -> None:
-        if data == b"[DONE]":
-            return
+    def _read(self, event: bytes, now: float) -> None:
         trace = self._trace
         try:
-            chunk = self._decode(data)
+            chunk = self._decode(event)
         except msgspec.DecodeError as error:
             trace.error = f"an event is not as OpenAI's are: {error}"
             return
         if chunk.error is not None:
             trace.error = str(chunk.error)[:300]
-        if any(_is_token(choice) for choice in chunk.choices):
+        if any(choice.has_tokens for choice in chunk.choices):
             trace.times.append(now)
         if chunk.usage is not None:
             trace.prompt_tokens, trace.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-            trace.counted = True
-
-
-def _is_token(choice: _Choice) -> bool:
-    """A completion's pieces all count; a chat's first one, which names the role alone, does not."""
-    if choice.delta is None:
-        return choice.text is not None
-    return bool(choice.delta.content or choice.delta.reasoning_content)
 
 
 @dataclass(frozen=True)
@@ -131,7 +94,7 @@ class Request:
 def make_request(
     endpoint: Endpoint, model: str, prompt: list[int] | str, output_len: int, extra: Mapping[str, Any]
 ) -> Request:
-    """A request for so many tokens, streamed, with the usage at the end."""
+    """A streamed request for that many tokens, with the usage in the last event."""
     asked: dict[str, Any] = {"model": model, "max_tokens": output_len, "temperature": 0.0, "stream": True}
     asked["stream_options"] = {"include_usage": True}
     if endpoint == "chat":
@@ -147,10 +110,10 @@ class Pace:
     """When requests are sent."""
 
     rate: float = float("inf")
-    """Requests a second; inf: all at once."""
+    """Requests per second; inf: all at once."""
     arrival: Arrival = "poisson"
     max_concurrency: int | None = None
-    """Most requests in flight; those that are due wait."""
+    """Most requests in flight; later ones wait."""
 
     def times(self, count: int, seed: int) -> Iterator[float]:
         """Seconds from the beginning at which requests are due."""
@@ -164,14 +127,6 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What came of the requests, and the seconds they took together."""
-
-    traces: list[Trace]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Target:
     """Where requests go."""
 
@@ -180,7 +135,7 @@ class Target:
     endpoint: Endpoint = "completions"
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 600.0
-    """Seconds for one request."""
+    """Seconds per request."""
 
     @property
     def path(self) -> str:
@@ -188,17 +143,19 @@ class Target:
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
 
-async def load(target: Target, requests: Sequence[Request], pace: Pace, seed: int, watch: Watch | None = None) -> Load:
+async def load(
+    target: Target, requests: Sequence[Request], pace: Pace, seed: int, watch: Watch | None = None
+) -> Run[Trace]:
     """Send requests at a pace, and wait for all answers."""
     pool, ended = Pool(target.base, dict(target.headers)), 0
-    places = asyncio.Semaphore(pace.max_concurrency or len(requests) or 1)
+    slots = asyncio.Semaphore(pace.max_concurrency or len(requests) or 1)
     begin = time.perf_counter()
 
     async def one(request: Request, due: float) -> Trace:
         nonlocal ended
         if due:
             await asyncio.sleep(begin + due - time.perf_counter())
-        async with places:
+        async with slots:
             trace = await _send(pool, target, request)
         ended += 1
         if watch is not None:
@@ -210,11 +167,11 @@ async def load(target: Target, requests: Sequence[Request], pace: Pace, seed: in
         traces = await asyncio.gather(*(one(request, due) for request, due in zip(requests, dues, strict=True)))
     finally:
         pool.close()
-    return Load(traces, max((trace.end for trace in traces), default=begin) - begin)
+    return Run(traces, max((trace.end for trace in traces), default=begin) - begin)
 
 
 async def _send(pool: Pool, target: Target, request: Request) -> Trace:
-    """One request; what goes wrong with it is in its trace."""
+    """Send one request; what goes wrong is noted in its trace."""
     trace = Trace(time.perf_counter(), request.prompt_tokens)
     reader = Reader(trace)
     try:
@@ -229,6 +186,5 @@ async def _send(pool: Pool, target: Target, request: Request) -> Trace:
     except OSError as error:
         trace.error = f"{type(error).__name__}: {error}"
     trace.end = time.perf_counter()
-    if not trace.counted:
-        trace.output_tokens = len(trace.times)
+    trace.output_tokens = trace.output_tokens or len(trace.times)  # the server does not always say
     return trace

@@ -1,8 +1,8 @@
 """A pipeline of stages against one process with the same work: how much faster it is, and when each stage computed.
 
 The work is prompts as long as a step, each with one new token, so that each is one micro-batch of one step. All are
-handed over at once: the pipeline fills, runs and drains once. Turns of one process and of the pipeline alternate, so
-that both have the same machine. Every process computes with `threads` threads.
+added at once: the pipeline fills, runs and drains once. Turns of one process and of the pipeline alternate, so that
+both see the same machine. Every process computes with `threads` threads.
 """
 
 import os
@@ -12,41 +12,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outpace._version import __version__
 from outpace.bench.drive import run
 from outpace.bench.figures import Figures
 from outpace.bench.shapes import build
-from outpace.bench.subject import is_shape
-from outpace.bench.workload import Item, latency_prompt
+from outpace.bench.subject import is_shape, software
+from outpace.bench.workload import Item, check_least, latency_prompt
 from outpace.config import LLMConfig
 from outpace.errors import InputError
-from outpace.kernels.limits import device_name
 from outpace.llm import LLM
-from outpace.loading.dtypes import choose_dtype, short
+from outpace.loading.dtypes import choose_dtype
+from outpace.parallel import trace
 from outpace.parallel.stages import bubble
-from outpace.parallel.trace import (
-    ENVIRONMENT,
-    Span,
-    Stages,
-    ideal_speedup,
-    idle_share,
-    read,
-    replayed,
-    steady_idle_share,
-    within,
-)
+from outpace.parallel.trace import Span, Stages
 from outpace.runner.machine import cores, usage, used_by_others
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is run."""
+    """The sizes of the measurement."""
 
     pp: int = 2
     """Stages."""
@@ -54,22 +42,21 @@ class Experiment:
     tokens: int = 128
     """Of each micro-batch."""
     turns: int = 3
-    """Of one process, and of the pipeline; one more of each warms up."""
+    """Of one process, and of the pipeline; there is one more warm-up turn."""
     threads: int = 1
     """Of each process."""
     layers: tuple[int, ...] | None = None
     """Of each stage; None: balanced by their costs."""
 
     def __post_init__(self) -> None:
-        least = {"pp": 2, "micro-batches": 1, "tokens": 8, "turns": 1, "threads": 1}
-        for name, smallest in least.items():
-            if (value := vars(self)[name.replace("-", "_")]) < smallest:
-                raise InputError(f"{name}: must be at least {smallest}, got {value}")
+        check_least(2, pp=self.pp)
+        check_least(1, micro_batches=self.micro_batches, turns=self.turns, threads=self.threads)
+        check_least(8, tokens=self.tokens)
         if self.layers is not None and len(self.layers) != self.pp:
             raise InputError(f"layers: {len(self.layers)} numbers for {self.pp} stages; give one for each stage")
 
     def options(self) -> dict[str, Any]:
-        """Of `LLM`: a prompt fills a step, and nothing is found in the prefix cache."""
+        """Options of `LLM`: a prompt fills a step, and there are no cache hits."""
         return {
             "max_num_batched_tokens": self.tokens,
             "max_num_seqs": min(self.tokens, 2 * self.pp + 2),
@@ -80,13 +67,14 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Turn:
-    """One run of all micro-batches through the pipeline, after one of the same in one process."""
+    """One run of all micro-batches in one process, then through the pipeline."""
 
     alone: float
     """Seconds of one process."""
     alone_cpu: float
-    """Of its CPU time."""
+    """Its CPU time in seconds."""
     seconds: float
+    """Of the pipeline."""
     stages: Stages
     others: float | None
     """Cores that other programs used while one process ran."""
@@ -105,54 +93,42 @@ def pipeline(
     say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Figures:
-    """Measure it. Options are those of `LLM`; None is left out."""
+    """Run the measurement. Options are those of `LLM`; None is unset."""
     given = {name: value for name, value in options.items() if value is not None}
-    with tempfile.TemporaryDirectory() as scratch, _threads(experiment.threads):
-        say("starting the model twice: in one process, and in stages")
-        folder = _folder(model, Path(scratch), random=random, **given)
-        with LLM(folder, **given, **experiment.options()) as alone:
-            facts = _facts(alone, model)
-            stages = {"pp_size": experiment.pp, "layers": experiment.layers}
-            with (
-                _traced(Path(scratch) / "trace") as traces,
-                LLM(folder, **given, **experiment.options(), pipeline_parallel=stages) as staged,
-            ):
-                turns = list(_turns(alone, staged, traces, experiment, say))
+    before = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as scratch, _environment("OMP_NUM_THREADS", str(experiment.threads)):
+        torch.set_num_threads(experiment.threads)
+        try:
+            say("starting the model twice: in one process, and in stages")
+            folder = _folder(model, Path(scratch), random=random, **given)
+            with LLM(folder, **given, **experiment.options()) as alone:
+                facts = software(Path(model).name, alone)
+                stages = {"pp_size": experiment.pp, "layers": experiment.layers}
+                with (
+                    _environment(trace.ENVIRONMENT, traces := f"{scratch}/trace"),
+                    LLM(folder, **given, **experiment.options(), pipeline_parallel=stages) as staged,
+                ):
+                    turns = list(_turns(alone, staged, Path(traces), experiment, say))
+        finally:
+            torch.set_num_threads(before)
     return figures(turns, experiment, facts)
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Ranks that are started inside have as many, too."""
-    before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    torch.set_num_threads(count)
-    os.environ["OMP_NUM_THREADS"] = str(count)
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for this process and for the ranks that start in the meantime."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        torch.set_num_threads(before[0])
-        _restore("OMP_NUM_THREADS", before[1])
-
-
-@contextmanager
-def _traced(folder: Path) -> Iterator[Path]:
-    """Pipelines that are started inside record when their stages compute."""
-    before = os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = str(folder)
-    try:
-        yield folder
-    finally:
-        _restore(ENVIRONMENT, before)
-
-
-def _restore(name: str, value: str | None) -> None:
-    os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _folder(model: str, scratch: Path, *, random: bool, **options: Any) -> str:
-    """What ranks can load: random weights are written into files."""
+    """A model that ranks can load: random weights are written to files."""
     if not random and not is_shape(model):
         return model
     config = LLMConfig.of(None, **{name: options[name] for name in ("dtype", "device") if name in options})
@@ -173,34 +149,31 @@ def _turns(alone: LLM, staged: LLM, traces: Path, experiment: Experiment, say: C
         begin = time.perf_counter()
         took = run(staged.engine, items).seconds
         if number == 0:
-            continue  # to warm up
+            continue  # warm-up
         others = None if before is None or after is None else used_by_others(before, after)
-        turn = Turn(seconds, cpu, took, within(read(traces), begin, begin + took), others)
+        turn = Turn(seconds, cpu, took, trace.within(trace.read(traces), begin, begin + took), others)
         say(f"turn {number} of {experiment.turns}: {turn.speedup:.2f} times as fast as one process")
         yield turn
 
 
 def figures(turns: Sequence[Turn], experiment: Experiment, facts: Figures) -> Figures:
-    """Of all turns; the timeline is that of the fastest one."""
+    """The figures of all turns; the timeline is that of the fastest turn."""
     best = min(turns, key=lambda turn: turn.seconds)
-    alone, ideal = min(turn.alone for turn in turns), ideal_speedup(experiment.pp, experiment.micro_batches)
-    speedup = alone / best.seconds
+    alone, ideal = min(turn.alone for turn in turns), trace.ideal_speedup(experiment.pp, experiment.micro_batches)
     others = [turn.others for turn in turns if turn.others is not None]
-    shown = {stage: [list(span) for span in spans] for stage, spans in best.stages.items()}
-    computing = {stage: _median_ms(spans) for stage, spans in best.stages.items()}
     return {
         "one_process_seconds": [turn.alone for turn in turns],
         "pipeline_seconds": [turn.seconds for turn in turns],
-        "speedup": speedup,
+        "speedup": alone / best.seconds,
         "ideal_speedup": ideal,
-        "of_ideal": speedup / ideal,
+        "of_ideal": alone / best.seconds / ideal,
         "median_speedup": statistics.median(turn.speedup for turn in turns),
-        "bubble": idle_share(best.stages),
+        "bubble": trace.idle_share(best.stages),
         "bubble_formula": bubble(experiment.pp, experiment.micro_batches),
-        "bubble_steady": steady_idle_share(best.stages),
-        "stage_ms": computing,
-        "by_cpu_time": _by_cpu_time(turns, experiment),
-        "timeline": shown,
+        "bubble_steady": trace.steady_idle_share(best.stages),
+        "stage_ms": {stage: _median_ms(spans) for stage, spans in best.stages.items()},
+        "by_cpu_time": _by_cpu_time(turns, ideal),
+        "timeline": {stage: [list(span) for span in spans] for stage, spans in best.stages.items()},
         "outpace": {
             **facts,
             **vars(experiment),
@@ -209,15 +182,15 @@ def figures(turns: Sequence[Turn], experiment: Experiment, facts: Figures) -> Fi
     }
 
 
-def _by_cpu_time(turns: Sequence[Turn], experiment: Experiment) -> Figures | None:
-    """What the same would be if no other program ran, from the CPU time of every computation. None: on a GPU."""
-    alone, without = min(turn.alone_cpu for turn in turns), [replayed(turn.stages) for turn in turns]
+def _by_cpu_time(turns: Sequence[Turn], ideal: float) -> Figures | None:
+    """What the figures would be if no other program ran, from the CPU time of each computation. None: on a GPU."""
+    alone, without = min(turn.alone_cpu for turn in turns), [trace.replayed(turn.stages) for turn in turns]
     best = min(without, key=_length)
     if not _length(best):
         return None
-    speedup, ideal = alone / _length(best), ideal_speedup(experiment.pp, experiment.micro_batches)
+    speedup = alone / _length(best)
     figures = {"one_process_seconds": alone, "pipeline_seconds": _length(best), "speedup": speedup}
-    return {**figures, "of_ideal": speedup / ideal, "bubble": idle_share(best)}
+    return {**figures, "of_ideal": speedup / ideal, "bubble": trace.idle_share(best)}
 
 
 def _length(stages: Stages) -> float:
@@ -226,12 +199,3 @@ def _length(stages: Stages) -> float:
 
 def _median_ms(spans: Sequence[Span]) -> float:
     return 1e3 * statistics.median(span.end - span.begin for span in spans) if spans else 0.0
-
-
-def _facts(llm: LLM, model: str) -> Figures:
-    return {
-        "model": Path(model).name,
-        "dtype": short(llm.dtype),
-        "device": device_name(llm.device),
-        "versions": {"outpace": __version__, **{name: version(name) for name in ("torch", "transformers")}},
-    }

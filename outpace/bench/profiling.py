@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes: how busy the GPU is, what the host does, which kernels are longest."""
+"""Where the time of decode steps goes: how busy the GPU is, how long the host works, which kernels take longest."""
 
 import time
 from collections import defaultdict
@@ -18,14 +18,14 @@ from outpace.llm_engine import LLMEngine
 STEPS = 32
 CPU_STEPS = 8  # each has thousands of events
 KERNELS = 10
-SETTLING = 4  # steps before any is looked at, twice: without the profiler and with it
+SETTLING = 4  # warm-up steps, twice: without the profiler and with it
 MARK = "ProfilerStep"  # what the profiler puts around steps
 
 
 def profile_decode(subject: Subject, items: Sequence[Item], steps: int | None = None) -> Figures:
-    """Fill the batch with requests, wait until all of them decode, and look at some steps.
+    """Fill the batch with requests, wait until all of them decode, and profile some steps.
 
-    The host's time is that of a step without what it waits for the GPU; the profiler itself is in it.
+    The host's time is that of a step without its waits for the GPU; it includes the profiler's own.
     """
     engine = subject.llm.engine
     on_gpu = subject.llm.device.type == "cuda"
@@ -45,7 +45,7 @@ def profile_decode(subject: Subject, items: Sequence[Item], steps: int | None = 
 
 
 def _look(driver: Driver, steps: int, batch: int, *, on_gpu: bool) -> tuple[list[Any], float, int]:
-    """Events, seconds and the number of steps while all requests of the batch decode; the first steps are left out."""
+    """Events, seconds and number of steps while all requests of the batch decode, after the warm-up steps."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     taken = 0
     with profile(activities=activities, schedule=schedule(wait=0, warmup=SETTLING, active=steps)) as profiler:
@@ -65,7 +65,7 @@ def _look(driver: Driver, steps: int, batch: int, *, on_gpu: bool) -> tuple[list
 
 
 def _long_outputs(items: Sequence[Item], engine: LLMEngine, steps: int) -> list[Item]:
-    """The prompts with outputs that go on until all of them decode, and for the steps that are looked at."""
+    """The prompts with outputs long enough until all of them decode, and for the profiled steps."""
     chunk = engine.scheduler.max_chunk_beside_decodes
     needed = steps + 3 * SETTLING + sum(-(-len(item.prompt) // chunk) for item in items)
     return [Item(item.prompt, max(1, min(needed, engine.max_model_len - len(item.prompt)))) for item in items]
@@ -100,7 +100,7 @@ def _summary(events: Sequence[Any], seconds: float, steps: int, batch: int, *, o
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
+    """Total length of spans, overlaps counted once."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))

@@ -7,27 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import numpy as np
 
-from outpace.bench.load import Load, Pace, Request, Target, Trace, Watch, load, make_request
+from outpace.bench import figures
+from outpace.bench.figures import FASTGEN_PROMPT, Figures, Run, Trace
+from outpace.bench.load import Pace, Request, Target, Watch, load, make_request
 from outpace.bench.workload import END_ID, Item, Source, Workload
 from outpace.errors import InputError, OutpaceError
 
-Figures = dict[str, Any]
-FASTGEN_PROMPT = 512.0
-"""Prompt tokens a second that DeepSpeed-FastGen's measure asks for."""
 FASTGEN_RATES = (2, 4, 6)
-"""Generated tokens a second that it asks for."""
+"""Generated tokens per second that DeepSpeed-FastGen's agreement asks for."""
 FASTGEN_SPAN = 16
-"""Of the moving average of a token's time."""
-UNLIMITED = 1 << 20  # tokens of a request, where the server does not say
+"""Span of its moving average of the time per token."""
+UNLIMITED = 1 << 20  # tokens of a request, if the server does not say
 PROBE_SECONDS = 60.0
+PERCENTS = (90, 99)
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem "
     "hand part place case week company system program question work number night point home water room mother area"
 )
-WORDS = tuple(_TEXT.split())
-"""Prompts for servers that take no token ids: one word for each."""
+WORDS = _TEXT.split()
+"""Prompts for servers that take no token ids: one word per token."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Server:
     model: str
     max_model_len: int
     takes_ids: bool
-    """Whether prompts go as token ids; else as words, about as many."""
+    """Whether prompts are sent as token ids; otherwise as about as many words."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """More fields of each request."""
 
@@ -50,40 +49,39 @@ class Server:
 
 def find(target: Target, model: str | None, extra: Mapping[str, Any]) -> Server:
     """Ask a server what it serves, and whether it takes token ids."""
-    with httpx.Client(base_url=target.base, headers=dict(target.headers), timeout=PROBE_SECONDS) as client:
+    with _client(target, target.base) as client:
         try:
             card = _card(client, model)
             name = model or str(card.get("id", ""))
             if not name:
                 raise InputError("model: the server does not say what it serves; name it")
-            takes = target.endpoint == "completions" and _takes_ids(client, name)
+            asked = {"model": name, "prompt": [20, 21], "max_tokens": 1}
+            takes = target.endpoint == "completions" and client.post("/completions", json=asked).status_code == 200
         except httpx.HTTPError as error:
             raise OutpaceError(f"url: {target.base}: {error or type(error).__name__}") from None
     return Server(target, name, int(card.get("max_model_len") or UNLIMITED), takes, extra)
 
 
+def _client(target: Target, url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers=dict(target.headers), timeout=PROBE_SECONDS)
+
+
 def _card(client: httpx.Client, model: str | None) -> dict[str, Any]:
+    """What the server says about the model, or about its first one."""
     reply = client.get("/models")
     if reply.status_code in (401, 403):
         raise InputError("api-key: the server wants another one")
     try:
-        cards = [card for card in reply.json()["data"] if model in (None, card.get("id"))]
+        return next((card for card in reply.json()["data"] if model in (None, card.get("id"))), {})
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return cards[0] if cards else {}
-
-
-def _takes_ids(client: httpx.Client, model: str) -> bool:
-    reply = client.post("/completions", json={"model": model, "prompt": [20, 21], "max_tokens": 1})
-    return reply.status_code == 200
 
 
 def source_of(
     server: Server, workload: Workload, tokenize: Callable[[str], list[int]] | None = None, vocab: int = END_ID
 ) -> Source:
-    """The requests of a workload; texts of a dataset are tokenized by the server, unless there is something else."""
-    headers, root = dict(server.target.headers), server.target.base.removesuffix("/v1")
-    with httpx.Client(base_url=root, headers=headers, timeout=PROBE_SECONDS) as client:
+    """The requests of a workload. The server tokenizes the texts of a dataset, unless `tokenize` is given."""
+    with _client(server.target, server.target.base.removesuffix("/v1")) as client:
 
         def ask(text: str) -> list[int]:
             reply = client.post("/tokenize", json={"model": server.model, "prompt": text})
@@ -106,7 +104,7 @@ def measure(
 ) -> Figures:
     """Run the warm-up, then the requests at their pace; figures under the names of `vllm bench serve`."""
 
-    async def both() -> Load:
+    async def both() -> Run[Trace]:
         if warm_up:
             at_once = Pace(max_concurrency=pace.max_concurrency)
             await load(server.target, [server.request(item) for item in warm_up], at_once, seed)
@@ -115,46 +113,33 @@ def measure(
     found = asyncio.run(both())
     if all(trace.error for trace in found.traces):
         raise OutpaceError(f"every request failed; the first: {found.traces[0].error}")
-    finite = pace.rate != float("inf")
+    rate = int(pace.rate) if pace.rate.is_integer() else pace.rate
+    is_finite = rate != float("inf")
     return {
         "model_id": server.model,
         "endpoint": server.target.endpoint,
         "prompts_are_token_ids": server.takes_ids,
         "num_prompts": len(items),
-        "request_rate": _number(pace.rate) if finite else "inf",
-        "arrival": pace.arrival if finite else None,
+        "request_rate": rate if is_finite else "inf",
+        "arrival": pace.arrival if is_finite else None,
         "max_concurrency": pace.max_concurrency,
         **figures_of(found, goodput),
     }
 
 
-def _number(rate: float) -> float:
-    return int(rate) if rate.is_integer() else rate
-
-
-def figures_of(found: Load, goodput: Mapping[str, float] | None = None) -> Figures:
-    """The figures of a load; those of requests that failed count only as failed."""
+def figures_of(found: Run[Trace], goodput: Mapping[str, float] | None = None) -> Figures:
+    """The figures of a load; a request that failed counts only as failed."""
     good = [trace for trace in found.traces if not trace.error]
     seconds, begin = found.seconds, min(trace.start for trace in found.traces)
-    inputs, outputs = sum(trace.prompt_tokens for trace in good), sum(trace.output_tokens for trace in good)
     met = None if goodput is None else sum(_meets(trace, goodput) for trace in good) / seconds
     return {
-        "duration": seconds,
-        "completed": len(good),
+        **figures.figures_of(good, seconds, PERCENTS),
+        **figures.spread("e2el", [trace.latency for trace in good], PERCENTS),
         "failed": len(found.traces) - len(good),
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "request_throughput": len(good) / seconds,
         "request_goodput": met,
         "goodput_sla_ms": None if goodput is None else dict(goodput),
-        "output_throughput": outputs / seconds,
-        "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": _peak_tokens(good, begin),
-        "max_concurrent_requests": _most_at_once(found.traces),
-        **_spread("ttft", [trace.ttft for trace in good]),
-        **_spread("tpot", [trace.tpot for trace in good if trace.tpot is not None]),
-        **_spread("itl", [gap for trace in good for gap in trace.gaps]),
-        **_spread("e2el", [trace.latency for trace in good]),
+        "max_concurrent_requests": _most_in_flight(found.traces),
         "effective_throughput": {
             str(rate): sum(meets_fastgen(trace, rate) for trace in good) / seconds for rate in FASTGEN_RATES
         },
@@ -168,7 +153,7 @@ def figures_of(found: Load, goodput: Mapping[str, float] | None = None) -> Figur
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float] | None:
-    """ttft:200 tpot:50 e2el:1000 as milliseconds; None: nothing is asked for."""
+    """Parse ttft:200 tpot:50 e2el:1000 as milliseconds; None: no limits are given."""
     wanted: dict[str, float] = {}
     for word in (part for given in words for part in given.replace(",", " ").split()):
         name, _, number = word.partition(":")
@@ -188,13 +173,13 @@ def _meets(trace: Trace, limits: Mapping[str, float]) -> bool:
 
 
 def meets_fastgen(trace: Trace, rate: float) -> bool:
-    """DeepSpeed-FastGen's agreement: 512 prompt tokens a second, and never less than `rate` new ones on average.
+    """DeepSpeed-FastGen's agreement: 512 prompt tokens per second, and never less than `rate` new ones on average.
 
-    The average of a token's time is a moving one (exponential, of span 16) that begins with the second token.
+    The time per token is averaged exponentially, with a span of 16, from the second token on.
     """
     if trace.ttft > trace.prompt_tokens / FASTGEN_PROMPT:
         return False
-    tokens = max(1.0, (trace.output_tokens - 1) / max(1, len(trace.times) - 1))  # in one piece
+    tokens = max(1.0, (trace.output_tokens - 1) / max(1, len(trace.times) - 1))  # per event
     return all(average <= tokens / rate for average in moving_average(trace.gaps, FASTGEN_SPAN))
 
 
@@ -210,29 +195,14 @@ def _peak_tokens(traces: Sequence[Trace], begin: float) -> float:
     """Most tokens that came within a second of the run."""
     seconds: Counter[int] = Counter()
     for trace in traces:
-        each = trace.output_tokens / len(trace.times)
         for moment in trace.times:
-            seconds[int(moment - begin)] += each  # type: ignore[assignment]
+            seconds[int(moment - begin)] += trace.output_tokens / len(trace.times)  # type: ignore[assignment]
     return float(max(seconds.values(), default=0))
 
 
-def _most_at_once(traces: Sequence[Trace]) -> int:
-    """Most requests in flight."""
-    changes = sorted([(trace.start, 1) for trace in traces] + [(trace.end, -1) for trace in traces])
+def _most_in_flight(traces: Sequence[Trace]) -> int:
     now = most = 0
-    for _, change in changes:
+    for _, change in sorted([(trace.start, 1) for trace in traces] + [(trace.end, -1) for trace in traces]):
         now += change
         most = max(most, now)
     return most
-
-
-def _spread(name: str, seconds: Sequence[float]) -> Figures:
-    """Mean, median, deviation and percentiles in milliseconds."""
-    values = np.asarray(seconds or [0.0]) * 1e3
-    return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-        f"p90_{name}_ms": float(np.percentile(values, 90)),
-        f"p99_{name}_ms": float(np.percentile(values, 99)),
-    }

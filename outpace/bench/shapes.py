@@ -13,94 +13,88 @@ from outpace.errors import ModelError
 
 DEVIATION = 0.02
 POOL = 1_000_003  # values that are drawn for a CPU; a prime, so that rows differ
+
+
+def _shape(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, positions: int,
+    eps: float = 1e-5, tied: bool = False, **more: Any,
+) -> Mapping[str, Any]:  # fmt: skip
+    """Entries of a config.json that all families but OPT and GPT-NeoX share."""
+    return {
+        "model_type": model_type, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+        "max_position_embeddings": positions, "rms_norm_eps": eps, "tie_word_embeddings": tied,
+        **more,
+    }  # fmt: skip
+
+
+def _opt(hidden: int, inner: int, layers: int) -> Mapping[str, Any]:
+    return {
+        "model_type": "opt", "hidden_size": hidden, "ffn_dim": inner, "num_hidden_layers": layers,
+        "num_attention_heads": 32, "vocab_size": 50272, "word_embed_proj_dim": hidden, "max_position_embeddings": 2048,
+        "do_layer_norm_before": True, "activation_function": "relu",
+    }  # fmt: skip
+
+
+_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+_LLAMA_3: Any = {"rope_theta": 5e5}
+_QWEN_3: Any = {"head_dim": 128, "rope_theta": 1e6}
+_EXPERTS: Any = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+# hidden size, MLP, layers, heads, key heads, vocabulary, positions
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 131072,
+    "llama-3.1-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256, 131072, head_dim=128, **_LLAMA_3),
+    "llama-3.1-70b": _shape("llama", 8192, 28672, 80, 64, 8, 128256, 131072, head_dim=128, **_LLAMA_3),
+    "llama-3.1-405b": _shape("llama", 16384, 53248, 126, 128, 8, 128256, 131072, head_dim=128, **_LLAMA_3),
+    "llama-3.2-1b": _shape("llama", 2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64, tied=True, **_LLAMA_3),
+    "qwen3-0.6b": _shape("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, 1e-6, tied=True, **_QWEN_3),
+    "qwen2.5-7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, 1e-6, rope_theta=1e6),
+    "gemma-2-2b": _shape(
+        "gemma2", 2304, 9216, 26, 8, 4, 256000, 8192, 1e-6, head_dim=256, rope_theta=1e4,
+        sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+        hidden_activation="gelu_pytorch_tanh", tied=True,
+    ),
+    "llama-2-7b": _shape("llama", 4096, 11008, 32, 32, 32, 32000, 4096, head_dim=128, rope_theta=1e4),
+    "pythia-6.9b": {
+        "model_type": "gpt_neox", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "vocab_size": 50432, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "max_position_embeddings": 2048, "use_parallel_residual": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     },
-    "llama-3.1-70b": {
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 131072,
-    },
-    "llama-3.1-405b": {
-        "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
-        "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 131072,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "max_position_embeddings": 131072,
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 40960,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    },
-    "qwen3-235b-a22b": {
-        "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
-        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
-        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 32768,
-        "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 131072, "sliding_window": 128,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096, "truncate": False,
-        },
-    },
-    "deepseek-v2-lite": {
-        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "kv_lora_rank": 512,
-        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 163840,
-        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
-        },
-    },
-    "small": {
-        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "vocab_size": 1024,
-        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-    },
-    "tiny": {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256,
-        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
-    },
-    "tiny-moe": {
-        "model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
-    },
+    "opt-6.7b": _opt(4096, 16384, 32),
+    "opt-1.3b": _opt(2048, 8192, 24),
+    "qwen3-30b-a3b": _shape(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, 1e-6, moe_intermediate_size=768, **_QWEN_3, **_EXPERTS
+    ),
+    "qwen3-235b-a22b": _shape(
+        "qwen3_moe", 4096, 12288, 94, 64, 4, 151936, 40960, 1e-6, moe_intermediate_size=1536, **_QWEN_3, **_EXPERTS
+    ),
+    "mixtral-8x7b": _shape(
+        "mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, head_dim=128, rope_theta=1e6,
+        num_local_experts=8, num_experts_per_tok=2,
+    ),
+    "gpt-oss-20b": _shape(
+        "gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072, head_dim=64, sliding_window=128,
+        num_local_experts=32, num_experts_per_tok=4, swiglu_limit=7.0,
+        rope_parameters={**_YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
+    ),
+    "deepseek-v2-lite": _shape(
+        "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840, 1e-6, kv_lora_rank=512, q_lora_rank=None,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64, n_shared_experts=2,
+        num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1,
+        topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0,
+        rope_parameters={**_YARN, "rope_theta": 1e4, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "small": _shape("llama", 1024, 2816, 8, 16, 16, 1024, 4096, head_dim=64, rope_theta=1e4),
+    "tiny": _shape("llama", 32, 48, 2, 4, 2, 256, 2048, head_dim=8, rope_theta=1e4),
+    "tiny-moe": _shape(
+        "qwen3_moe", 32, 48, 2, 4, 2, 256, 2048, 1e-6, head_dim=8, rope_theta=1e4,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+    ),
 }  # fmt: skip
-"""Entries of the published config.json files; small, tiny and tiny-moe are for tries without a GPU. The layers of small
-are nearly all of it, so that stages of a pipeline are equal."""
+"""Entries of the published config.json files; small, tiny and tiny-moe are for tries without a GPU. Almost all of small
+is in its layers, so that stages of a pipeline are equal."""
 SMALL = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
-"""Dense ones that one GPU runs with room to spare."""
+"""Dense models that fit one GPU with room to spare."""
 DENSE = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" not in shape)
 
 
@@ -113,9 +107,9 @@ DRAWING = (
 
 
 class _NoDrawing(TorchFunctionMode):
-    """Random initializers of matrices do nothing: the values would be drawn twice more, and thrown away.
+    """Random initializers of matrices do nothing: `build` draws all matrices itself.
 
-    Vectors (biases, attention sinks) are drawn here, since what is not drawn is not set at all.
+    Vectors (biases, attention sinks) are drawn here, since `build` does not set them.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -133,24 +127,23 @@ class _NoDrawing(TorchFunctionMode):
 
 
 def rank_shape(name: str, tp: int, ep: int | None = None) -> dict[str, Any]:
-    """The shape of a model whose layers are as large as one rank's share of them, so that it runs without collectives.
+    """The shape of a model whose layers are as large as one rank's share, so that it runs without collectives.
 
-    Heads, rows of the MLP and of the vocabulary are split over `tp` ranks, experts over `ep` groups of them (None: each
-    rank has whole experts). Key heads that are fewer than ranks are there more than once. Of the experts that a token
-    goes to, a rank has its mean share; its router is smaller than the whole one, which all ranks have.
+    Heads, rows of the MLP and of the vocabulary are split over `tp` ranks, experts over `ep` groups (None: each rank
+    has whole experts). If there are fewer key heads than ranks, ranks share copies. Of the experts that a token
+    goes to, a rank has its mean share; its router is smaller than the real one, which every rank has whole.
     """
     shape, groups = dict(SHAPES[name]), tp if ep is None else ep
     if tp < 1 or groups < 1 or tp % groups:
         raise ModelError(f"ranks: ep={groups} groups need a tp that is a multiple of it, got {tp}")
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        shape[key] = _part(name, key, shape[key], tp)
-    if "moe_intermediate_size" in shape:
-        shape["moe_intermediate_size"] = _part(
-            name, "moe_intermediate_size", shape["moe_intermediate_size"], tp // groups
-        )
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    split = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"), tp)
+    if missing := [key for key in split if key not in shape]:
+        raise ModelError(f"ranks: {name} has no {missing[0]}; its share of a rank is not known")
+    split |= {"moe_intermediate_size": tp // groups}
+    split |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), groups)
+    for key, ranks in split.items():
         if key in shape:
-            shape[key] = _part(name, key, shape[key], groups)
+            shape[key] = _part(name, key, shape[key], ranks)
     if "num_experts_per_tok" in shape:
         shape["num_experts_per_tok"] = max(1, shape["num_experts_per_tok"] // groups)
     return shape
@@ -170,8 +163,8 @@ def build(
 ) -> nn.Module:
     """A model of a shape, or of the config.json in a folder: weights normal with deviation 0.02, norms 1.
 
-    They are made where they run and in the dtype they run in, so what is started from it never holds them twice:
-    stacks of experts stay as they are, and what is fused is fused one weight at a time.
+    They are made on their device and in their dtype, so that starting the model never holds them twice: stacks of
+    experts stay as they are, and other weights are fused one at a time.
     """
     config, generator = config_of(source), torch.Generator(device).manual_seed(seed)
     with torch.device(device), _NoDrawing(generator):
@@ -181,7 +174,7 @@ def build(
 
 
 def _fill(weights: list[torch.Tensor], generator: torch.Generator) -> None:
-    """Draw the weights. A CPU gets the same million values over and over: it draws 20 million a second, and 8B weights
+    """Draw the weights. On a CPU, which draws 20 million per second, they repeat the same million values: 8B weights
     would take minutes."""
     if generator.device.type != "cpu":
         for weight in weights:
@@ -194,8 +187,8 @@ def _fill(weights: list[torch.Tensor], generator: torch.Generator) -> None:
 
 
 def bytes_read_per_token(model: nn.Module) -> int:
-    """Bytes of weights that one decode step of a model without experts must read: all but the rows of the embedding
-    that are not looked up."""
+    """Bytes of weights that one decode step of a model without experts must read: all but the embedding table, of which
+    it reads a few rows."""
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     head = model.get_output_embeddings().weight  # type: ignore[operator]
     total = sum(parameter.nbytes for parameter in model.parameters())

@@ -1,56 +1,54 @@
-"""SplitFuse against whole prompts: how long decodes have to wait while long prompts come in beside them.
+"""SplitFuse against whole prompts: how long decodes wait while long prompts are prefilled beside them.
 
 Some sequences decode all the time. Long prompts arrive at regular intervals, twice as long as one takes in a step
-of its own. Once prompts are chopped and fused with the decodes (the default), once each is computed in a single
-step. Both are the same engine with another budget, and the same arrivals, so nothing else differs.
+of its own. In one run prompts are chopped and fused with the decodes (the default), in the other each is computed in a
+single step. Both are the same engine with another token budget, and the same arrivals, so nothing else differs.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.bench.drive import Driver, Trace
-from outpace.bench.figures import Figures, percentile
+from outpace.bench.drive import Driver, EngineTrace
+from outpace.bench.figures import SPLIT, WHOLE, Figures, percentile
 from outpace.bench.subject import Subject
-from outpace.bench.workload import Item, check_lengths, random_ids
+from outpace.bench.workload import Item, check_least, check_lengths, random_ids
 from outpace.errors import InputError
-from outpace.runner.start import CPU_TOKENS, GPU_TOKENS
-from outpace.scheduler import MAX_CHUNK, Scheduler
+from outpace.runner.budget import CPU_TOKENS, GPU_TOKENS
+from outpace.scheduler import Scheduler
 
 PERCENTS = (50, 95, 99)
-WHOLE, SPLIT = "whole prompts", "SplitFuse"
 SPACING = 2.0  # times what a whole prompt takes: prompts take half of the time
 STEPS = 64  # decodes that an interval may hold
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Its sizes."""
+    """The sizes of the measurement."""
 
     decoders: int = 32
     decoder_prompt: int = 64
     prompt: int = 2600
     num_prompts: int = 24
     budget: int | None = None
-    """Tokens of a step with SplitFuse; None: the default of the device."""
+    """Token budget of a step with SplitFuse; None: the default of the device."""
 
     def __post_init__(self) -> None:
-        for name in ("decoders", "decoder_prompt", "prompt", "num_prompts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name.replace('_', '-')}: must be at least 1, got {getattr(self, name)}")
+        sizes = {name: value for name, value in vars(self).items() if name != "budget"}
+        check_least(1, **sizes)
         if (self.budget or CPU_TOKENS) <= self.decoders:
             raise InputError(f"max-num-batched-tokens: must be more than the {self.decoders} decoders")
 
     @property
     def whole_budget(self) -> int:
-        """Tokens of a step that takes a whole prompt beside the decoders; a size that steps are captured for."""
+        """Token budget that fits a whole prompt and the decoders; a size that CUDA graphs are captured for."""
         return max(1 << (self.prompt + self.decoders).bit_length(), self.budget or GPU_TOKENS)
 
     @property
     def decoder_output(self) -> int:
-        """New tokens that a decoder may need until the last prompt is in, with some to spare."""
+        """New tokens that a decoder may need until the last prompt is prefilled, with some to spare."""
         budget = self.budget or CPU_TOKENS
         chunk = min(max(1, budget // 4), budget - self.decoders)
         filling = -(-self.decoders * self.decoder_prompt // chunk) + self.decoders
@@ -65,23 +63,19 @@ class Experiment:
         }
 
 
-def default_budget(device_type: str, decoders: int) -> int:
-    """Tokens of a step where nothing is asked for."""
-    return max(GPU_TOKENS if device_type == "cuda" else CPU_TOKENS, decoders + 1)
-
-
 def splitfuse(subject: Subject, experiment: Experiment) -> Figures:
     """Inter-token latencies of the decoders and throughput, with SplitFuse and with whole prompts.
 
     The subject is started with `experiment.options()`.
     """
     engine = subject.llm.engine
-    budget = experiment.budget or default_budget(subject.llm.device.type, experiment.decoders)
+    default = GPU_TOKENS if subject.llm.device.type == "cuda" else CPU_TOKENS
+    budget = experiment.budget or max(default, experiment.decoders + 1)
     lengths = Item([0] * experiment.decoder_prompt, experiment.decoder_output), Item([0] * experiment.prompt, 1)
     check_lengths(lengths, engine.max_model_len)
     ways = {
         WHOLE: (experiment.whole_budget, experiment.whole_budget),
-        SPLIT: (budget, max(1, min(MAX_CHUNK, budget // 4))),
+        SPLIT: (budget, max(1, min(engine.scheduler.max_chunk_beside_decodes, budget // 4))),
     }
     found: Figures = {}
     interval = 0.0
@@ -103,16 +97,18 @@ def splitfuse(subject: Subject, experiment: Experiment) -> Figures:
 
 @contextmanager
 def _budget(scheduler: Scheduler, tokens: int, chunk: int) -> Iterator[None]:
-    before = scheduler.max_num_batched_tokens, scheduler.max_chunk_beside_decodes
-    scheduler.max_num_batched_tokens, scheduler.max_chunk_beside_decodes = tokens, chunk
+    before = scheduler.sizes
+    scheduler.sizes = replace(
+        before, max_num_batched_tokens=tokens, max_streamed_tokens=tokens, max_chunk_beside_decodes=chunk
+    )
     try:
         yield
     finally:
-        scheduler.max_num_batched_tokens, scheduler.max_chunk_beside_decodes = before
+        scheduler.sizes = before
 
 
 def _measure(subject: Subject, experiment: Experiment, num_prompts: int, interval: float, seed: int) -> Figures:
-    """From the first long prompt's arrival until all are in and the last interval is over."""
+    """Measure from the first long prompt's arrival until all are prefilled and the last interval is over."""
     vocab, driver = subject.vocab_size, Driver(subject.llm.engine)
 
     def item(number: int, length: int, output: int) -> Item:
@@ -123,35 +119,28 @@ def _measure(subject: Subject, experiment: Experiment, num_prompts: int, interva
         decoders = [driver.add(item(number, *sizes)) for number in range(experiment.decoders)]
         while not all(len(trace.times) > 1 for trace in decoders):
             driver.step()
-        begin, prompts = time.perf_counter(), list[Trace]()
+        begin, prompts = time.perf_counter(), list[EngineTrace]()
         while len(prompts) < num_prompts or not all(prompt.times for prompt in prompts):
             due = begin + len(prompts) * interval
-            alone = interval == 0 and not all(prompt.times for prompt in prompts)
-            if len(prompts) < num_prompts and time.perf_counter() >= due and not alone:
+            waits = interval == 0 and not all(prompt.times for prompt in prompts)
+            if len(prompts) < num_prompts and time.perf_counter() >= due and not waits:
                 prompts.append(driver.add(item(experiment.decoders + len(prompts), experiment.prompt, 1)))
             driver.step()
         while time.perf_counter() < begin + num_prompts * interval:
             driver.step()
-        end = time.perf_counter()
+        return _figures(decoders, prompts, begin, time.perf_counter())
     finally:
         driver.close()
-    waits = [prompt.times[0] - prompt.arrival for prompt in prompts]
-    return _figures(decoders, waits, experiment.prompt, begin, end)
 
 
-def _figures(decoders: list[Trace], waits: list[float], prompt: int, begin: float, end: float) -> Figures:
-    gaps = [
-        later - earlier
-        for trace in decoders
-        for earlier, later in zip(trace.times, trace.times[1:], strict=False)
-        if later > begin
-    ]
-    tokens = sum(time > begin for trace in decoders for time in trace.times) + len(waits)
+def _figures(decoders: list[EngineTrace], prompts: list[EngineTrace], begin: float, end: float) -> Figures:
+    gaps = [gap for trace in decoders for gap, at in zip(trace.gaps, trace.times[1:], strict=True) if at > begin]
+    tokens = len(prompts) + sum(at > begin for trace in decoders for at in trace.times)
     return {
         **{f"p{percent}_itl_ms": percentile(gaps, percent) * 1e3 for percent in PERCENTS},
-        "median_ttft_ms": percentile(waits, 50) * 1e3,
+        "median_ttft_ms": percentile([prompt.ttft for prompt in prompts], 50) * 1e3,
         "output_throughput": tokens / (end - begin),
-        "total_token_throughput": (tokens + len(waits) * prompt) / (end - begin),
+        "total_token_throughput": (tokens + sum(prompt.prompt_tokens for prompt in prompts)) / (end - begin),
         "duration": end - begin,
         "itls_ms": [round(gap * 1e3, 4) for gap in gaps],
     }

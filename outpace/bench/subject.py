@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outpace._version import __version__
 from outpace.bench.cost import Cost, cost_of
-from outpace.bench.drive import Watch, run
+from outpace.bench.drive import run
 from outpace.bench.shapes import SHAPES, build
 from outpace.bench.workload import Item
 from outpace.config import LLMConfig
@@ -36,37 +36,40 @@ class Subject:
     name: str
     llm: LLM
     expected_cost: Cost | None
-    """With every expert as likely as any other; None: no limit is known."""
+    """With all experts equally likely; None: no limit is known."""
     speed: Speed
     vocab_size: int
     startup_seconds: dict[str, float]
     since: Usage | None
-    """What programs had used of the processors when the model was ready."""
+    """CPU time that programs had used when the model was ready."""
     touches: list[tuple[float, float]] = field(default_factory=list)
-    """Tokens of steps, and how many experts of a layer they went to, as counted so far."""
+    """Tokens of warm-up steps, and how many experts of a layer each step used."""
 
     @property
     def cost(self) -> Cost | None:
-        """What work costs at the least, with the experts that steps were counted to touch; None: not known."""
+        """The least that work costs, with the experts that warm-up steps used; None: not known."""
         expected = self.expected_cost
         return expected.with_counts(self.touches) if expected is not None and self.touches else expected
 
-    def warm_up(self, items: Sequence[Item], concurrency: int | None = None, watch: Watch | None = None) -> None:
-        """Run requests that are not measured. Of a model with experts it is counted which ones each step touches."""
+    def experts_touched(self, tokens: int) -> dict[str, Any]:
+        """Figures: experts of a layer that a step of that many tokens uses, and whether that was counted."""
+        cost = self.cost
+        return {"experts_touched": cost and cost.touched(tokens), "experts_counted": bool(self.touches)}
+
+    def warm_up(self, items: Sequence[Item], concurrency: int | None = None) -> None:
+        """Run requests that are not measured. For a model with experts, count which ones each step uses."""
         experts, known = self.llm.engine.experts, self.expected_cost
         if experts is None or known is None or not known.experts:
-            run(self.llm.engine, items, concurrency, watch)
+            run(self.llm.engine, items, concurrency)
             return
         before, top_k = experts.read(), known.experts[0][0].top_k
 
-        def count(ended: int, total: int) -> None:
+        def count() -> None:
             nonlocal before
             now = experts.read()  # waits for the step, which is why nothing is timed here
             new, before = now - before, now
             if tokens := int(new[0].sum()) // top_k:
                 self.touches.append((tokens, float((new > 0).sum(dim=1).float().mean())))
-            if watch is not None:
-                watch(ended, total)
 
         run(self.llm.engine, items, concurrency, count)
 
@@ -78,28 +81,30 @@ class Subject:
 
     def facts(self) -> dict[str, Any]:
         """Where and with what a figure was measured."""
-        scheduler = self.llm.engine.scheduler
+        scheduler, now = self.llm.engine.scheduler, usage()
+        others = None if self.since is None or now is None else used_by_others(self.since, now)
         return {
-            "model": self.name,
-            "device": device_name(self.llm.device),
-            "dtype": short(self.llm.dtype),
+            **software(self.name, self.llm),
             "read_bandwidth_gb_s": self.speed.bandwidth / 1e9,
             "matmul_gflop_s": self.speed.flops / 1e9,
             "startup_seconds": self.startup_seconds,
-            "used_by_other_programs": self._used_by_others(),
+            "used_by_other_programs": None if others is None else {"cores": others, "of": cores()},
             "peak_memory_bytes": peak_memory(self.llm.device),
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "max_model_len": self.llm.engine.max_model_len,
             "num_blocks": scheduler.pool.num_blocks,
-            "versions": {"outpace": __version__, **{name: version(name) for name in ("torch", "transformers")}},
         }
 
-    def _used_by_others(self) -> dict[str, float] | None:
-        """Cores that other programs have used since the model was ready, of those that there are."""
-        if self.since is None or (now := usage()) is None:
-            return None
-        return {"cores": used_by_others(self.since, now), "of": cores()}
+
+def software(name: str, llm: LLM) -> dict[str, Any]:
+    """Figures: what ran, and where."""
+    return {
+        "model": name,
+        "device": device_name(llm.device),
+        "dtype": short(llm.dtype),
+        "versions": {"outpace": __version__, **{each: version(each) for each in ("torch", "transformers")}},
+    }
 
 
 @contextmanager
@@ -110,12 +115,14 @@ def started(
     weights_seed: int = 0,
     prefix_caching: bool = False,
     speed: Speed | None = None,
+    catch_up: bool = True,
     **options: Any,
 ) -> Iterator[Subject]:
-    """Start a model for a while: anything that LLM takes, or the name of a shape. Options are LLM's; None is left out.
+    """Start a model for a while: anything that LLM takes, or the name of a shape. Options are LLM's; None is unset.
 
-    `random`: random weights for the config in a folder; shapes have them anyway. Prefixes are not shared by default:
-    requests that are measured twice would find themselves in the cache.
+    `random`: random weights for the config in a folder; shapes have them anyway. Prefix caching is off by default:
+    requests that are measured twice would be cache hits. `catch_up`: first finish what the start left for later (such
+    as graphs), so that no capture falls into a measurement; the start-up seconds do not include it.
     """
     given = {name: value for name, value in options.items() if value is not None}
     config = LLMConfig.of(None, **given, enable_prefix_caching=prefix_caching)
@@ -128,6 +135,8 @@ def started(
     size = describe(module).vocab_size or embedding.weight.shape[0]
     seconds = {**llm.startup_seconds, "load": took, "all": llm.startup_seconds["all"] + took}
     try:
+        while catch_up and llm.engine.is_behind:
+            llm.engine.catch_up()
         yield Subject(name, llm, cost_of(module, config.kv_cache_dtype), found, size, seconds, usage())
     finally:
         llm.shutdown()
@@ -138,7 +147,7 @@ def started(
 
 
 def is_shape(model: str | nn.Module | None) -> bool:
-    """Whether it names a shape, and no file of that name is there."""
+    """Whether it names a shape, and no file of that name exists."""
     return isinstance(model, str) and model in SHAPES and local_path(model) is None
 
 

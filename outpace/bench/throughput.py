@@ -1,47 +1,40 @@
-"""Throughput: many requests at once, or so many at a time."""
+"""Throughput: many requests at once, or with a fixed number in flight."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from outpace.bench.drive import Watch, run
-from outpace.bench.figures import Figures, throughput_figures
+from outpace.bench import figures
+from outpace.bench.drive import run
+from outpace.bench.figures import Figures, figures_of
 from outpace.bench.subject import Subject
 from outpace.bench.workload import Item, Source, check_lengths
 
-PER_PLACE = 4  # requests of a sweep for each one in flight
+PER_SLOT = 4  # requests of a sweep per request in flight
 
 
 def throughput(
-    subject: Subject,
-    items: Sequence[Item],
-    warm_up: Sequence[Item] = (),
-    *,
-    concurrency: int | None = None,
-    watch: Watch | None = None,
+    subject: Subject, items: Sequence[Item], warm_up: Sequence[Item] = (), *, concurrency: int | None = None
 ) -> Figures:
-    """Run the warm-up, then measure the requests; the limit of this very work and how near it is are among the figures.
-
-    The limit is None where it is not known.
-    """
+    """Run the warm-up, then measure the requests. `limit` is of these very requests, None where it is not known."""
     engine = subject.llm.engine
     check_lengths([*items, *warm_up], engine.max_model_len)
     if warm_up:
-        subject.warm_up(warm_up, concurrency, watch)
-    measured = run(engine, items, concurrency, watch)
-    figures = throughput_figures(measured)
-    places = min(concurrency or len(items), engine.scheduler.max_num_seqs)
-    figures["outpace"] = {
-        **subject.facts(),
-        "concurrency": places,
-        "mean_context": _mean_context(items),
-        "limit": None,
-        "ratio": None,
+        subject.warm_up(warm_up, concurrency)
+    measured = run(engine, items, concurrency)
+    found = figures_of(measured.traces, measured.seconds)
+    found |= {
+        "elapsed_time": measured.seconds,
+        "num_requests": len(items),
+        "total_num_tokens": found["total_input_tokens"] + found["total_output_tokens"],
+        "requests_per_second": found["request_throughput"],
+        "tokens_per_second": found["total_token_throughput"],
     }
+    slots = min(concurrency or len(items), engine.scheduler.max_num_seqs)
+    ours = {**subject.facts(), "concurrency": slots, "mean_context": _mean_context(items), "limit": None, "ratio": None}
     if (cost := subject.cost) is not None:
-        seconds = cost.work_seconds(items, places, subject.speed)
-        limit = {"seconds": seconds, "output_throughput": figures["total_output_tokens"] / seconds}
-        figures["outpace"] |= {"limit": limit, "ratio": seconds / measured.seconds}
-        figures["outpace"] |= {"experts_touched": cost.touched(places), "experts_counted": bool(subject.touches)}
-    return figures
+        seconds = cost.work_seconds(items, slots, subject.speed)
+        ours["limit"] = {"seconds": seconds, "output_throughput": found["total_output_tokens"] / seconds}
+        ours |= {"ratio": seconds / measured.seconds, **subject.experts_touched(slots)}
+    return {**found, "outpace": ours}
 
 
 def sweep(
@@ -50,16 +43,19 @@ def sweep(
     levels: Sequence[int],
     seed: int,
     most: int | None = None,
-    watch: Watch | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Figures]:
-    """A closed loop for each level: that many requests in flight, each replaced when it ends.
+    """A closed loop per level: that many requests in flight, each replaced when it ends.
 
-    Four requests for each place, but no more than `most` unless there are more places.
+    Each level has four requests per slot; at most `most` requests, unless there are more slots.
     """
-    for level in levels:
-        count = min(PER_PLACE * level, max(level, most or PER_PLACE * level))
+
+    def measure(level: int) -> Figures:
+        count = min(PER_SLOT * level, max(level, most or PER_SLOT * level))
         items, warm_up = source.draw(count, seed), source.warm_up(count, seed)[: 2 * level]
-        yield throughput(subject, items, warm_up, concurrency=level, watch=watch)
+        return throughput(subject, items, warm_up, concurrency=level)
+
+    return figures.sweep(levels, measure, "in flight", say)
 
 
 def _mean_context(items: Sequence[Item]) -> float:

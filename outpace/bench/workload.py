@@ -14,12 +14,12 @@ SEED = 1234
 COUNT = 256
 PROMPT_LENGTHS = (64, 1024)
 OUTPUT_LENGTHS = (64, 512)
-FIRST_ID, END_ID = 10, 32000  # ids that are drawn: past the special tokens that models begin with
+FIRST_ID, END_ID = 10, 32000  # range of the token ids; special tokens often come before it
 
 CHAT_PROMPT, CHAT_OUTPUT = 220, 200  # mean tokens of a turn of ShareGPT
 CHAT_SPREAD = 1.0  # standard deviation of the logarithm
 CHAT_SHORTEST, CHAT_LONGEST = 4, 1024
-FILE_OUTPUT = 128  # new tokens where a file says nothing
+FILE_OUTPUT = 128  # new tokens if a file does not say
 
 
 class Item(NamedTuple):
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 
 Draw = Callable[[int, int], list[Item]]
-"""So many requests, of this seed."""
+"""Makes that many requests from a seed."""
 Tokenize = Callable[[str], list[int]]
 
 
@@ -40,14 +40,14 @@ class Source(NamedTuple):
     """Where requests come from."""
 
     draw: Draw
-    """What is measured."""
+    """Requests that are measured."""
     warm_up: Draw
-    """Others to warm up on, for the same seed: of the same kind, and with no prompt in common."""
+    """Other requests for the warm-up, for the same seed: of the same kind, with no prompt in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Which requests: uniform lengths, unless something else is said."""
+    """Which requests: by default, with uniformly drawn lengths."""
 
     input_len: int | None = None
     output_len: int | None = None
@@ -55,9 +55,7 @@ class Workload:
     dataset: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("input-len", self.input_len), ("output-len", self.output_len)):
-            if value is not None and value < 1:
-                raise InputError(f"{name}: must be at least 1, got {value}")
+        check_least(1, input_len=self.input_len, output_len=self.output_len)
         if self.chat and (self.input_len or self.output_len or self.dataset):
             raise InputError("workload: sharegpt draws its own lengths; leave input-len, output-len and dataset out")
         if self.dataset is not None and self.input_len is not None:
@@ -83,16 +81,23 @@ class Workload:
                 lambda count, seed: choose(items, count, seed),
                 lambda count, seed: like(choose(items, count, seed), vocab, seed + 1),
             )
-        draw = self._drawn(vocab, max_model_len)
+
+        def draw(count: int, seed: int) -> list[Item]:
+            if self.chat:
+                return chat_like(vocab, count, seed, max_model_len)
+            if self.input_len and self.output_len:
+                prompt, output = (self.input_len, self.input_len), (self.output_len, self.output_len)
+                return uniform(vocab, count, seed, prompt=prompt, output=output)
+            return uniform(vocab, count, seed)
+
         return Source(draw, lambda count, seed: draw(count, seed + 1))
 
-    def _drawn(self, vocab: int, max_model_len: int) -> Draw:
-        if self.chat:
-            return lambda count, seed: chat_like(vocab, count, seed, max_model_len)
-        if self.input_len and self.output_len:
-            fixed = {"prompt": (self.input_len, self.input_len), "output": (self.output_len, self.output_len)}
-            return lambda count, seed: uniform(vocab, count, seed, **fixed)
-        return lambda count, seed: uniform(vocab, count, seed)
+
+def check_least(least: int, **values: int | None) -> None:
+    """Refuse options that are too small."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise InputError(f"{name.replace('_', '-')}: must be at least {least}, got {value}")
 
 
 def random_ids(seed: int, length: int, vocab: int) -> list[int]:
@@ -102,7 +107,7 @@ def random_ids(seed: int, length: int, vocab: int) -> list[int]:
 
 
 def latency_prompt(vocab: int, length: int = 128, number: int = 0) -> list[int]:
-    """The prompt whose latency is measured; others for a batch of them."""
+    """The prompt whose latency is measured; `number` gives others for a batch."""
     return random_ids(SEED * 7919 + number, length, vocab)
 
 
@@ -114,13 +119,13 @@ def uniform(
     prompt: tuple[int, int] = PROMPT_LENGTHS,
     output: tuple[int, int] = OUTPUT_LENGTHS,
 ) -> list[Item]:
-    """Requests with lengths drawn uniformly, ends included."""
+    """Requests with uniformly drawn lengths, ends included."""
     draw = random.Random(seed)
     return _of_lengths([(draw.randint(*prompt), draw.randint(*output)) for _ in range(count)], vocab, seed)
 
 
 def chat_like(vocab: int, count: int, seed: int = SEED, max_model_len: int = 2 * CHAT_LONGEST) -> list[Item]:
-    """Requests with the skewed lengths of conversations: log-normal, cut at both ends."""
+    """Requests with the skewed lengths of conversations: log-normal, clipped at both ends."""
     draw, longest = random.Random(seed), min(CHAT_LONGEST, max_model_len // 2)
 
     def length(mean: int) -> int:
@@ -136,7 +141,7 @@ def like(items: Sequence[Item], vocab: int, seed: int) -> list[Item]:
 
 
 def check_lengths(items: Sequence[Item], max_model_len: int) -> None:
-    """Refuse what the model cannot hold, before anything has run."""
+    """Refuse requests that are too long for the model, before anything runs."""
     longest = max(len(item.prompt) + item.output_len for item in items)
     if longest > max_model_len:
         raise InputError(
@@ -146,14 +151,14 @@ def check_lengths(items: Sequence[Item], max_model_len: int) -> None:
 
 
 def choose(items: Sequence[Item], count: int, seed: int) -> list[Item]:
-    """So many of the requests, in the order that the seed gives."""
+    """`count` of the requests, in an order that depends on the seed."""
     if count > len(items):
         raise InputError(f"num-prompts: {count} is more than the {len(items)} usable requests of the dataset")
     return random.Random(seed).sample(items, count)
 
 
 def read_dataset(path: Path, tokenize: Tokenize, max_model_len: int, output_len: int | None) -> list[Item]:
-    """ShareGPT's JSON, or JSON lines with "prompt" and perhaps "output_len"; what is too long is left out."""
+    """ShareGPT's JSON, or JSON lines with "prompt" and perhaps "output_len"; requests that are too long are skipped."""
     items = []
     for number, entry in enumerate(_entries(path), 1):
         found = _item(f"{path.name}, entry {number}", entry, tokenize, output_len)
@@ -183,7 +188,7 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _item(where: str, entry: Any, tokenize: Tokenize, output_len: int | None) -> Item | None:
-    """The request of an entry; None: a conversation without an answer."""
+    """The request of an entry; None: it is a conversation without an answer."""
     if not isinstance(entry, dict):
         raise InputError(f"dataset: {where}: expected an object, got {entry!r:.60}")
     if "conversations" in entry:
@@ -200,7 +205,7 @@ def _item(where: str, entry: Any, tokenize: Tokenize, output_len: int | None) ->
 
 
 def _of_conversation(where: str, turns: Any, tokenize: Tokenize, output_len: int | None) -> Item | None:
-    """The first turn is the prompt, and the second as long as the answer."""
+    """The first turn is the prompt, and the second gives the length of the answer."""
     try:
         texts = [turn["value"] for turn in turns[:2]]
     except (TypeError, KeyError):

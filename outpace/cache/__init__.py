@@ -1,1 +1,1 @@
-"""The key-value cache: pages that any sequence can own."""
+"""The KV cache: pages, their block ids, and the levels below the device."""

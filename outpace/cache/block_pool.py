@@ -1,4 +1,4 @@
-"""Which blocks of the key-value cache are free, who holds them, and which can be shared. Ids only; no torch here."""
+"""The KV cache's block ids: which are free, in use, or cached prefixes that can be shared. No torch."""
 
 from array import array
 from collections import Counter, OrderedDict
@@ -11,9 +11,9 @@ from outpace.errors import ConfigError
 def block_hashes(
     tokens: Sequence[int], block_size: int, salt: str = "", known: list[bytes] | None = None
 ) -> list[bytes]:
-    """A hash for each full block, of its tokens, all before them and the salt; `known`, of the first, is extended."""
+    """A hash for each full block, of the salt and all tokens up to its end; extends `known`, the first hashes."""
     hashes = [] if known is None else known
-    # Surrogates pass: a salt is the caller's text, and no text may make the scheduler fail.
+    # "surrogatepass": the salt is user text, and no text may crash the scheduler.
     parent = hashes[-1] if hashes else sha256(salt.encode("utf-8", "surrogatepass")).digest()
     for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
         parent = sha256(parent + array("q", tokens[end - block_size : end]).tobytes()).digest()
@@ -22,7 +22,7 @@ def block_hashes(
 
 
 class BlockPool:
-    """Blocks with reference counts. Unreferenced ones that hold a known prefix stay until their room is needed."""
+    """Blocks with reference counts. An unreferenced block with a cached prefix stays until its space is needed."""
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         if num_blocks < 0 or block_size < 1:
@@ -38,25 +38,25 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: the empty ones and those that can be evicted."""
+        """Blocks that can be allocated now: empty ones and those that can be evicted."""
         return len(self._empty) + len(self._evictable)
 
     @property
     def num_empty(self) -> int:
-        """Free blocks that hold nothing."""
+        """Free blocks without cached contents."""
         return len(self._empty)
 
     @property
     def num_used(self) -> int:
-        """Blocks that hold something: somebody's, or a prefix that can be found."""
+        """Blocks with contents: in use, or a cached prefix."""
         return self.num_blocks - len(self._empty)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix; they are not the caller's until it calls `share`."""
+        """Blocks of the longest cached prefix. Call `share` to keep them."""
         blocks = []
         for key in hashes:
             block = self._cached.get(key)
@@ -66,14 +66,14 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each of these blocks."""
+        """Add a reference to each of these blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._evictable[block]
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """So many blocks to write to, each with one reference, or None if there are not enough."""
+        """Blocks to write to, each with one reference, or None if there are not enough."""
         if count > self.num_free:
             return None
         blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
@@ -82,9 +82,9 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int], *, stale: bool = False) -> None:
-        """Give back one reference to each; of one sequence the last blocks will be evicted first.
+        """Drop a reference to each. The last blocks of a sequence are evicted before its first.
 
-        stale: those that nobody holds any more will be evicted before all others.
+        stale: evict those that are now unreferenced before all others.
         """
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} was released more often than it was taken"
@@ -98,44 +98,44 @@ class BlockPool:
                         self._evictable.move_to_end(block, last=False)
 
     def num_freed_by(self, blocks: Iterable[int]) -> int:
-        """How many blocks would be free if each of these were released as often as it is named."""
+        """How many blocks would become free if these were released, each as often as it is listed."""
         return sum(self._references[block] == count for block, count in Counter(blocks).items())
 
     def register(self, block: int, key: bytes) -> None:
-        """Make a block findable that is full and computed; the first block with a hash keeps it."""
+        """Add a full, computed block to the prefix cache; the first block with a hash keeps it."""
         assert self._references[block] > 0, f"block {block} is nobody's"
         if self.enable_prefix_caching and self._hashes[block] is None and key not in self._cached:
             self._hashes[block] = key
             self._cached[key] = block
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a block with this hash can be found."""
+        """Whether a block with this hash is cached."""
         return key in self._cached
 
     def find(self, key: bytes | None) -> int | None:
-        """The block with this hash; it is not the caller's until it calls `share`."""
+        """The cached block with this hash. Call `share` to keep it."""
         return None if key is None else self._cached.get(key)
 
     def key_of(self, block: int) -> bytes | None:
-        """The hash under which a block can be found."""
+        """The hash under which a block is cached."""
         return self._hashes[block]
 
     def idle(self) -> Iterator[tuple[int, bytes]]:
-        """Blocks that nobody holds, with their hashes, those first that will be evicted first."""
+        """Unreferenced blocks with their hashes, in order of eviction."""
         for block in self._evictable:
             key = self._hashes[block]
             assert key is not None
             yield block, key
 
     def forget(self, block: int) -> None:
-        """Make a block that somebody holds unfindable: it is not what its hash says."""
+        """Remove a block in use from the prefix cache: its contents do not match its hash."""
         assert self._references[block] > 0, f"block {block} is nobody's"
         if (key := self._hashes[block]) is not None:
             del self._cached[key]
             self._hashes[block] = None
 
     def check(self, held: Mapping[int, int] | None = None) -> None:
-        """Assert every invariant; with `held` also that these are all the references there are."""
+        """Assert every invariant; with `held`, also that these are all the references."""
         kinds = Counter(self._empty) + Counter(self._evictable.keys())
         for block, (references, key) in enumerate(zip(self._references, self._hashes, strict=True)):
             assert references >= 0

@@ -1,7 +1,7 @@
-"""Blocks in a file: for prefixes that nobody has used for so long that host memory has no room for them.
+"""Blocks in a file: the prefix cache level below host memory.
 
-The file has no name: it is unlinked as soon as it is open, so that nothing outlives the process and nothing of another
-one can be read. Every block has a checksum, kept in memory. A block that cannot be read as it was written counts as not
+The file is unlinked as soon as it is open, so that nothing outlives the process and no other process's data can be
+read. A checksum of every block is kept in memory. A block that does not read back as it was written counts as not
 there.
 """
 
@@ -19,12 +19,12 @@ from outpace.errors import ConfigError
 from outpace.log import logger
 
 SECTOR = 4096
-"""Bytes to which direct reads and writes are aligned: in the file, in memory and in length."""
+"""Alignment of direct reads and writes in bytes: file offset, memory address and length."""
 GIB = 1 << 30
 
 
 class FileBlocks:
-    """Blocks of one size in one preallocated file. Different blocks may be read and written by several threads."""
+    """Blocks of one size in a preallocated file. Threads may read and write different blocks at the same time."""
 
     def __init__(self, folder: str, num_blocks: int, block_bytes: int) -> None:
         """block_bytes: a multiple of `SECTOR`; memory that is read to and written from is aligned to it."""
@@ -36,10 +36,10 @@ class FileBlocks:
         self._checksums: dict[int, int] = {}
         self._file = _open(folder, num_blocks * block_bytes)
         self.close = weakref.finalize(self, os.close, self._file)
-        """Gives the space back; so does the end of the store, or of the process."""
+        """Frees the disk space; so does deleting this object or ending the process."""
 
     def write(self, block: int, data: memoryview) -> bool:
-        """Write a block; False if it could not be, and is not there."""
+        """Write a block; False if the write failed: the block is not stored."""
         self._checksums.pop(block, None)
         whole = self._whole("written", lambda begin: os.pwrite(self._file, data[begin:], self._place(block) + begin))
         if whole:
@@ -47,7 +47,7 @@ class FileBlocks:
         return whole
 
     def read(self, block: int, data: memoryview) -> bool:
-        """Read a block as it was written; False if that cannot be done: `data` means nothing then."""
+        """Read a block; False if it cannot be read as it was written: then `data` is garbage."""
         checksum = self._checksums.get(block)
         if checksum is None:
             return False
@@ -59,7 +59,7 @@ class FileBlocks:
         return block * self.block_bytes
 
     def _whole(self, what: str, go_on: Callable[[int], int]) -> bool:
-        """Whether a block is read or written to its end."""
+        """Whether a block was read or written to its end."""
         done = 0
         try:
             while done < self.block_bytes:
@@ -74,7 +74,7 @@ class FileBlocks:
     def _fail(self, what: str, why: str) -> bool:
         if self.num_failed == 0:
             logger.warning(
-                "offload.kv_files: a block could not be %s (%s): it is computed again; further ones are only counted",
+                "offload.kv_files: a block could not be %s (%s) and is recomputed; further failures are only counted",
                 what,
                 why,
             )
@@ -83,14 +83,14 @@ class FileBlocks:
 
 
 def room_in(folder: str) -> int:
-    """Bytes that are free where a folder is, or will be."""
+    """Free bytes on the file system of a folder, which need not exist yet."""
     path = Path(folder).absolute()
     there = os.statvfs(next(each for each in (path, *path.parents) if each.exists()))
     return there.f_bavail * there.f_frsize
 
 
 def _open(folder: str, size: int) -> int:
-    """A file of this size without a name, for direct reads and writes where the folder allows them."""
+    """An unlinked file of this size, opened for direct I/O if the file system supports it."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         opened = _nameless(folder)
@@ -122,7 +122,7 @@ def _nameless(folder: str) -> int:
 
 
 def _works(direct: int) -> bool:
-    """Whether a file opened for direct writes takes one: some file systems refuse only then."""
+    """Whether direct writes work: some file systems refuse the write, not the open."""
     try:
         with mmap.mmap(-1, SECTOR) as page:
             return os.pwrite(direct, page, 0) == SECTOR

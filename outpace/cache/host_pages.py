@@ -1,4 +1,4 @@
-"""Pages in host memory: all layers' keys, values and scales of a block are one contiguous row of bytes there."""
+"""Pages in host memory: keys, values and scales of all layers of a block are one contiguous row of bytes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from outpace.cache.kv_cache import Pages
-from outpace.kernels.block_copy import Pieces, gather_blocks, scatter_blocks
+from outpace.kernels.block_copy import Pieces
+from outpace.kernels.dispatch import for_device
 
 STAGING = 64 << 20
-"""Most bytes of a staging buffer on a GPU: copies as long as this run at the full rate of the link."""
+"""Size of a staging buffer on a GPU; copies of this size reach the full rate of the link."""
 Pairs = Sequence[tuple[int, int]]
 
 
@@ -22,32 +23,34 @@ class HostPages:
         self.num_blocks, self.row_bytes = memory.shape
         self.device = device
         self.per_copy = max(1, min(self.num_blocks, STAGING // self.row_bytes))
-        """Blocks that are copied at once."""
+        """Blocks per copy."""
         self._pieces: Pieces | None = None
 
     def bind(self, pages: Pages) -> None:
-        """Copy from and to these pages from now on."""
+        """Use these device pages as the other end of the copies."""
         self._pieces = Pieces.of(list(pages.tensors()), self.row_bytes)
 
     def staging(self) -> Tensor:
-        """A buffer through which `store` and `fetch` may copy, one of them at a time."""
+        """A staging buffer for `store` or `fetch`, for one of them at a time."""
         return torch.empty(self.per_copy, self.row_bytes, dtype=torch.uint8, device=self.device)
 
     def store(self, pairs: Pairs, staging: Tensor) -> None:
-        """Copy at most `per_copy` (block, host block)s out, on the current stream."""
+        """Copy up to `per_copy` pairs (block, host block) to host memory, on the current stream."""
         assert self._pieces is not None, "bound"
-        gather_blocks(self._pieces, self._ids(block for block, _ in pairs), staging[: len(pairs)])
+        gather = for_device("gather_blocks", self.device)
+        gather(self._pieces, self._ids(block for block, _ in pairs), staging[: len(pairs)])
         for begin, end in runs([host for _, host in pairs]):
             first = pairs[begin][1]
             self.memory[first : first + end - begin].copy_(staging[begin:end], non_blocking=True)
 
     def fetch(self, pairs: Pairs, staging: Tensor) -> None:
-        """Copy at most `per_copy` (host block, block)s back in, on the current stream."""
+        """Copy up to `per_copy` pairs (host block, block) to the device, on the current stream."""
         assert self._pieces is not None, "bound"
         for begin, end in runs([host for host, _ in pairs]):
             first = pairs[begin][0]
             staging[begin:end].copy_(self.memory[first : first + end - begin], non_blocking=True)
-        scatter_blocks(self._pieces, self._ids(block for _, block in pairs), staging[: len(pairs)])
+        scatter = for_device("scatter_blocks", self.device)
+        scatter(self._pieces, self._ids(block for _, block in pairs), staging[: len(pairs)])
 
     def _ids(self, blocks: Iterator[int]) -> Tensor:
         pinned = self.device.type == "cuda"
@@ -55,7 +58,7 @@ class HostPages:
 
 
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The (begin, end)s of longest pieces in which each number is one more than the one before it."""
+    """The (begin, end) of each longest run of consecutive numbers."""
     begin = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:

@@ -1,4 +1,4 @@
-"""Keys and values of every layer, in pages of a fixed number of tokens."""
+"""Keys and values of every layer, in pages of a fixed number of tokens: their tensors, dtypes and sizes."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,44 +9,44 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ConfigError
-from outpace.kernels.kv_quant import LIMITS
+from outpace.kernels.quantize import LARGEST
 
 _CACHE_LINE = 64  # bytes, to which tensors are aligned
-BLOCK_SIZE = 64  # tokens in a page: long enough for whole tiles of the attention kernels
+BLOCK_SIZE = 64  # tokens per page: whole tiles of the attention kernels
 DTYPES: Mapping[str, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-"""Values of `kv_cache_dtype` that quantize."""
-FP8_CAPABILITY = (8, 9)  # the first GPUs whose kernels can convert fp8
+"""Values of `kv_cache_dtype` that quantize the cache."""
+FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 conversion
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of all layers; page p of a sequence is page p in every layer."""
+    """The pages of all layers; a block id names the same page in every layer."""
 
     keys: list[Tensor]
     """For each layer [num_blocks, block_size, kv_heads, key_dim]."""
     values: list[Tensor]
     """For each layer [num_blocks, block_size, kv_heads, value_dim]."""
     scales: list[Tensor] = field(default_factory=list)
-    """Of quantized pages, for each layer float32 [num_blocks, 2, kv_heads, block_size]: keys', then values'."""
+    """Scales of quantized pages: keys', then values', for each layer [num_blocks, 2, kv_heads, block_size]."""
 
     away: frozenset[int] = frozenset()
-    """Layers whose pages are in host memory, where kernels reach them over the link."""
+    """Layers whose pages are in host memory; kernels read them over the link."""
     window: tuple[Tensor, ...] = ()
-    """Memory of the device for the pages of one such layer."""
+    """Device memory for the pages of one such layer."""
 
     def layer(self, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and scales of one layer."""
         return self.keys[place], self.values[place], self.scales[place] if self.scales else None
 
     def at_hand(self, place: int, queries: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same for a step with at most so many tokens of a sequence.
+        """The same, for a step with at most `queries` tokens of a sequence.
 
-        Several queries would read a layer in host memory over the link several times: it is brought to the device
-        first, and `put_back` takes what the step writes to where it belongs.
+        Several queries would read a layer in host memory several times over the link, so it is copied to the device
+        first; `put_back` copies what the step wrote back to host memory.
         """
         if place not in self.away or queries == 1:
             return self.layer(place)
@@ -55,10 +55,10 @@ class Pages:
         return self.window[0], self.window[1], self.window[2] if self.scales else None
 
     def put_back(self, place: int, queries: int, slots: Tensor) -> None:
-        """A step with these slots has run through a layer that was `at_hand`; negative ones are padding."""
+        """Copy what a step wrote into a layer that was `at_hand` back to host memory. Negative slots are padding."""
         if place not in self.away or queries == 1:
             return
-        rows = slots.clamp(min=0)  # padding takes along what is in slot 0 anyway
+        rows = slots.clamp(min=0)  # padding copies slot 0, unchanged
         blocks, offsets = rows // self.block_size, rows % self.block_size
         for kind, (near, far) in enumerate(zip(self.window, self._of(place), strict=True)):
             if kind < 2:
@@ -70,28 +70,28 @@ class Pages:
         return tuple(each for each in self.layer(place) if each is not None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that belongs to a page, as tensors [num_blocks, ...]."""
+        """All tensors of the pages, each [num_blocks, ...]."""
         yield from (*self.keys, *self.values, *self.scales)
 
     @property
     def num_blocks(self) -> int:
-        """Pages there are."""
+        """Number of pages."""
         return self.keys[0].shape[0]
 
     @property
     def block_size(self) -> int:
-        """Tokens in one page."""
+        """Tokens per page."""
         return self.keys[0].shape[1]
 
 
 def _copy(near: Tensor, far: Tensor) -> None:
-    """By a kernel: torch would tell the GPU's copy engine that both are memory of the device."""
+    """Copy by a kernel: torch's copy would assume that both are device memory."""
     word = torch.int64 if near.shape[-1] * near.element_size() % torch.int64.itemsize == 0 else torch.uint8
     torch.bitwise_or(far.view(word), 0, out=near.view(word))
 
 
 Make = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-"""Makes a tensor of zeros for a device."""
+"""Makes a tensor of zeros on a device."""
 
 
 def allocate(
@@ -103,16 +103,16 @@ def allocate(
     *,
     elsewhere: Mapping[int, Make] | None = None,
 ) -> Pages:
-    """Pages for layers with these (kv heads, size of a key, size of a value); int8 and fp8 ones with scales.
+    """Pages for layers given as (kv heads, key size, value size); int8 and fp8 pages have scales.
 
-    elsewhere: layers whose pages are not in the device's memory, and what makes those.
+    elsewhere: layers whose pages are not in device memory, and the function that allocates these.
     """
     makes = [(elsewhere or {}).get(layer, _zeros) for layer in range(len(heads))]
     keys, values, scales = [], [], []
     for make, (count, key, value) in zip(makes, heads, strict=True):
         keys.append(make((num_blocks, block_size, count, key), dtype, device))
         values.append(make((num_blocks, block_size, count, value), dtype, device))
-        if dtype in LIMITS:
+        if dtype in LARGEST:
             scales.append(make((num_blocks, 2, count, block_size), torch.float32, device))
     away = frozenset(elsewhere or ())
     largest = max(away, key=lambda layer: keys[layer].nbytes + values[layer].nbytes, default=0)
@@ -138,9 +138,9 @@ def check_page_dtype(asked: str, device: torch.device) -> None:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU the system makes them when they are first written, so that a large cache costs nothing at start.
+    """Zeros. On a CPU the system allocates them on first write, so that a large cache does not slow the start.
 
-    torch.zeros writes them all at once, which took 1.4 s for 4 GiB; numpy asks the system for empty memory.
+    torch.zeros writes them at once, which took 1.4 s for 4 GiB; numpy requests zeroed memory from the system.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -151,11 +151,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def block_bytes(heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
-    """Memory of one page in all layers."""
-    scales = 2 * torch.float32.itemsize if dtype in LIMITS else 0  # of a token and head
+    """Bytes of one page in all layers."""
+    scales = 2 * torch.float32.itemsize if dtype in LARGEST else 0  # of a token and head
     return sum(count * ((key + value) * dtype.itemsize + scales) for count, key, value in heads) * block_size
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """Pages that hold so many tokens."""
+    """Number of pages for `tokens` tokens."""
     return -(-tokens // block_size)

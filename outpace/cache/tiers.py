@@ -1,15 +1,15 @@
-"""The levels of the prefix cache below the device's pages: which blocks host memory and files hold, and what is copied
-between the levels. Ids and hashes only; no torch here.
+"""The levels of the prefix cache below the device: which blocks host memory and files hold, and the copies between
+the levels. Ids and hashes only; no torch.
 
-What goes down. A block of the device is stored in host memory as soon as it is full and computed, so that evicting it
-later costs nothing; a block of host memory is written to files while it is among those that will be evicted next. Both
-are bounded, and what is evicted before its turn came is lost to the lower level: these are caches. What comes up is
-asked for by a request that comes in: files to host memory, host memory to the device.
+Going down: a device block is stored in host memory as soon as it is full and computed, so that evicting it later costs
+nothing. A host block is written to files while it is one of the next to be evicted. Both are limited per step; a block
+that is evicted before its copy was made is lost to the lower level, as in any cache. Coming up: when a request is
+admitted, its blocks are read from files to host memory, then copied from host memory to the device.
 
-What a copy uses. Every copy holds a reference to each block of host memory and of files that it reads or writes until
-it is reported done, so none of these is reused meanwhile. It holds none to blocks of the device, which must stay free
-for requests: a step that reuses a block that is being stored runs after that copy (`Step.after`). Blocks that are
-loaded belong to requests, which keep them until the load is done, even if they end before.
+References: a copy holds a reference to each host and file block that it reads or writes until it is reported done, so
+none of them is reused before. It holds none to device blocks, which must stay free for requests: a step that reuses a
+device block which is still being stored runs after that copy (`Step.after`). Loaded blocks belong to their requests,
+which keep them until the load is done, even if they end earlier.
 """
 
 from collections import Counter
@@ -20,41 +20,41 @@ from itertools import islice
 from outpace.cache.block_pool import BlockPool
 from outpace.types import Copy, Step, Way
 
-MAX_STORING = 64  # blocks on their way to host memory; more wait for their turn
-MAX_WRITING = 16  # blocks on their way to files
-MAX_CLEAN = 256  # of the blocks that host memory evicts next, so many are written to files beforehand
+MAX_STORING = 64  # blocks being copied to host memory at a time
+MAX_WRITING = 16  # blocks being written to files at a time
+MAX_CLEAN = 256  # blocks written to files ahead of their eviction from host memory
 
 
 @dataclass(slots=True)
 class TierTotals:
-    """What the levels below the device did so far."""
+    """Counters of the levels below the device."""
 
     host_hits: int = 0
-    """Tokens that a request found in host memory."""
+    """Tokens found in host memory."""
     host_queries: int = 0
-    """Tokens that were looked for there, since the device did not have them."""
+    """Tokens looked up in host memory: those not found on the device."""
     file_hits: int = 0
-    """Tokens that a request found in files."""
+    """Tokens found in files."""
     file_queries: int = 0
-    """Tokens that were looked for there, since host memory did not have them either."""
+    """Tokens looked up in files: those not found in host memory either."""
     copied: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(Way, 0))
-    """Blocks by the way they took."""
+    """Blocks copied, by route."""
     failed: int = 0
-    """Blocks that could not be read from a file, or written to one."""
+    """Blocks whose read from or write to a file failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A copy on its way, and the hashes under which what it writes will be found."""
+    """A copy in flight, and the hashes of the blocks it writes."""
 
     copy: Copy
     keys: tuple[bytes, ...]
     kept: tuple[int, ...] = ()
-    """Further blocks of host memory that must not be evicted meanwhile."""
+    """Further host memory blocks that must not be evicted until it is done."""
 
 
 class Tiers:
-    """Blocks of host memory and of files, beside a device's `pool`, and the copies on their way. For one thread."""
+    """Blocks in host memory and files below a device's `pool`, and the copies in flight. Not thread-safe."""
 
     def __init__(
         self,
@@ -65,52 +65,52 @@ class Tiers:
         keep_prefixes: bool = False,
         totals: TierTotals | None = None,
     ) -> None:
-        """keep_prefixes: host memory is a level of the prefix cache, and not for preempted requests alone."""
+        """keep_prefixes: host memory is a level of the prefix cache; False: it only holds preempted requests."""
         self.keep_prefixes = keep_prefixes and pool.enable_prefix_caching and num_host_blocks > 0
         self.pool = pool
         self.host = BlockPool(num_host_blocks, pool.block_size, enable_prefix_caching=self.keep_prefixes)
         self.files = BlockPool(num_file_blocks, pool.block_size, enable_prefix_caching=self.keep_prefixes)
         self.totals = totals or TierTotals()
         self._copying: dict[int, _Copying] = {}
-        self._copied: list[int] = []  # reported done since the last step
-        self._full: dict[int, bytes] = {}  # blocks of the device that are to be stored
-        self._storing: dict[int, set[int]] = {}  # blocks of the device, and the copies that read them
-        self._loading: dict[int, int] = {}  # blocks of the device, and the copy that writes them
-        self._arriving: dict[bytes, int] = {}  # on their way to host memory, and the copy that brings them
-        self._writing: set[bytes] = set()  # on their way to files
+        self._copied: list[int] = []  # copies reported done since the last step
+        self._full: dict[int, bytes] = {}  # device blocks to store in host memory
+        self._storing: dict[int, set[int]] = {}  # device blocks, and the copies that read them
+        self._loading: dict[int, int] = {}  # device blocks, and the copy that writes them
+        self._arriving: dict[bytes, int] = {}  # being read into host memory, and by which copy
+        self._writing: set[bytes] = set()  # being written to files
         self._num_copies = 0
 
     @property
     def num_in_flight(self) -> int:
-        """Copies on their way."""
+        """Copies in flight."""
         return len(self._copying)
 
     @property
     def num_loading(self) -> int:
-        """Blocks on their way up."""
+        """Blocks being copied up, towards the device."""
         return self._num_on(Way.LOAD) + self._num_on(Way.READ)
 
     def begin(self, step: Step) -> None:
-        """Put into a new step which copies are done, and those that go down."""
+        """Tell a new step which copies are done, and add the copies that go down a level."""
         step.copied, self._copied = self._copied, []
         self._store_full(step)
         self._write_idle(step)
 
     def add_full(self, block: int, key: bytes) -> None:
-        """A block of the device that is full and computed: host memory gets a copy when there is time."""
+        """Queue a full, computed device block to be stored in host memory."""
         if self.keep_prefixes and key not in self.host:
             self._full[block] = key
 
     def reuse(self, blocks: Sequence[int], step: Step) -> None:
-        """Blocks of the device that a step, or a copy of it, writes to: that must wait for copies which read them."""
+        """Make a step that writes these device blocks wait for the copies that still read them."""
         if self._storing:
             busy = {copy_id for block in blocks for copy_id in self._storing.get(block, ())}
             step.after += sorted(busy.difference(step.after))
 
     def swap_out(self, blocks: Sequence[int], step: Step) -> tuple[list[int], int | None] | None:
-        """Host blocks with what these blocks of the device hold, for a request that gives way; None: no room.
+        """Copy the device blocks of a preempted request to host blocks; None: no room.
 
-        With them the copy that has to be done before they are read, unless host memory had them all.
+        Also returns the copy that must finish before they are read; None if host memory already had them all.
         """
         found = [self.host.find(self.pool.key_of(block)) for block in blocks]
         shared = [place for place in found if place is not None]
@@ -128,11 +128,11 @@ class Tiers:
         return [next(rest) if place is None else place for place in found], copy_id
 
     def load(self, sources: Sequence[int], blocks: Sequence[int], step: Step) -> int:
-        """Begin to load host blocks, to each of which the copy takes over a reference; its id."""
+        """Start copying host blocks to the device; the copy takes over a reference to each. Returns its id."""
         return self._add(step, Way.LOAD, zip(sources, blocks, strict=True)).copy_id
 
     def loading(self, blocks: Sequence[int]) -> set[int]:
-        """Copies that still write to these blocks of the device."""
+        """Copies that still write these device blocks."""
         return {self._loading[block] for block in blocks if block in self._loading} if self._loading else set()
 
     def is_in_flight(self, copy_id: int | None) -> bool:
@@ -140,9 +140,9 @@ class Tiers:
         return copy_id in self._copying
 
     def read(self, found: Sequence[int], keys: Sequence[bytes], step: Step) -> int | None:
-        """Begin to read the first of these hashes, as far as files have them, and keep what host memory has `found`.
+        """Start reading the longest run of these hashes that files have; hold the host blocks `found` before them.
 
-        The id of the copy, which may be another request's; None: there is nothing to read, or no room.
+        Returns the id of the copy, which may be one that another request started; None: nothing to read, or no room.
         """
         if not keys or not self.files.num_blocks:
             return None
@@ -160,7 +160,7 @@ class Tiers:
         return self._add(step, Way.READ, pairs, keys[: len(blocks)], tuple(found)).copy_id
 
     def take(self, copied: Mapping[int, tuple[int, ...]]) -> list[int]:
-        """Take in which copies are done, and which of their pairs failed; their ids, in the order they began."""
+        """Record which copies are done and which of their pairs failed; returns their ids in the order they began."""
         found = sorted(copied)
         for copy_id in found:
             self._end(self._copying.pop(copy_id), frozenset(copied[copy_id]))
@@ -168,7 +168,7 @@ class Tiers:
         return found
 
     def check(self, held: Counter[int]) -> None:
-        """Assert every invariant; `held`: references to host blocks that requests have."""
+        """Assert every invariant. held: the references to host blocks that requests hold."""
         held, files = Counter(held), Counter[int]()
         for each in self._copying.values():
             sources, targets = zip(*each.copy.pairs, strict=True)
@@ -188,7 +188,7 @@ class Tiers:
         assert set(self._arriving.values()) <= self._copying.keys()
 
     def _store_full(self, step: Step) -> None:
-        """Store blocks of the device that are full, as long as they are what they were."""
+        """Store queued device blocks, unless their contents have changed since."""
         room = min(MAX_STORING - self._num_on(Way.STORE), self.host.num_free)
         chosen: dict[int, bytes] = {}
         while self._full and len(chosen) < room:
@@ -203,7 +203,7 @@ class Tiers:
             self._add(step, Way.STORE, zip(chosen, targets, strict=True), tuple(chosen.values()))
 
     def _write_idle(self, step: Step) -> None:
-        """Write those blocks to files that host memory will evict next."""
+        """Write the blocks that host memory will evict next to files."""
         room = min(MAX_WRITING - self._num_on(Way.WRITE), self.files.num_free)
         window = min(MAX_CLEAN, -(-self.host.num_blocks // 2)) - self.host.num_empty
         if room <= 0 or window <= 0:
@@ -218,7 +218,7 @@ class Tiers:
             self._add(step, Way.WRITE, zip(chosen, targets, strict=True), tuple(chosen.values()))
 
     def _num_on(self, way: Way) -> int:
-        """Blocks on this way."""
+        """Number of blocks in flight on this route."""
         return sum(len(each.copy.pairs) for each in self._copying.values() if each.copy.way is way)
 
     def _add(
@@ -245,7 +245,7 @@ class Tiers:
         return copy
 
     def _end(self, copying: _Copying, failed: frozenset[int]) -> None:
-        """Give back what a copy held, and let what it wrote be found."""
+        """Release what a copy held, and add what it wrote to the prefix cache."""
         copy, keys = copying.copy, copying.keys
         sources, targets = zip(*copy.pairs, strict=True)
         self.totals.copied[copy.way] += len(copy.pairs) - len(failed)
@@ -272,5 +272,5 @@ class Tiers:
         self.host.release(copying.kept)
         if copy.way in (Way.READ, Way.WRITE):
             self.files.release(sources if copy.way is Way.READ else targets)
-        # what was written to a file stays among those that are evicted next
+        # blocks written to a file stay first in line for eviction
         self.host.release(targets if copy.way in (Way.STORE, Way.READ) else sources, stale=copy.way is Way.WRITE)

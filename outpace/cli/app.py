@@ -1,4 +1,4 @@
-"""The command line: its subcommands, its version, and how it says that something went wrong."""
+"""The command line: subcommands, version, and how errors are shown."""
 
 import logging
 import sys
@@ -30,14 +30,14 @@ from outpace.cli.suggest import Group
 from outpace.errors import ConfigError, InputError, NotSupportedYet, OutpaceError
 
 WRONG_OPTION = 2
-"""Exit code: an argument or an option cannot work, as for those that are unknown."""
+"""Exit code for wrong arguments and options."""
 
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    rich_markup_mode=None,  # tables would cut long names off, and write <bool> after flags
+    rich_markup_mode=None,  # rich tables would cut off long names and show <bool> after flags
     help="Run and serve PyTorch models near the speed of the hardware.",
 )
 app.add_typer(bench.app, name="bench")
@@ -70,7 +70,7 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say every automatic choice and its reason.")
+        bool, typer.Option("--verbose", "-v", help="Log every automatic choice and its reason.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:

@@ -13,16 +13,16 @@ from filelock import FileLock, Timeout
 from outpace.errors import InputError, OutpaceError, StateError
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-GO_ON = "run the same command again to go on"
+GO_ON = "run the same command again to continue"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request, or what is wrong with it."""
+    """A line of the input: a request, or what is wrong with it."""
 
     number: int
     custom_id: str | None
-    """None: the line has none that can be used, so its record is known by its number."""
+    """None: the line has no valid one, so its record is identified by the line number."""
     url: str = ""
     body: bytes = b""
     problem: str | None = None
@@ -34,12 +34,12 @@ class Line:
 
     @property
     def key(self) -> tuple[bool, str]:
-        """What tells whether the line has a record. A custom_id may look like the number of another line."""
+        """Identifies the line's record, even if a custom_id looks like the number of another line."""
         return (True, self.id) if self.custom_id is None else (False, self.custom_id)
 
 
 def parse(number: int, text: bytes, seen: set[str]) -> Line:
-    """A line of the input; `seen` are the custom ids of lines before it, to which its own is added."""
+    """Parse a line of the input. seen: custom ids of earlier lines; its own is added."""
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def _request(entry: dict[str, Any]) -> tuple[str, bytes]:
 
 
 def as_json(value: Any) -> bytes:
-    """JSON that every reader takes. Raises ValueError for what JSON cannot say."""
+    """JSON that every parser accepts. Raises ValueError for values that JSON does not have."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -95,7 +95,7 @@ def _is_text(text: str) -> bool:
 
 @dataclass
 class Batch:
-    """The state of a batch: which lines have a record, and how the others end."""
+    """The state of a batch: which lines have a record, and how many failed."""
 
     source: Path
     target: Path
@@ -105,10 +105,10 @@ class Batch:
     failed: int = 0
     skipped: int = 0
     failed_before: int = 0
-    """Of those that the target has already."""
+    """Failed records that the target already has."""
 
     def lines(self) -> Iterator[Line]:
-        """The requests that have no record yet, read as they are needed."""
+        """The requests without a record, read as they are needed."""
         seen: set[str] = set()
         with self.source.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -121,7 +121,7 @@ class Batch:
                     yield line
 
     def read_done(self, out: FileIO) -> None:
-        """Find what has a record. A last line without its end was cut off: it is removed, and asked for again."""
+        """Find the lines that have a record. An incomplete last line is removed and asked for again."""
         whole = 0
         with open(out.fileno(), "rb", closefd=False) as file:  # buffered
             for number, line in enumerate(file, 1):
@@ -145,7 +145,7 @@ class Batch:
 
 @contextlib.contextmanager
 def opened(source: Path, target: Path) -> Iterator[tuple[Batch, FileIO]]:
-    """The batch, and the target to append to, which is kept from other runs meanwhile."""
+    """The batch and its target file, locked against other runs."""
     batch = Batch(source, target, _count_lines(source))
     if target.resolve() == source.resolve():
         raise InputError("out: the same file as in; name another")
@@ -156,7 +156,7 @@ def opened(source: Path, target: Path) -> Iterator[tuple[Batch, FileIO]]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_lock(target))
-            # unbuffered: what cannot be written fails at once, and not again when the file is closed
+            # unbuffered: a failed write raises at once, and not again when the file is closed
             out = stack.enter_context(FileIO(target, "a+"))
             out.seek(0)
             batch.read_done(out)
@@ -181,7 +181,7 @@ def _count_lines(source: Path) -> int:
 
 
 def append(out: FileIO, record: dict[str, Any]) -> None:
-    """Write a record as a line, whole or not at all."""
+    """Append a record as a line, whole or not at all."""
     line = _record_line(record)
     end = out.seek(0, 2)
     try:
@@ -197,5 +197,5 @@ def append(out: FileIO, record: dict[str, Any]) -> None:
 def _record_line(record: dict[str, Any]) -> bytes:
     try:
         return as_json(record) + b"\n"
-    except UnicodeEncodeError:  # a server wrote half of a surrogate pair: it has to stay escaped
+    except UnicodeEncodeError:  # a server sent half of a surrogate pair: keep it escaped
         return json.dumps(record).encode() + b"\n"

@@ -1,28 +1,22 @@
-"""`outpace bench throughput|latency|pipeline|serve`: figures of a model on this machine, or of a server."""
+"""`outpace bench throughput|latency|pipeline|serve`: measure a model on this machine, or a server."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from outpace.bench.workload import COUNT, SEED, Source, Workload
+from outpace.bench.workload import COUNT, SEED, Workload
 from outpace.cli import bench_serve
-from outpace.cli.bench_serve import Lengths
+from outpace.cli.bench_serve import Dataset, InputLen, Json, Lengths, OutputLen, Plot, Seed, WorkloadKind
 from outpace.cli.model import DEFAULT, KINDS, SameModel, one_model
-from outpace.cli.results import Files, progress, write_json
+from outpace.cli.results import ResultFiles, progress, show, write_json
 from outpace.cli.talk import Device, DType
 from outpace.errors import InputError
-
-if TYPE_CHECKING:
-    from outpace.bench.splitfuse import Experiment
-    from outpace.bench.subject import Subject
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure a model or a server. Figures of a model are beside the limit of this machine.",
+    help="Measure a model or a server. Figures of a model stand beside the limit of this machine.",
 )
 
 Model = Annotated[
@@ -34,14 +28,17 @@ Model = Annotated[
         show_default=DEFAULT,
     ),
 ]
-Random = Annotated[bool, typer.Option("--random", help="Random weights for the config.json of a folder.")]
+Random = Annotated[bool, typer.Option("--random", help="Use random weights for the config.json of a folder.")]
 MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Most requests in a step.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Token budget of a step.")]
 MaxLen = Annotated[int | None, typer.Option("--max-model-len", help="Most tokens of a request.")]
 Eager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="No token depends on its batch.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Tokens do not depend on the batch.")]
 Prefixes = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share equal prefixes.")]
-Json = Annotated[Path | None, typer.Option("--output-json", help="Write every figure into this file.")]
+OF_MODELS = (
+    *("random", "dtype", "device", "max_num_batched_tokens", "max_model_len", "enforce_eager", "deterministic"),
+)
+"""Options that are passed on to the model, by the names of their parameters."""
 OF_SPLITFUSE = ("decoders", "decoder_prompt", "long_prompt", "num_long")
 OF_WORKLOADS = (
     *("concurrency", "profile", "dataset", "input_len", "output_len", "workload", "num_prompts", "seed"),
@@ -57,11 +54,11 @@ def throughput(
     model: Model = None,
     same_model: SameModel = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default=str(COUNT))] = None,
-    workload: Annotated[Lengths, typer.Option(help="How lengths are drawn.")] = Lengths.UNIFORM,
-    input_len: Annotated[int | None, typer.Option(help="Prompt tokens of every request.")] = None,
-    output_len: Annotated[int | None, typer.Option(help="New tokens of every request.")] = None,
-    dataset: Annotated[Path | None, typer.Option(help="ShareGPT's JSON, or JSON lines: prompt, output_len.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = SEED,
+    workload: WorkloadKind = Lengths.UNIFORM,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    dataset: Dataset = None,
+    seed: Seed = SEED,
     concurrency: Annotated[str | None, typer.Option(help="Requests in flight, a run for each: 1,4,16,64,256.")] = None,
     random: Random = False,
     dtype: DType = None,
@@ -73,40 +70,38 @@ def throughput(
     deterministic: Deterministic = False,
     prefix_caching: Prefixes = False,
     output_json: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
+    plot: Plot = None,
     profile: Annotated[Path | None, typer.Option(help="Profile decode steps into this .json file.")] = None,
-    splitfuse: Annotated[bool, typer.Option("--splitfuse", help="Decodes beside long prompts, in two ways.")] = False,
+    splitfuse: Annotated[
+        bool, typer.Option("--splitfuse", help="Measure decodes beside long prompts, chopped and whole.")
+    ] = False,
     decoders: Annotated[int, typer.Option(help="With --splitfuse: sequences that decode.")] = 32,
     decoder_prompt: Annotated[int, typer.Option(help="With --splitfuse: tokens of their prompts.")] = 64,
     long_prompt: Annotated[int, typer.Option(help="With --splitfuse: tokens of a long prompt.")] = 2600,
     num_long: Annotated[int, typer.Option(help="With --splitfuse: long prompts that arrive.")] = 24,
 ) -> None:
-    """Many requests at once (or, with --concurrency, so many at a time): tokens/s, latencies, and their limit."""
-    model = one_model(model, same_model)
-    files = Files(output_json, plot, profile)
-    options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
-    options |= {"max_num_seqs": max_num_seqs, "prefix_caching": prefix_caching}
+    """Measure tokens/s and latencies of many requests. All start at once; --concurrency limits how many run."""
+    name, files = one_model(model, same_model), ResultFiles(output_json, plot, profile)
+    options = _options(context, "max_num_seqs", "prefix_caching")
     _refuse_others(context, splitfuse=splitfuse)
-    if not splitfuse:
-        chat = workload is Lengths.SHAREGPT
-        work = Workload(input_len=input_len, output_len=output_len, chat=chat, dataset=dataset)
-        _throughput(model, work, num_prompts, seed, _levels("concurrency", concurrency), options, files)
+    if splitfuse:
+        sizes = {"decoders": decoders, "decoder_prompt": decoder_prompt, "prompt": long_prompt, "num_prompts": num_long}
+        _splitfuse(name, sizes, options, files)
         return
-    from outpace.bench.splitfuse import Experiment
-
-    budget = options.pop("max_num_batched_tokens")
-    sizes = {"decoders": decoders, "decoder_prompt": decoder_prompt, "prompt": long_prompt, "num_prompts": num_long}
-    _splitfuse(model, Experiment(**sizes, budget=budget), options, files)
+    chat = workload is Lengths.SHAREGPT
+    work = Workload(input_len=input_len, output_len=output_len, chat=chat, dataset=dataset)
+    _throughput(name, work, num_prompts, seed, _numbers("concurrency", concurrency), options, files)
 
 
 @app.command("latency")
 def latency(
+    context: typer.Context,
     model: Model = None,
     same_model: SameModel = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
     output_len: Annotated[int, typer.Option(min=2, help="New tokens.")] = 256,
-    iters: Annotated[int, typer.Option(min=1, help="Turns, of which the median counts; two more to warm up.")] = 3,
+    iters: Annotated[int, typer.Option(min=1, help="Runs, whose median counts, after two warm-ups.")] = 3,
     random: Random = False,
     dtype: DType = None,
     device: Device = None,
@@ -116,22 +111,20 @@ def latency(
     deterministic: Deterministic = False,
     output_json: Json = None,
 ) -> None:
-    """One request alone: time to the first token, tokens/s after it, and their limits."""
-    model = one_model(model, same_model)
-    files = Files(output_json)
-    options = _llm_options(random, dtype, device, max_num_batched_tokens, max_model_len, enforce_eager, deterministic)
+    """Measure the latency of one request alone: time to the first token, and tokens/s after it."""
+    name, files, options = one_model(model, same_model), ResultFiles(output_json), _options(context)
     from outpace.bench.latency import latency as measure
     from outpace.bench.subject import started
     from outpace.bench.tables import latency_table
 
     with progress() as say:
         say("starting the model")
-        with started(model, **options, max_num_seqs=batch_size) as subject:
-            say(f"two warm-ups and {iters} turns, of {output_len} tokens and of one")
+        with started(name, **options, max_num_seqs=batch_size) as subject:
+            say(f"two warm-ups and {iters} runs, of {output_len} tokens and of one")
             found = measure(subject, batch_size=batch_size, input_len=input_len, output_len=output_len, iters=iters)
-    Console().print(latency_table(found))
+    show(latency_table(found))
     found["outpace"]["options"] = _given(options)
-    write_json(files.json, found)
+    files.write(found)
 
 
 @app.command("pipeline")
@@ -139,10 +132,10 @@ def pipeline(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help=f"{KINDS}, or a shape with random weights: small, tiny, ...")
     ] = "small",
-    pp: Annotated[int, typer.Option("--pp", help="Stages, a process each.")] = 2,
+    pp: Annotated[int, typer.Option("--pp", help="Stages, one process each.")] = 2,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches: prompts as long as a step.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 128,
-    turns: Annotated[int, typer.Option(help="Turns of one process and of the pipeline; the best of each count.")] = 3,
+    turns: Annotated[int, typer.Option(help="Runs of one process and of the pipeline; the best of each count.")] = 3,
     threads: Annotated[int, typer.Option(help="Threads of each process on a CPU.")] = 1,
     layers: Annotated[str | None, typer.Option(help="Layers of each stage: 4,4. Default: balanced.")] = None,
     random: Random = False,
@@ -151,21 +144,19 @@ def pipeline(
     output_json: Json = None,
     plot: Annotated[Path | None, typer.Option(help="Draw when each stage computed into this .png file.")] = None,
 ) -> None:
-    """A pipeline of stages against one process: the speed-up beside the ideal one, and the timeline of the stages."""
-    files = Files(output_json, plot)
+    """Measure the speed-up of a pipeline over one process, and when each of its stages computes."""
+    files = ResultFiles(output_json, plot)
     from outpace.bench.pipeline import Experiment
     from outpace.bench.pipeline import pipeline as measure
     from outpace.bench.plot import plot_pipeline
     from outpace.bench.tables import pipeline_table
 
-    stages = _levels("layers", layers)
+    stages = _numbers("layers", layers)
     experiment = Experiment(pp, micro_batches, tokens, turns, threads, None if stages is None else tuple(stages))
     with progress() as say:
         found = measure(model, experiment, random=random, say=say, dtype=dtype, device=device)
-    Console().print(pipeline_table(found))
-    write_json(files.json, found)
-    if files.plot is not None:
-        plot_pipeline(found, files.plot)
+    show(pipeline_table(found))
+    files.write(found, lambda path: plot_pipeline(found, path))
 
 
 def _throughput(
@@ -175,101 +166,66 @@ def _throughput(
     seed: int,
     levels: list[int] | None,
     options: dict[str, Any],
-    files: Files,
+    files: ResultFiles,
 ) -> None:
     from outpace.bench.plot import plot_throughput
     from outpace.bench.profiling import profile_decode
     from outpace.bench.subject import started
     from outpace.bench.tables import profile_table, sweep_table, throughput_table
+    from outpace.bench.throughput import sweep, throughput
 
-    profiled = None
+    count, what, profiled = num_prompts or COUNT, workload.describe(), None
     with progress() as say:
         say("starting the model")
         with started(model, **options) as subject:
             source = workload.source(subject.vocab_size, subject.tokenize, subject.llm.engine.max_model_len)
-            points = list(_points(subject, source, levels, num_prompts, seed, say))
+            if levels is None:
+                say(f"{count} warm-up requests, then {count} others")
+                points = [throughput(subject, source.draw(count, seed), source.warm_up(count, seed))]
+            else:
+                points = list(sweep(subject, source, levels, seed, num_prompts, say))
             if files.profile is not None:
                 say("profiling decode steps")
-                profiled = profile_decode(subject, source.draw(num_prompts or COUNT, seed))
+                profiled = profile_decode(subject, source.draw(count, seed))
             cost, speed = subject.cost, subject.speed
-    console = Console()
-    what = workload.describe()
-    console.print(throughput_table(points[0], what) if levels is None else sweep_table(points, what))
+    show(throughput_table(points[0], what) if levels is None else sweep_table(points, what))
     for point in points:
         point["outpace"]["options"] = {**_given(options), "seed": seed, "workload": what}
-    write_json(files.json, points[0] if levels is None else {"points": points})
-    if files.plot is not None:
-        plot_throughput(points, cost, speed, files.plot)
+    found = points[0] if levels is None else {"points": points}
+    files.write(found, lambda path: plot_throughput(points, cost, speed, path))
     if profiled is not None:
-        console.print(profile_table(profiled))
+        show(profile_table(profiled))
         write_json(files.profile, profiled)
 
 
-def _points(
-    subject: "Subject",
-    source: Source,
-    levels: list[int] | None,
-    num_prompts: int | None,
-    seed: int,
-    say: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:
-    """The figures of one run, or of each level of a sweep."""
-    from outpace.bench.throughput import sweep, throughput
-
-    if levels is None:
-        count = num_prompts or COUNT
-        say(f"{count} requests to warm up, and {count} others")
-        yield throughput(subject, source.draw(count, seed), source.warm_up(count, seed))
-        return
-    for level, point in zip(levels, sweep(subject, source, levels, seed, num_prompts), strict=True):
-        say(f"{level} in flight: {point['output_throughput']:,.0f} output tokens/s")
-        yield point
-
-
-def _splitfuse(model: str | None, experiment: "Experiment", options: dict[str, Any], files: Files) -> None:
+def _splitfuse(model: str | None, sizes: dict[str, int], options: dict[str, Any], files: ResultFiles) -> None:
     from outpace.bench.plot import plot_splitfuse
-    from outpace.bench.splitfuse import splitfuse
+    from outpace.bench.splitfuse import Experiment, splitfuse
     from outpace.bench.subject import started
     from outpace.bench.tables import splitfuse_table
 
+    experiment = Experiment(**sizes, budget=options.pop("max_num_batched_tokens"))
     with progress() as say:
         say("starting the model")
         with started(model, **{**options, **experiment.options()}) as subject:
             say("decodes beside long prompts, chopped and whole")
             found = splitfuse(subject, experiment)
-    Console().print(splitfuse_table(found))
+    show(splitfuse_table(found))
     found["outpace"]["options"] = _given(options)
-    write_json(files.json, found)
-    if files.plot is not None:
-        plot_splitfuse(found, files.plot)
+    files.write(found, lambda path: plot_splitfuse(found, path))
 
 
-def _llm_options(
-    random: bool,
-    dtype: str | None,
-    device: str | None,
-    max_num_batched_tokens: int | None,
-    max_model_len: int | None,
-    enforce_eager: bool,
-    deterministic: bool,
-) -> dict[str, Any]:
-    """Options of `bench.subject.started` that both commands have."""
-    return {
-        "random": random,
-        "dtype": dtype,
-        "device": device,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "enforce_eager": enforce_eager or None,
-        "deterministic": deterministic,
-    }
+def _options(context: typer.Context, *more: str) -> dict[str, Any]:
+    """Options of `bench.subject.started`; None: it is not set."""
+    found = {name: context.params[name] for name in (*OF_MODELS, *more)}
+    return {**found, "enforce_eager": found["enforce_eager"] or None}
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _levels(name: str, text: str | None) -> list[int] | None:
+def _numbers(name: str, text: str | None) -> list[int] | None:
     """1,4,16 as numbers."""
     if text is None:
         return None
@@ -280,7 +236,7 @@ def _levels(name: str, text: str | None) -> list[int] | None:
 
 
 def _refuse_others(context: typer.Context, *, splitfuse: bool) -> None:
-    """Options of the other experiment would do nothing."""
+    """Refuse options that would have no effect in this measurement."""
     for name in OF_WORKLOADS if splitfuse else OF_SPLITFUSE:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

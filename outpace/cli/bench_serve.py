@@ -1,21 +1,18 @@
-"""`outpace bench serve`: load on any OpenAI-compatible server, and what comes of it."""
+"""`outpace bench serve`: put load on any OpenAI-compatible server, and measure it."""
 
+import itertools
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from outpace.bench.workload import COUNT, END_ID, SEED, Source, Workload
-from outpace.cli.results import Files, progress, write_json
+from outpace.bench.workload import COUNT, END_ID, SEED, Workload
+from outpace.cli.results import ResultFiles, progress, show
 from outpace.cli.talk import ApiKey, base_of
 from outpace.errors import InputError
-
-if TYPE_CHECKING:
-    from outpace.bench.load import Pace
-    from outpace.bench.serve import Figures, Server
 
 WARM_UPS = 4
 
@@ -41,6 +38,15 @@ class Arrivals(StrEnum):
     FIXED = "fixed"
 
 
+WorkloadKind = Annotated[Lengths, typer.Option(help="How lengths are drawn.")]
+InputLen = Annotated[int | None, typer.Option(help="Prompt tokens of every request.")]
+OutputLen = Annotated[int | None, typer.Option(help="New tokens of every request.")]
+Dataset = Annotated[Path | None, typer.Option(help="ShareGPT's JSON, or JSON lines: prompt, output_len.")]
+Seed = Annotated[int, typer.Option(help="Seed of the drawn requests.")]
+Json = Annotated[Path | None, typer.Option("--output-json", help="Write every figure to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")]
+
+
 def command(
     url: Annotated[str, typer.Option(help="The server: http://host:port.")],
     model: Annotated[
@@ -49,92 +55,69 @@ def command(
     ] = None,
     api_key: ApiKey = None,
     endpoint: Annotated[Route, typer.Option(help="completions (prompts as token ids) or chat.")] = Route.COMPLETIONS,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, of each rate.")] = COUNT,
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = COUNT,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
     arrival: Annotated[Arrivals, typer.Option(help="At a rate: at random, or at equal distances.")] = Arrivals.POISSON,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in flight (a closed loop).")] = None,
     sweep: Annotated[str | None, typer.Option(help="Rates, a run for each: 1,2,4,8,inf.")] = None,
-    workload: Annotated[Lengths, typer.Option(help="How lengths are drawn.")] = Lengths.UNIFORM,
-    input_len: Annotated[int | None, typer.Option(help="Prompt tokens of every request.")] = None,
-    output_len: Annotated[int | None, typer.Option(help="New tokens of every request.")] = None,
-    dataset: Annotated[Path | None, typer.Option(help="ShareGPT's JSON, or JSON lines: prompt, output_len.")] = None,
+    workload: WorkloadKind = Lengths.UNIFORM,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    dataset: Dataset = None,
     tokenizer: Annotated[Path | None, typer.Option(help="For a dataset.", show_default="the server's own")] = None,
     vocab_size: Annotated[int, typer.Option(min=11, help="Prompts have token ids below this.")] = END_ID,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = SEED,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Other requests beforehand.")] = WARM_UPS,
+    seed: Seed = SEED,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Warm-up requests before each run.")] = WARM_UPS,
     ignore_eos: Annotated[bool, typer.Option(help="Answers of full length (not in OpenAI's own API).")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds per request.")] = 600.0,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Count requests within: ttft:MS tpot:MS e2el:MS.", show_default=False)
     ] = None,
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    output_json: Annotated[Path | None, typer.Option(help="Write every figure into this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result into this .png file.")] = None,
+    output_json: Json = None,
+    plot: Plot = None,
 ) -> None:
-    """Load on an OpenAI-compatible server: time to the first token, tokens/s, goodput, at a rate or so many at a time.
+    """Measure latencies, tokens/s and goodput of an OpenAI-compatible server, at a rate or a concurrency.
 
-    The server may be Outpace or any other. Prompts are the ones of the other benchmarks, as token ids where the server
+    The server may be Outpace or any other. Prompts are those of the other benchmarks, as token ids where the server
     takes them.
     """
+    from outpace.bench import figures
     from outpace.bench.load import Pace, Target
-    from outpace.bench.serve import find, parse_goodput, source_of
+    from outpace.bench.plot import plot_served
+    from outpace.bench.serve import find, measure, parse_goodput, source_of
+    from outpace.bench.tables import served_table
 
     if more and not goodput:
         raise InputError(f"{more[0]}: there is nothing to give but options; see --help")
-    limits = parse_goodput([*(goodput or ()), *(more or ())])
-    paces = [Pace(rate, arrival.value, max_concurrency) for rate in _rates(sweep, request_rate)]
+    limits, rates = parse_goodput([*(goodput or ()), *(more or ())]), _rates(sweep, request_rate)
     work = Workload(input_len=input_len, output_len=output_len, chat=workload is Lengths.SHAREGPT, dataset=dataset)
-    files = Files(output_json, plot)
+    files, what, is_sweep = ResultFiles(output_json, plot), work.describe(), sweep is not None
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     target = Target(base_of(url), endpoint.value, headers, timeout)
     with progress() as say:
         say(f"asking {target.base}")
         server = find(target, model, {"ignore_eos": True} if ignore_eos else {})
-        source = source_of(server, work, _tokenize(tokenizer), vocab_size)
-        points = _points(server, source, paces, num_prompts, num_warmups, limits, seed, say)
-    _report(points, work, files, is_sweep=sweep is not None)
+        source, draws = source_of(server, work, _tokenize(tokenizer), vocab_size), itertools.count(seed, 2)
 
+        def one(rate: float) -> dict[str, Any]:
+            draw = next(draws)  # new prompts for each rate, so that none is a cache hit
+            warm_up = source.warm_up(max(num_warmups, 1), draw)[:num_warmups]
 
-def _points(
-    server: "Server",
-    source: Source,
-    paces: "list[Pace]",
-    count: int,
-    warm_ups: int,
-    limits: dict[str, float] | None,
-    seed: int,
-    say: Callable[[str], None],
-) -> "list[Figures]":
-    """The figures of each pace. Each has prompts of its own: no cache knows them from the run before."""
-    from outpace.bench.serve import measure
+            def watch(done: int) -> None:
+                if done % 16 == 0:
+                    say(f"{rate:g} requests/s: {done} of {num_prompts}")
 
-    points = []
-    for number, pace in enumerate(paces):
-        items = source.draw(count, seed + 2 * number)
-        warm_up = source.warm_up(max(warm_ups, 1), seed + 2 * number)[:warm_ups]
-        label = f"{pace.rate:g} requests/s"
-        found = measure(
-            server, items, pace, warm_up=warm_up, goodput=limits, seed=seed,
-            watch=lambda done, label=label: say(f"{label}: {done} of {count}") if done % 16 == 0 else None,  # type: ignore[misc]
-        )  # fmt: skip
-        say(f"{label}: {found['output_throughput']:,.0f} output tokens/s")
-        points.append(found)
-    return points
+            items, pace = source.draw(num_prompts, draw), Pace(rate, arrival.value, max_concurrency)
+            found = measure(server, items, pace, warm_up=warm_up, goodput=limits, seed=seed, watch=watch)
+            return {**found, "workload": what}
 
-
-def _report(points: "list[Figures]", work: Workload, files: Files, *, is_sweep: bool) -> None:
-    from outpace.bench.serve_report import plot_run, plot_sweep, run_table, sweep_table
-
-    what = work.describe()
-    Console().print(sweep_table(points, what) if is_sweep else run_table(points[0], what))
-    failed = [error for point in points for error in point["errors"] if error]
-    if failed:
-        Console(stderr=True).print(f"the first that failed: {failed[0]}", markup=False, highlight=False)
-    for point in points:
-        point["workload"] = what
-    write_json(files.json, {"points": points} if is_sweep else points[0])
-    if files.plot is not None:
-        (plot_sweep(points, files.plot) if is_sweep else plot_run(points[0], files.plot))
+        points = list(figures.sweep(rates, one, "requests/s", say))
+    show(served_table(points, what, is_sweep=is_sweep))
+    failed = next((error for point in points for error in point["errors"] if error), None)
+    if failed is not None:
+        Console(stderr=True).print(f"the first request that failed: {failed}", markup=False, highlight=False)
+    files.write({"points": points} if is_sweep else points[0], lambda to: plot_served(points, to, is_sweep=is_sweep))
 
 
 def _rates(sweep: str | None, one: float) -> list[float]:

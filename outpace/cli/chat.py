@@ -51,7 +51,7 @@ def command(
     dtype: DType = None,
     device: Device = None,
 ) -> None:
-    """Talk with a model or a server. Answers come as they are made, and the conversation is remembered."""
+    """Chat with a model or a server. Answers are streamed; the conversation is remembered."""
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     of_engine = {"dtype": dtype, "device": device, "generation_config": generation_config}
     if sys.stdin.isatty():
@@ -66,7 +66,7 @@ def command(
 
 @dataclass
 class Conversation:
-    """What has been said."""
+    """The messages so far."""
 
     talker: Talker
     options: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Conversation:
     said: list[Message] = field(default_factory=list)
 
     def answer(self, text: str) -> None:
-        """Answer on standard output. Ctrl-C stops the answer; what was said of it stays in the conversation."""
+        """Answer on standard output. Ctrl-C stops the answer; its beginning stays in the conversation."""
         self.said.append({"role": "user", "content": text})
         head: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         pieces: list[str] = []
@@ -93,7 +93,7 @@ class Conversation:
 
 
 def talk(conversation: Conversation, console: Console) -> None:
-    """Read lines until the end, and answer each that is no command."""
+    """Read lines until the end; answer each that is not a command."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

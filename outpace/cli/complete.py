@@ -32,7 +32,7 @@ def command(
     dtype: DType = None,
     device: Device = None,
 ) -> None:
-    """Continue a text as it is. There is no chat template; the text is on standard output as it comes."""
+    """Continue a text, without a chat template. The text is streamed to standard output."""
     text = _standard_input() if prompt == "-" else prompt
     options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     of_engine = {"dtype": dtype, "device": device, "generation_config": generation_config}

@@ -22,7 +22,7 @@ def command(ctx: typer.Context) -> None:
 
 
 def make_command() -> Any:
-    """The command with the flags of `outpace serve` and those of the deployment, which win where names are the same."""
+    """The command with the flags of `outpace serve` and the deployment's own, which win if names are equal."""
     from outpace.cli.flags import config_flags, llm_flags, with_flags
     from outpace.deploy.options import DeployConfig
     from outpace.server.options import ServerConfig
@@ -38,7 +38,7 @@ def _deploy(
     config: Annotated[
         Path | None, typer.Option(help="A .yaml or .json file with any of these options; flags win over it.")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Deploy to Ray Serve, the one way there is.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Deploy to Ray Serve (the only target).")] = False,
     wait: Annotated[
         bool | None,
         typer.Option(
@@ -59,7 +59,7 @@ def _deploy(
     Takes every option of `outpace serve`. Deploying a name again replaces its replicas one after the other.
     """
     if not ray:
-        raise ConfigError("ray: say where to deploy: --ray is the one way there is; `outpace serve` needs no cluster")
+        raise ConfigError("ray: add --ray, the only target; for a server without a cluster use `outpace serve`")
     model = one_model(model, same_model)
     name, llm, server, deployment = options_of({} if config is None else serve.read_config(config), flags)
 
@@ -72,7 +72,7 @@ def _deploy(
         run.deploy(model or name, llm, server, deployment, wait=wait, console=console)
         return
     if model or (status is not None and stop is not None):
-        raise ConfigError("status, stop: give one of them, and no model")
+        raise ConfigError("status, stop: give one of them, without a model")
     run.require_ray()
     with run.connected(deployment.address or "auto"):
         if status is not None:
@@ -83,7 +83,7 @@ def _deploy(
 
 
 def options_of(given: Mapping[str, Any], flags: Mapping[str, Any]) -> Any:
-    """Model, options of the engine, of the server and of the deployment; flags win over what else is given."""
+    """Model, and options of engine, server and deployment; flags win over the config file."""
     from outpace.deploy.options import DeployConfig
 
     own = DeployConfig.model_fields

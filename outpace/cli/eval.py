@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from outpace.cli.model import KINDS, Model, SameModel, one_model
-from outpace.cli.results import Files, write_json
+from outpace.cli.results import ResultFiles, show
 from outpace.cli.serve import read_config
 from outpace.cli.suggest import Command
 from outpace.errors import ConfigError
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
 NO_EFFECT = (
     *("seed", "generation_config", "max_logprobs", "cache.enable_prefix_caching", "cache.swap_space"),
     *("scheduler.max_num_seqs", "scheduler.max_chunk_beside_decodes", "scheduler.max_waiting"),
+    *("scheduler.target_step_ms", "scheduler.policy"),
     *("scheduler.async_scheduling", "offload.kv", "offload.kv_offloading_size", "offload.kv_files"),
 )
-"""Options of `LLM` that change nothing here, and are no flags."""
+"""Options of `LLM` that have no effect here, and get no flags."""
 ROWS = ("name", "runs in", "options", "perplexity", "loss", "bits per byte")
 
 Options = Annotated[
@@ -34,7 +34,7 @@ Options = Annotated[
     typer.Option(
         "--config",
         metavar="FILE|JSON",
-        help="More options of MODEL: a .yaml or .json file, or JSON. Flags win over it.",
+        help="More options of MODEL: a .yaml or .json file, or JSON. Flags override it.",
     ),
 ]
 AgainstOptions = Annotated[
@@ -87,11 +87,12 @@ def _eval(
     The model runs as `outpace serve` runs it. Two models are loaded one after the other. The flags are options of
     MODEL; the reference has defaults, on the same device, and what --against-config says.
     """
-    files = Files(json_file, plot)
+    files = ResultFiles(json_file, plot)
     options = _merged(_options(config, "config"), flags)
     others = None if against_config is None else _options(against_config, "against-config")
 
     from outpace.quality import evaluate  # imported late: this takes seconds, and bad options should fail first
+    from outpace.quality.plot import plot as draw
 
     with _bar(Console(stderr=True)) as report:
         found = evaluate(
@@ -105,12 +106,8 @@ def _eval(
             progress=report,
             **options,
         )
-    _show(Console(), found)
-    write_json(files.json, found.as_dict())
-    if files.plot is not None:
-        from outpace.quality.plot import plot as draw
-
-        draw(found, files.plot)
+    _show(found)
+    files.write(found.as_dict(), lambda path: draw(found, path))
 
 
 def _options(given: str | None, flag: str) -> dict[str, Any]:
@@ -139,7 +136,7 @@ def _merged(options: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def _bar(console: Console) -> "Iterator[Report]":
-    """A bar of tokens for each model on a terminal, a line for each elsewhere. It ends before the next model loads."""
+    """On a terminal a progress bar per model, which ends before the next model loads; elsewhere a line per model."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     shown: list[Progress] = []
 
@@ -165,17 +162,13 @@ def _bar(console: Console) -> "Iterator[Report]":
             each.stop()
 
 
-def _show(console: Console, found: "Evaluation") -> None:
-    shown = [each for each in (found.model, found.against) if each is not None]
+def _show(found: "Evaluation") -> None:
+    from outpace.bench.tables import table
+
+    both = [each for each in (found.model, found.against) if each is not None]
     title = f"{found.text}: {found.model.tokens:,} tokens, windows of {found.window:,}"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "model", "against")[: 1 + len(shown)]:
-        table.add_column(column)
-    for name, values in zip(ROWS, zip(*map(_column, shown), strict=True), strict=True):
-        table.add_row(name, *values)
-    console.print(table)
-    for line in found.sentences:
-        console.print(line, highlight=False, soft_wrap=True)
+    rows = zip(ROWS, *map(_column, both), strict=True)
+    show(table(title, ("", "model", "against")[: 1 + len(both)], rows, justify="left"), *found.sentences)
 
 
 def _column(found: "Perplexity") -> tuple[str, ...]:
@@ -187,6 +180,6 @@ def _column(found: "Perplexity") -> tuple[str, ...]:
         f"{found.dtype} on {found.device}",
         found.options or "none",
         number(found.perplexity),
-        f"{found.nats:.4f} nats a token",
+        f"{found.nats:.4f} nats per token",
         "unknown" if bits is None else f"{bits:.4f}",
     )

@@ -1,4 +1,4 @@
-"""Flags made of config fields: names, types, defaults and help come from the fields, so that none can be forgotten."""
+"""Flags generated from config fields: name, type, default and help of each field."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from outpace.config.inference import InferenceConfig
 from outpace.config.llm import LLMConfig
 
 SHARED = ("dtype", "device", "seed")
-"""Options of `init_inference` that are flags too; the others are for config files."""
+"""Options of `init_inference` that are flags too; the others are only for config files."""
 SHORT: Mapping[str, tuple[str, ...]] = {
     "tensor_parallel.tp_size": ("--tp", "-tp"),
     "pipeline_parallel.pp_size": ("--pp", "-pp"),
@@ -31,7 +31,7 @@ class Flag:
     path: str
     """The field, with its section: cache.block_size."""
     names: tuple[str, ...]
-    """Names that its config takes; the first is how the value is passed on."""
+    """Names that its config accepts; the value is passed on by the first."""
     field: FieldInfo
 
     @property
@@ -41,7 +41,7 @@ class Flag:
 
     @property
     def kind(self) -> Any:
-        """What the command line reads: bool, int, float, str or list[str]."""
+        """Type on the command line: bool, int, float, str or list[str]."""
         return _kind(self.field.annotation)
 
     def option(self) -> Any:
@@ -55,7 +55,7 @@ class Flag:
         return Annotated[self.kind | None, typer.Option(*declared, help=self._help(), **shown)]
 
     def value(self, given: Any) -> Any:
-        """What the config is given: one of the literals of the field, where it has some."""
+        """The value for the config: one of the field's literals, if it has any."""
         return {str(each): each for each in _literals(self.field.annotation)}.get(str(given), given)
 
     def _help(self) -> str:
@@ -76,7 +76,7 @@ def llm_flags() -> list[Flag]:
 
 
 def config_flags(config: type[ConfigModel]) -> list[Flag]:
-    """Every field of a config without sections, with its other names."""
+    """Every field of a config without sections, with its aliases."""
     return [
         Flag(name, (name, *(other for other, path in config.aliases.items() if path == name)), field)
         for name, field in config.model_fields.items()
@@ -84,9 +84,9 @@ def config_flags(config: type[ConfigModel]) -> list[Flag]:
 
 
 def with_flags(function: Callable[..., None], flags: list[Flag]) -> Callable[..., None]:
-    """A command with the parameters of a function and one for each flag; the function takes those as `flags`.
+    """A command with the parameters of a function, and one for each flag, passed to it as `flags`.
 
-    They come by field names, and only those that were given.
+    `flags` has field names as keys, and only flags that were given.
     """
     known = {flag.name: flag for flag in flags}
 
@@ -108,7 +108,7 @@ def with_flags(function: Callable[..., None], flags: list[Flag]) -> Callable[...
 
 
 def without(given: Mapping[str, Any], path: str, owner: type[ConfigModel]) -> dict[str, Any]:
-    """Options without what sets the field at `path`, by whatever name it was given."""
+    """Options without those that set the field at `path`, by any of its names."""
     section, _, name = path.rpartition(".")
     others = {**owner.aliases, **owner.deprecated}
     left = {key: value for key, value in given.items() if others.get(key, key) != path}
@@ -130,7 +130,7 @@ def _field(owner: type[ConfigModel], path: str) -> FieldInfo:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """The types of a union but None, without what Annotated adds."""
+    """The types of a union except None, without Annotated."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _parts(get_args(annotation)[0])
@@ -161,5 +161,5 @@ def _several(kind: Any) -> str:
 
 
 def _shown(default: Any) -> str | bool:
-    """A default for people; False: there is nothing to show."""
+    """A default as shown in the help; False: nothing to show."""
     return False if default is None or default == () or default == "" else str(default)

@@ -1,4 +1,4 @@
-"""`outpace generate`: answer one prompt and say how fast that went."""
+"""`outpace generate`: answer one prompt and show the speed."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
     temperature: Temperature = None,
     top_p: TopP = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0: from all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     raw: Annotated[
@@ -50,12 +50,12 @@ def command(
         bool, typer.Option("--enforce-eager", help="Without CUDA graphs: ready sooner, slower.")
     ] = False,
 ) -> None:
-    """Answer a prompt. The text is on standard output as it comes, figures are on standard error."""
+    """Answer a prompt. The text is streamed to standard output; figures go to standard error."""
     from outpace.llm import LLM
     from outpace.types import SamplingParams
 
     options = {"max_tokens": max_tokens, **given(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)}
-    SamplingParams(**options)  # wrong values are refused before the model is loaded
+    SamplingParams(**options)  # check values before the model is loaded
     asked = _standard_input() if prompt == "-" else prompt
     begin = time.perf_counter()
     more: dict[str, Any] = given(generation_config=generation_config, quantization=quantization)
@@ -87,13 +87,13 @@ def _answer(llm: "LLM", prompt: str, system: str | None, raw: bool, params: "Sam
 
 
 def _write(text: str) -> None:
-    """Write at once; a reader that has gone (`| head`) has had enough, which is no error."""
+    """Write and flush. A closed pipe (`| head`) is no error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        raise typer.Exit(141) from None  # 128 + SIGPIPE, as other programs end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+        raise typer.Exit(141) from None  # 128 + SIGPIPE, like other programs
 
 
 def _report(console: Console, llm: "LLM", output: "RequestOutput", ready: float) -> None:

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "ggu
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Print the machine, the versions, what is used here and why."""
+    """Print the machine, the versions, and what is used here and why."""
     if as_json:
         typer.echo(json.dumps(_content()))
         return

@@ -1,4 +1,4 @@
-"""How commands are told which model: --model in all of them, and as MODEL where the model comes first."""
+"""The model argument of commands: --model in all, and MODEL where the model comes first."""
 
 from typing import Annotated
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from outpace.cli.model import SameModel, one_model
 from outpace.cli.plan_machine import Machine, machine
 from outpace.cli.plan_report import advice, as_data, plan_table
-from outpace.cli.results import Files
+from outpace.cli.results import ResultFiles
 from outpace.errors import ConfigError, InputError
 from outpace.offload.cards import CARDS
 from outpace.offload.numbers import PERFECT, Numbers, Work
@@ -23,7 +23,7 @@ from outpace.offload.predict import predict
 if TYPE_CHECKING:
     import torch
 
-GBS = "in GB/s, instead of what is measured or known"
+GBS = "in GB/s, instead of the measured or known rate"
 
 
 def command(
@@ -46,15 +46,15 @@ def command(
     nvme: Annotated[Path | None, typer.Option("--nvme", metavar="DIR", help="Folder for layers on disk.")] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     gen: Annotated[int, typer.Option(help="New tokens of a request.")] = 32,
-    requests: Annotated[int, typer.Option(help="Requests there are; as many run at once as is fastest.")] = 96,
+    requests: Annotated[int, typer.Option(help="Number of requests; as many run at once as is fastest.")] = 96,
     dtype: Annotated[
         str | None, typer.Option(help="fp32, fp16 or bf16.", show_default="the config's own, or bf16")
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="Weights in these alone: the dtype, int8, int4, fp8. May be given several times."),
+        typer.Option(help="Consider only these precisions: the dtype, int8, int4, fp8. May be given several times."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(metavar="N", help="Plan with the first N layers alone.")] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="Plan with only the first N layers.")] = None,
     link_gbs: Annotated[float | None, typer.Option(help=f"Host memory to the device, {GBS}.")] = None,
     disk_gbs: Annotated[float | None, typer.Option(help=f"Reads from disk, {GBS}.")] = None,
     device_gbs: Annotated[float | None, typer.Option(help=f"Reads of the device's memory, {GBS}.")] = None,
@@ -63,7 +63,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print every plan as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the table into this file.")] = None,
 ) -> None:
-    """Say where the layers of a model should live, and how fast.
+    """Show where a model's layers should live, and how fast that is.
 
     For models larger than the device: which layers live where, in which precision, how many requests run at once, how
     many tokens per second that gives, and what limits it. Needs neither weights nor a GPU: rates are those that
@@ -73,7 +73,7 @@ def command(
     name = one_model(model, same_model)
     if name is None:
         raise InputError("model: name a config.json, a folder with one, or a shape such as llama-3.1-70b")
-    files = Files(plot=plot)
+    files = ResultFiles(plot=plot)
     there = machine(
         gpu, gpu_memory, ram, nvme, link_gbs=link_gbs, disk_gbs=disk_gbs, device_gbs=device_gbs, tflops=tflops
     )
@@ -145,7 +145,7 @@ def _own_dtype(config: Any) -> "torch.dtype":
 
 
 def _chosen(names: tuple[str, ...], asked: Sequence[str] | None, fp8: bool) -> list[str]:
-    """What was asked for, or all that the device is fast with."""
+    """The precisions asked for, or all that the device runs fast."""
     unknown = [name for name in asked or () if name not in names]
     if unknown:
         raise ConfigError(f"precision: expected some of {', '.join(names)}, got {unknown[0]!r}")
@@ -155,7 +155,7 @@ def _chosen(names: tuple[str, ...], asked: Sequence[str] | None, fp8: bool) -> l
 def _missing(
     wanted: Sequence[str], found: Sequence[Plan], numbers: Numbers, there: Machine, work: Work
 ) -> dict[str, str]:
-    """Why precisions that were looked at are not in the table."""
+    """Why some precisions are not in the table."""
     why = {}
     for precision in wanted:
         if not any(plan.precision == precision for plan in found):
@@ -167,7 +167,7 @@ def _missing(
 
 
 def _fastest(found: Sequence[Plan]) -> list[Plan]:
-    """Of each precision and placement the fastest batch; nothing twice."""
+    """The fastest batch of each precision and placement, without duplicates."""
     best: dict[tuple[str, str], Plan] = {}
     for plan in found:
         key = (plan.precision, plan.kind)

@@ -1,4 +1,4 @@
-"""What `outpace plan` plans for: a usual device, or this machine."""
+"""The machine that `outpace plan` plans for: a common GPU, or this machine."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_PART = 0.9
-"""Of a device's memory, where nothing is said."""
+"""Default share of a device's memory."""
 HOST_PART = 0.8
-"""Of free host memory, where nothing is said."""
+"""Default share of free host memory."""
 
 ANY = 1 << 60
-"""Bytes of a disk that nobody can look at from here."""
+"""Bytes of a disk that is not on this machine."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Machine:
 
     @property
     def data(self) -> dict[str, object]:
-        """All of it as JSON has it."""
+        """All values, for JSON."""
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """All of it for people."""
+        """All values as lines of text."""
         budgets, rates = self.budgets, self.rates
         rooms = [f"device {size_text(budgets.device)}"]
         if rates.link is not None:
@@ -68,7 +68,7 @@ def machine(
     device_gbs: float | None = None,
     tflops: float | None = None,
 ) -> Machine:
-    """The named device; else this machine's GPU; else, with a size, a usual device of that size; else this CPU."""
+    """The named device; else this machine's GPU; else a common GPU of the given size; else this CPU."""
     memory, host = _bytes("gpu-memory", gpu_memory), _bytes("ram", ram)
     rates = {"link": _rate("link-gbs", link_gbs, 1e9), "disk": _rate("disk-gbs", disk_gbs, 1e9),
              "bandwidth": _rate("device-gbs", device_gbs, 1e9), "flops": _rate("tflops", tflops, 1e12)}  # fmt: skip
@@ -98,7 +98,7 @@ def _is_usual(gpu: str | None, memory: int | None) -> bool:
 
 
 def _usual(gpu: str | None, memory: int | None, nvme: Path | None, disk_gbs: float | None) -> Machine:
-    """A device of the table, with the host memory of this machine; its disk is this one's if the folder is here."""
+    """A GPU of the table with this machine's host memory, and its disk if the folder is here."""
     name = gpu or card_with(memory or 0)
     card = CARDS[name]
     source = f"usual of a {name}" + ("" if gpu else ", the first of its size; --gpu names another")
@@ -138,14 +138,14 @@ def _probed(device: str, nvme: Path | None) -> Rates:
 
 
 def _free(place: str, device: str) -> int:
-    """The part of what is free that is planned with."""
+    """The part of the free memory to plan with."""
     import torch
 
     from outpace.cli.probe import free
 
     size = free(torch.device(device), None)[place]
     if size is None:
-        raise ConfigError("ram: nobody says how much memory is free on this system; give --ram")
+        raise ConfigError("ram: cannot find out how much memory is free on this system; give --ram")
     return int((DEVICE_PART if place == "device" else HOST_PART) * size)
 
 
@@ -155,7 +155,7 @@ def _bytes(flag: str, text: str | None) -> int | None:
     try:
         return TypeAdapter(Size).validate_python(text)
     except ValidationError:
-        raise ConfigError(f"{flag}: {text!r} is no size; write it as 24GB, 3.5GiB or 500MB") from None
+        raise ConfigError(f"{flag}: {text!r} is not a size; write it as 24GB, 3.5GiB or 500MB") from None
 
 
 def _rate(flag: str, given: float | None, unit: float) -> float | None:

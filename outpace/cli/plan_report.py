@@ -1,4 +1,4 @@
-"""What `outpace plan` says: a table, commands to run, and the same as data."""
+"""The output of `outpace plan`: a table, commands to run, and JSON."""
 
 import shlex
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def plan_table(plans: Sequence[Plan], limits: Sequence[float], best: Plan) -> Ta
 
 
 def as_data(plan: Plan, limit: float) -> dict[str, object]:
-    """A plan as JSON has it."""
+    """A plan, for JSON."""
     prediction = plan.prediction
     return {
         "precision": plan.precision,
@@ -65,7 +65,7 @@ def as_data(plan: Plan, limit: float) -> dict[str, object]:
 def advice(
     model: str, nvme: Path | None, found: Sequence[Plan], own: str, work: Work, page: int, there: Machine
 ) -> dict[str, str]:
-    """Commands for the fastest plan, and for the fastest that leaves the weights as they are."""
+    """Commands for the fastest plan, and for the fastest one without quantization."""
     fastest = max(found, key=lambda plan: plan.tokens_per_second)
     unchanged = [plan for plan in found if plan.precision == own]
     lines = {"fastest": _command(model, nvme, fastest, own, work, page, there)}
@@ -81,10 +81,10 @@ def _command(model: str, nvme: Path | None, plan: Plan, own: str, work: Work, pa
     if plan.precision != own:
         words += ["--quantization", plan.precision]
     if plan.placement.slots:
-        own_memory = places.rest + places.layers + places.ring  # what counts on a CPU
+        own_memory = places.rest + places.layers + places.ring  # the option that matters on a CPU
         device = there.budgets.device if there.rates.link is not None else own_memory
         words += ["--offload-device-memory", _size(device)]
-        words += ["--offload-host-memory", _size(there.budgets.host)]  # 0 on a CPU: they would fill the same memory
+        words += ["--offload-host-memory", _size(there.budgets.host)]  # 0 on a CPU: it would be the same memory
         words += ["--offload-nvme", str(nvme)] if places.disk and nvme is not None else []
         pages = schedule.batch * -(-(work.prompt + work.new) // page)
         words += ["--num-gpu-blocks-override", str(pages)]
@@ -97,5 +97,5 @@ def _gigabytes(nbytes: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """As a flag takes it; rounded down, so that no more is taken than there is."""
+    """A size as a flag; rounded down, so that it fits."""
     return f"{nbytes // 10**7 / 100:g}GB" if nbytes >= 10**9 else str(nbytes)

@@ -1,4 +1,4 @@
-"""`outpace probe`: what this machine's device, link and disk do, and what is free."""
+"""`outpace probe`: measures this machine's device, link and disk, and shows what is free."""
 
 import json
 import shutil
@@ -26,13 +26,13 @@ def command(
         Path | None, typer.Option("--nvme", metavar="DIR", help="Measure the disk of this folder, too.")
     ] = None,
     device: Device = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure now, whatever is known.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again, even if results are cached.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Measure how fast device, link and disk are.
 
-    That takes about 2 s; the next time it is read from the cache folder. A disk is measured with a file of 1 GiB,
-    which is removed again.
+    This takes about 2 s; the results are kept in the cache folder. A disk is measured with a file of 1 GiB, which is
+    removed again.
     """
     check_folder(nvme)
 
@@ -53,7 +53,7 @@ def command(
 def check_folder(nvme: Path | None) -> None:
     """Refuse a folder that does not exist."""
     if nvme is not None and not nvme.is_dir():
-        raise ConfigError(f"nvme: {nvme} is no folder; name one on the disk that shall hold layers")
+        raise ConfigError(f"nvme: {nvme} is not a folder; name one on the disk that will hold layers")
 
 
 def device_of(name: str | None) -> "torch.device":
@@ -64,7 +64,7 @@ def device_of(name: str | None) -> "torch.device":
 
 
 def free(device: "torch.device", nvme: Path | None) -> dict[str, int | None]:
-    """Bytes that are free: of the device, in host memory, on the disk of a folder."""
+    """Free bytes of the device, of host memory, and of a folder's disk."""
     import torch
 
     from outpace.loading.memory import free_bytes

@@ -107,8 +107,9 @@ def command(
     wanted = None if dtype is None else float_dtype(dtype)
     measured = _asked_auto(bounds, text, tokens, dtype, device) if bounds else None
 
-    from outpace.config.sections import CalibrationConfig
-    from outpace.loading.quantize import Asked, quantize_model  # imported late: this takes seconds
+    from outpace.config.quantization import CalibrationConfig
+    from outpace.loading.quantize import quantize_model  # imported late: this takes seconds
+    from outpace.loading.quantize_options import Asked
     from outpace.quant.plan import QuantPlan
 
     found = None if plan is None else QuantPlan.read(str(plan))
@@ -138,9 +139,9 @@ def _asked_auto(
 
 def _measured(model: str | None, config: "LLMConfig", out: Path, force: bool) -> "QuantPlan":
     """The plan for a model; what is wrong with the folder is said before."""
+    from outpace.load_paged import find_plan
     from outpace.loading.out_folder import check_out
     from outpace.loading.write_quantized import QUANTIZED
-    from outpace.prepare import find_plan
 
     check_out(out, QUANTIZED, force=force)
     return find_plan(model, config)

@@ -1,4 +1,4 @@
-"""What commands that measure share: where results go, and lines that say what is going on."""
+"""What commands that measure share: the files that results go to, progress lines, and how results are shown."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from outpace.errors import InputError
 
 
 @dataclass(frozen=True)
-class Files:
-    """Where results go. What cannot be written is said before minutes have gone into it."""
+class ResultFiles:
+    """Where results go. A path that cannot be written is refused before minutes have gone into it."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -27,23 +27,35 @@ class Files:
             if path is not None and path.exists() and not path.is_file():
                 raise InputError(f"{path}: it is not a file; give the name of one")
         if self.plot is not None:
-            from outpace.verify.plot import check_plot
+            from outpace.bench.plot import check_plot
 
             check_plot(self.plot)
 
+    def write(self, found: dict[str, Any], draw: Callable[[Path], None] = lambda path: None) -> None:
+        """Write the figures, and draw the plot."""
+        write_json(self.json, found)
+        if self.plot is not None:
+            draw(self.plot)
+
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is going on: in one line that moves on a terminal, in a line each elsewhere."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("starting") as status:
+def progress(console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Shows each step: in one line that changes on a terminal, in a line each elsewhere."""
+    shown = console or Console(stderr=True)
+    if shown.is_terminal:
+        with shown.status("starting") as status:
             yield status.update
     else:
-        yield lambda step: console.print(step, highlight=False, markup=False)
+        yield lambda step: shown.print(step, highlight=False, markup=False)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines as they are."""
+    for part in parts:
+        Console().print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write figures into a file, if there is to be one."""
+    """Write figures to a file, if one is asked for."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n")

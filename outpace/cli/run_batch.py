@@ -1,4 +1,4 @@
-"""`outpace run-batch`: a file of requests in OpenAI's batch format, and a file of answers that can be gone on with."""
+"""`outpace run-batch`: answers a file of requests in OpenAI's batch format; a stopped run can be continued."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import httpx
 
 LATER = (408, 429, 502, 503, 504)
-"""Statuses after which the same request may work later."""
+"""HTTP statuses after which a request is tried again."""
 TRIES = 6
-FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds between tries
+FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds between retries
 
 
 def command(
     source: Annotated[Path, typer.Argument(metavar="IN", help="JSON lines: custom_id, method, url, body.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; those it has are not asked for.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; requests that have one are skipped.")],
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help=f"{KINDS}, unless there is a --url.", show_default=DEFAULT),
@@ -39,20 +39,18 @@ def command(
     max_concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="A name that requests may give as their model. May be repeated.", show_default="MODEL"
-        ),
+        typer.Option(metavar="NAME", help="A model name that requests may use. May be repeated.", show_default="MODEL"),
     ] = None,
     dtype: DType = None,
     device: Device = None,
 ) -> None:
-    """Answer a file of requests. When it is stopped, the same command goes on where it ended.
+    """Answer a file of requests. If it is stopped, the same command continues.
 
-    A line that is wrong fails alone: its answer is an error record. The exit code is 1 if any failed.
+    A wrong line only fails itself: its answer is an error record. The exit code is 1 if any line failed.
     """
     model = one_model(model, same_model)
     if url is not None and (model or dtype or device or served_model_name):
-        raise InputError("model, dtype, device, served-model-name: the server at url has its own; leave them out")
+        raise InputError("model, dtype, device, served-model-name: the server at url has its own; remove them")
     if url is None and api_key is not None:
         raise InputError("api-key: only for a server; give its url too")
     options, names = given(dtype=dtype, device=device), tuple(served_model_name or ())
@@ -68,7 +66,7 @@ def command(
 async def _run(
     batch: Batch, out: FileIO, connected: "contextlib.AbstractAsyncContextManager[httpx.AsyncClient]", most: int
 ) -> None:
-    lines = batch.lines()  # shared: each worker takes the next
+    lines = batch.lines()  # shared by the workers: each takes the next
     async with connected as client:
         with _progress() as bar:
             task = bar.add_task("", total=batch.total)
@@ -91,14 +89,14 @@ async def _run(
 
 
 def _progress() -> Progress:
-    """A bar on standard error if that is a terminal."""
+    """A progress bar on standard error if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("Answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 async def _record(client: "httpx.AsyncClient", line: Line) -> dict[str, Any]:
-    """The answer to a line as a record: it has either a response with status 200, or an error."""
+    """The record of an answer: a response with status 200, or an error."""
     import httpx
 
     if line.problem is not None:
@@ -117,10 +115,10 @@ async def _record(client: "httpx.AsyncClient", line: Line) -> dict[str, Any]:
 
 
 def _body(reply: "httpx.Response") -> tuple[Any, bool]:
-    """The body of an answer, and whether it is JSON; if not, what it says as an error."""
+    """The body of an answer and whether it is JSON; if not, an error with its text."""
     try:
         body = reply.json()
-        json.dumps(body, allow_nan=False)  # reading took NaN too
+        json.dumps(body, allow_nan=False)  # the parser accepts NaN
     except (ValueError, RecursionError):
         return {"error": {"message": reply.text[:500]}}, False
     return body, True
@@ -131,14 +129,14 @@ def _made(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | N
 
 
 async def _ask(client: "httpx.AsyncClient", line: Line) -> "httpx.Response":
-    """Ask, and again later while the server is busy. One that cannot be reached ends the batch: nothing is lost."""
+    """Send a request; retry while the server is busy. An unreachable server ends the batch; no answer is lost."""
     import httpx
 
     delay = FIRST_DELAY
     for last in (*[False] * (TRIES - 1), True):
         try:
             reply = await client.post(line.url.removeprefix("/v1"), content=line.body)
-            if reply.status_code in (401, 403):  # no line is to blame, and the next run may bring another key
+            if reply.status_code in (401, 403):  # not the line's fault: the next run may have another key
                 raise OutpaceError(f"api_key: the server refuses it ({reply.status_code}); give the right one; {GO_ON}")
             if reply.status_code not in LATER or last:
                 return reply
@@ -173,7 +171,7 @@ async def _server(url: str, key: str | None) -> "AsyncIterator[httpx.AsyncClient
 async def _engine(
     model: str | None, options: dict[str, Any], names: tuple[str, ...]
 ) -> "AsyncIterator[httpx.AsyncClient]":
-    """The server's app over an engine of its own, called without a port."""
+    """The server's app with its own engine, called without a port."""
     import httpx
 
     from outpace.loading.read_tokenizer import load_tokenizer
@@ -195,6 +193,6 @@ async def _engine(
             ) as client:
                 yield client
         finally:
-            app.state.serving.close()
+            app.state.services.close()
     finally:
         await engine.close()

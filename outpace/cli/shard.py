@@ -59,7 +59,7 @@ def float_dtype(name: str) -> "torch.dtype":
 
 @contextmanager
 def bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Shows GB and GB/s on a terminal, and nothing elsewhere."""
+    """A progress bar with GB and GB/s, on terminals only."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -95,12 +95,12 @@ def has_tokenizer(written: "Written") -> bool:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the block like Ctrl-C, so that it removes what it has begun: exit code 128 + N."""
+    """Make SIGTERM and SIGHUP end the block like Ctrl-C, so that it cleans up; exit code 128 + N."""
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
 
     def leave(number: int, frame: object) -> None:
         for other in numbers:
-            signal.signal(other, signal.SIG_IGN)  # a second one must not stop the removal
+            signal.signal(other, signal.SIG_IGN)  # a second signal must not stop the clean-up
         raise SystemExit(128 + number)
 
     for number in numbers:

@@ -1,37 +1,16 @@
-"""An unknown flag is refused with the one that was probably meant, if there is one."""
+"""Suggestions for unknown flags."""
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-CLOSE = 0.72
-"""How alike two names must be, as difflib counts."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name that was probably meant: one that has this or its words in it, or that is spelled alike."""
-    asked = _plain(name)
-
-    def likeness(other: str) -> float:
-        plain = _plain(other)
-        same = difflib.SequenceMatcher(None, asked, plain).ratio()
-        has_it = len(asked) > 2 and (plain.startswith(asked) or f"-{asked}" in plain)
-        has_its_words = set(asked.split("-")) <= set(plain.split("-"))
-        return same + (has_it or has_its_words or asked.startswith(f"{plain}-"))
-
-    best = max(sorted(known), key=likeness, default="")
-    return best if best and likeness(best) >= CLOSE else None
-
-
-def _plain(name: str) -> str:
-    return name.strip("-").replace("_", "-").lower()
+from outpace.config.nearest import nearest
 
 
 class Group(TyperGroup):
-    """Commands, with suggestions for what is unknown to them or to one of them."""
+    """A group of commands with suggestions for unknown flags."""
 
     def make_context(self, *args: Any, **more: Any) -> Any:
         """Read the options of the group."""
@@ -45,7 +24,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command alone, with suggestions."""
+    """A single command with suggestions."""
 
     def make_context(self, *args: Any, **more: Any) -> Any:
         """Read its options."""
@@ -55,7 +34,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def _suggesting() -> Iterator[None]:
-    """Have the error about an unknown option name one flag. Its class is at another place in each release of typer."""
+    """Make the error for an unknown option suggest one flag. Its class moves between releases of typer."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whom `chat` and `complete` talk to: any OpenAI-compatible server, or a model in this process."""
+"""The other side of `chat` and `complete`: any OpenAI-compatible server, or a model in this process."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ KEY_VARIABLE = "OUTPACE_API_KEY"
 
 Url = Annotated[str | None, typer.Option(help="An OpenAI-compatible server, instead of a model in this process.")]
 ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="The server's key.", show_default=False)]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most new tokens.", show_default="as many as there is room")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most new tokens.", show_default="as many as fit")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the model's own")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens with this much probability.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens with this total probability.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 GenerationConfig = Annotated[
     str | None,
@@ -38,16 +38,14 @@ Quantization = Annotated[
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that share each layer.", show_default="1"),
+    typer.Option("--tensor-parallel-size", "--tp", min=1, help="Tensor parallel ranks.", show_default="1"),
 ]
-Stages = Annotated[
-    int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Stages that the layers are cut into.")
-]
+Stages = Annotated[int | None, typer.Option("--pp", "--pipeline-parallel-size", help="Pipeline stages.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU")]
 
 
 class Talker(Protocol):
-    """Answers in pieces of text. Closing the iterator stops the answer."""
+    """Yields pieces of an answer's text. Closing the iterator stops the answer."""
 
     name: str
 
@@ -58,11 +56,11 @@ class Talker(Protocol):
         """Go on with a text."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection or free the model."""
 
 
 def talker(model: str | None, url: str | None, key: str | None, **options: str | None) -> Talker:
-    """A server if there is a URL, else a model, with these options of the engine."""
+    """A server if there is a URL, otherwise a model with these engine options."""
     if url is not None:
         if first := next(iter(given(**options)), None):
             raise InputError(f"{first}: the server at url has its own; remove it")
@@ -85,7 +83,7 @@ def base_of(url: str) -> str:
 
 
 def message_of(body: bytes) -> str:
-    """What an error body says."""
+    """The message of an error body."""
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -129,10 +127,10 @@ class Remote:
         try:
             return str(reply.json()["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
-            raise InputError("url: the server does not say what it serves; name the model") from None
+            raise InputError("url: the server lists no models; name the model") from None
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
-        """The choices of a stream, each of which adds something."""
+        """The choices of a stream's chunks."""
         body = {"model": self.name, "stream": True, **body}
         with self._reached(), self._client.stream("POST", path, json=body) as reply:
             if reply.status_code != 200:
@@ -157,7 +155,7 @@ class Remote:
 
 
 def need_tokenizer(llm: "LLM") -> None:
-    """Refuse a model without a tokenizer, with a remedy that a command has: its folder."""
+    """Raise if a model has no tokenizer."""
     if llm.tokenizer is None:
         raise ModelError(f"model: {llm.name} has no tokenizer, which text needs; put its files into the model's folder")
 
@@ -173,7 +171,7 @@ class Local:
         self.name = self._llm.name
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Free the model."""
         self._llm.shutdown()
 
     def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
@@ -190,7 +188,7 @@ class Local:
         ids = self._llm.tokenize(prompt)
         room = self._llm.max_model_len - len(ids)
         if room < 1:
-            raise InputError(f"prompt: its {len(ids)} tokens leave no room in {self._llm.max_model_len}; say less")
+            raise InputError(f"prompt: its {len(ids)} tokens leave no room in {self._llm.max_model_len}; shorten it")
         usual = self._llm.engine.sampling_defaults
         params = SamplingParams(**{**usual, "max_tokens": min(room, int(usual.get("max_tokens", room))), **options})
         shown = 0
@@ -205,7 +203,7 @@ class Local:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is asked for between steps: within one it would leave the engine in pieces. A second one does not wait."""
+    """Checks for Ctrl-C between steps, since inside one it would corrupt the engine. A second one does not wait."""
     came = False
 
     def on_interrupt(*_: Any) -> None:

@@ -1,25 +1,21 @@
-"""Every option of Outpace, its default and its meaning: the only place where a default is written.
+"""The options of Outpace, with their defaults and meanings. Each default is written only here.
 
 `InferenceConfig` is for `init_inference`; `LLMConfig` adds what the runtime of `LLM` and the server needs, and vLLM's
-names for it. Other names, defaults and aliases are DeepSpeed's where DeepSpeed has the option, so that its scripts and
-JSON files work unchanged. Unlike there, every accepted field acts or raises: what is not in this release yet is listed
-in `rules.LATER` and raises `NotSupportedYet`; the release that brings the capability removes the line.
+names for it. Where DeepSpeed has an option, its name, default and aliases are used, so that DeepSpeed scripts and JSON
+files work unchanged. Unlike in DeepSpeed, every accepted field acts or raises: capabilities that this release lacks are
+listed in `rules.LATER` and raise `NotSupportedYet`.
 """
 
-from outpace.config.asked import AskedConfig
 from outpace.config.inference import ConfigLike, InferenceConfig, default_inference_config
-from outpace.config.llm import LLMConfig
+from outpace.config.llm import AskedConfig, LLMConfig
+from outpace.config.quantization import QuantizationConfig
 from outpace.config.sections import (
     CacheConfig,
     CheckpointConfig,
     MoEConfig,
-    OffloadConfig,
-    QuantizationConfig,
     SchedulerConfig,
     TensorParallelConfig,
-    ZeroConfig,
 )
-from outpace.config.values import parse_dtype
 
 __all__ = [
     "AskedConfig",
@@ -29,11 +25,8 @@ __all__ = [
     "InferenceConfig",
     "LLMConfig",
     "MoEConfig",
-    "OffloadConfig",
     "QuantizationConfig",
     "SchedulerConfig",
     "TensorParallelConfig",
-    "ZeroConfig",
     "default_inference_config",
-    "parse_dtype",
 ]

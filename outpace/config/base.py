@@ -1,4 +1,4 @@
-"""The mechanics of the config tree: names, aliases, deprecated names, "auto", merging, one-line errors."""
+"""The base class of all configs: aliases, deprecated names, "auto", merging, one-line errors."""
 
 import difflib
 import json
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from outpace.errors import ConfigError, NotSupportedYet
 
 LONGEST = 200
-"""Characters of a value in an error."""
+"""Maximum characters of a value in an error."""
 MOST = 8
-"""Fields that an error names."""
+"""Maximum number of fields that an error names."""
 
 
 class ConfigModel(BaseModel):
@@ -30,19 +30,19 @@ class ConfigModel(BaseModel):
         use_attribute_docstrings=True,
     )
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other name -> field, or dotted path of a section's field."""
+    """Another name -> the field, or the dotted path of a section's field."""
     deprecated: ClassVar[Mapping[str, str]] = {}
-    """The same for old names: they work, and warn."""
+    """The same for deprecated names, which work and warn."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Name that another config has -> why it is refused here, and what to do."""
+    """Name that only another config takes -> why it is refused here, and what to do."""
     switches: ClassVar[frozenset[str]] = frozenset()
-    """Sections that a bool turns on or off."""
+    """Sections that can be given as a bool, which sets `enabled`."""
     sizes: ClassVar[Mapping[str, str]] = {}
-    """Sections that a number stands for, which is this field of theirs."""
+    """Section that can be given as a number -> the field that the number sets."""
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {}
-    """How two ways of writing a field's value are compared, where == is not enough."""
+    """Field -> how two spellings of its value are compared, where == is not enough."""
     keeps_auto: ClassVar[frozenset[str]] = frozenset()
-    """Fields for which "auto" is a value of its own and not "take the default"."""
+    """Fields for which "auto" is a value and does not mean "take the default"."""
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -52,13 +52,13 @@ class ConfigModel(BaseModel):
         except NotSupportedYet as error:
             raise NotSupportedYet(_written(error.field, self._given_as(data)), error.capability) from None
 
-    # pydantic must not call this __init__ for nested models: their errors belong to the outermost one.
+    # pydantic must not call this __init__ for nested models: the outermost model reports their errors.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: object) -> object:
-        """The same data by field names alone; what is wrong with the names is said here."""
+        """The same data under field names only; unknown and refused names are an error."""
         if not isinstance(data, Mapping):
             return data
         others = {**cls.aliases, **cls.deprecated}
@@ -80,7 +80,7 @@ class ConfigModel(BaseModel):
 
     @classmethod
     def _section(cls, key: str, value: object) -> object:
-        """What a bool or a number stands for."""
+        """The section that a bool or a number stands for."""
         if isinstance(value, bool) and key in cls.switches:
             return {"enabled": value}
         name = cls.aliases.get(key, key)
@@ -88,19 +88,19 @@ class ConfigModel(BaseModel):
 
     @classmethod
     def _counts(cls, key: str, value: object) -> bool:
-        """Whether a value was given: "auto" stands for none, but where it is a value of its own."""
+        """Whether a value was given: "auto" counts only where it is a value."""
         return not _is_auto(value) or key in cls.keeps_auto
 
     @classmethod
     def _given_as(cls, data: Mapping[str, Any]) -> dict[str, str]:
-        """Path of a field -> the other name that it was given by."""
+        """Path of a field -> the other name under which it was given."""
         others = {**cls.aliases, **cls.deprecated}
         return {path: key for key, path in others.items() if key in data and cls._counts(key, data[key])}
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic takes True for 1."""
+        """Refuse bools for numbers: pydantic would take True as 1."""
         items = value if isinstance(value, list | tuple) else (value,)
         field = cls.model_fields[str(info.field_name)]
         if any(isinstance(item, bool) for item in items) and _is_number(field.annotation):
@@ -113,7 +113,7 @@ class ConfigModel(BaseModel):
 
     @classmethod
     def of(cls, config: object = None, /, **kwargs: Any) -> Self:
-        """The config from None, a mapping, a JSON path or another config, merged with keywords; neither is changed."""
+        """The config from None, a mapping, a JSON path or another config, merged with keywords."""
         base = _as_mapping(config, cls)
         for key in base.keys() & kwargs.keys():
             same = cls.same_value.get(key, operator.eq)
@@ -163,7 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str], owner: type[ConfigModel]) -> None:
-    """Put what another name was given where it belongs; `named`: the other names of what is there already."""
+    """Set the field that another name stands for. `named`: other names of the fields that are set already."""
     path = owner.aliases.get(key) or owner.deprecated[key]
     section, _, name = path.rpartition(".")
     inner, taken = data, [name] if name in data else []
@@ -174,7 +174,7 @@ def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str]
                 return  # the section stays off
             held = {}
         if not isinstance(held, Mapping | ConfigModel):
-            return  # the section's own error says what is wrong with it
+            return  # the section's own validation reports what is wrong with it
         model = _section(owner, section)
         inner = {field: given for field, given in _as_mapping(held, model).items() if model._counts(field, given)}
         taken = [other for other in inner if model.aliases.get(other, other) == name]
@@ -215,7 +215,7 @@ def _nearest(key: object, names: Iterable[str]) -> str:
 
 
 def _written(path: str, given_as: Mapping[str, str]) -> str:
-    """The path of a field as the user wrote it, where that was by another name."""
+    """The path of a field as the user wrote it, in case that was another name."""
     known = [start for start in given_as if f"{path}.".startswith(f"{start}.")]
     start = max(known, key=len, default="")
     return given_as.get(start, "") + path.removeprefix(start)
@@ -238,6 +238,6 @@ def _one_line(error: ValidationError, given_as: Mapping[str, str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in an error: what is longer than a line is cut."""
+    """A value for an error message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}.."

@@ -1,4 +1,4 @@
-"""The options as a document: `python -m outpace.config.describe > docs/configuration.md`."""
+"""Writes docs/configuration.md from the config classes: `python -m outpace.config.describe > docs/configuration.md`."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,11 +17,11 @@ There are two places to give options, and a config for each:
 
 - `outpace.init_inference(model, config=None, **options)`, with `outpace.InferenceConfig`;
 - `outpace.LLM(model, config=None, **options)` and the server, with `outpace.LLMConfig`: the same options, and those of
-  the runtime that schedules requests. `init_inference` schedules none and refuses these.
+  the runtime that schedules requests. `init_inference` schedules no requests and refuses these options.
 
-`config` is a dict, the path of a JSON file or such a config; keywords are merged with it. An option given twice with
-different values, by whatever names, is an error. The value "auto" means the default (but is refused as `quantization`
-or `quant.scheme`). Names and defaults are DeepSpeed's where it has them, and vLLM's for the runtime.
+`config` is a dict, the path of a JSON file or such a config; keywords are merged with it. Giving an option twice with
+different values, even under two names, is an error. The value "auto" means the default (but `quantization` and
+`quant.scheme` refuse it). Names and defaults are DeepSpeed's where it has them, and vLLM's for the runtime.
 
 An option marked *later* is understood and raises `NotSupportedYet` when it is set to anything but its default.
 """
@@ -34,21 +34,21 @@ _FLAT = """## Names without a section
 def markdown() -> str:
     """All options, other names and forbidden combinations."""
     shared = InferenceConfig.model_fields
-    own = {name: field for name, field in LLMConfig.model_fields.items() if _differs(field, shared.get(name))}
+    own = {
+        name: field
+        for name, field in LLMConfig.model_fields.items()
+        if (name not in shared or field.default != shared[name].default)
+    }
     parts = [_HEAD, _table("Options of `init_inference` and `LLM`", InferenceConfig, shared)]
-    parts.append(_table("Options and defaults of `LLM` alone", LLMConfig, own))
+    parts.append(_table("Options and defaults that only `LLM` has", LLMConfig, own))
     for name, field in LLMConfig.model_fields.items():
         parts += _nested(name, field)
     parts += [_FLAT, _names(LLMConfig.flat)]
-    parts += ["## Deprecated names", _names(InferenceConfig.deprecated), "## What cannot be combined"]
-    parts.append(_list(message for _, message in COMPOSITIONS))
-    parts += ["In `init_inference` alone:", _list(message for _, message in INFERENCE_COMPOSITIONS)]
-    parts += ["In `LLM` alone:", _list(message for _, message in LLM_COMPOSITIONS)]
+    parts += ["## Deprecated names", _names(InferenceConfig.deprecated), "## Options that cannot be combined"]
+    parts.append(_list(COMPOSITIONS))
+    parts += ["Only in `init_inference`:", _list(INFERENCE_COMPOSITIONS)]
+    parts += ["Only in `LLM`:", _list(LLM_COMPOSITIONS)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def _differs(field: FieldInfo, shared: FieldInfo | None) -> bool:
-    return shared is None or field.default != shared.default
 
 
 def _nested(path: str, field: FieldInfo) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _nested(path: str, field: FieldInfo) -> Iterator[str]:
 
 
 def section_of(field: FieldInfo) -> type[ConfigModel] | None:
-    """The config class of a field that is a section of its own."""
+    """The config class of a field that is a section; None: it is a plain value."""
     annotation = field.annotation
     candidates = [annotation, *get_args(annotation)]
     return next((item for item in candidates if isinstance(item, type) and issubclass(item, ConfigModel)), None)

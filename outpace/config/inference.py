@@ -1,4 +1,4 @@
-"""The options of `init_inference`: the top of the config tree, to which `LLMConfig` adds."""
+"""The options of `init_inference`: the top of the config tree. `LLMConfig` adds to it."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from outpace.config.base import ConfigModel
+from outpace.config.quantization import QuantizationConfig, WeightQuantConfig
 from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER, is_int8
 from outpace.config.sections import (
     CacheConfig,
@@ -15,10 +16,8 @@ from outpace.config.sections import (
     NodesConfig,
     OffloadConfig,
     PipelineParallelConfig,
-    QuantizationConfig,
     SchedulerConfig,
     TensorParallelConfig,
-    WeightQuantConfig,
     ZeroConfig,
 )
 from outpace.config.values import (
@@ -36,10 +35,10 @@ from outpace.errors import NotSupportedYet
 if TYPE_CHECKING:
     import torch
 
-_SCHEDULES = "only outpace.LLM and outpace serve schedule requests; leave it out"
-ZERO_OPTIMIZATION = "DeepSpeed's name in configs of training; give its dictionary as zero, with aio in it"
-_STARTS_RANKS = "only outpace.LLM and outpace serve start ranks (here torchrun --nnodes does); leave it out"
-_KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; leave it out"
+_SCHEDULES = "only outpace.LLM and outpace serve schedule requests; remove it"
+ZERO_OPTIMIZATION = "DeepSpeed's name in training configs; give its dictionary as zero, with aio in it"
+_STARTS_RANKS = "only outpace.LLM and outpace serve start ranks (here torchrun --nnodes does); remove it"
+_KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; remove it"
 
 
 class InferenceConfig(ConfigModel):
@@ -65,8 +64,8 @@ class InferenceConfig(ConfigModel):
         "tensor_parallel_size": "a name of outpace.LLM alone; use tensor_parallel.tp_size",
         "expert_parallel_size": "a name of outpace.LLM alone; use moe.ep_size",
         "quantization": "a name of outpace.LLM alone; use quant.scheme",
-        "generation_config": "outpace.LLM's alone: generate takes the module's own generation_config; leave it out",
-        "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; leave it out",
+        "generation_config": "only outpace.LLM takes it; generate uses the module's own generation_config; remove it",
+        "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; remove it",
         "pipeline_parallel_size": "a name of outpace.LLM alone; use pipeline_parallel.pp_size",
         "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
         "kv_offloading_size": _KEEPS_PAGES,
@@ -108,19 +107,20 @@ class InferenceConfig(ConfigModel):
     enable_cuda_graph: bool = False
     """Capture `forward` as CUDA graphs, one for each input signature."""
     max_cuda_graphs: int = Field(default=16, ge=1)
-    """Most graphs kept; the one unused for longest goes first."""
+    """Maximum number of graphs kept; the least recently used one is dropped first."""
     graph_output: Literal["copy", "static"] = "copy"
-    """copy: outputs are yours. static: outputs are overwritten by the next call, and no copy is paid for."""
+    """copy: each call returns new outputs. static: the next call overwrites the outputs, which saves the copy."""
     kernels: dict[str, str] | None = None
-    """Implementations of single ops in fused layers: {"attention": "torch"}. None: chosen for the device."""
+    """Implementations of single ops in fused layers: {"attention": "torch"}. {"linear": "tuned"}: at the start, search
+    the fastest algorithms of the GPU's library for products of 17 to 4,096 rows. None: chosen for the device."""
     use_triton: bool = False
     """DeepSpeed's switch for Triton kernels in fused layers, which are used on a GPU anyway."""
     triton_autotune: bool = False
     """Tune Triton kernels at the first use."""
     zero: ZeroConfig = ZeroConfig()
-    """ZeRO-Inference as DeepSpeed is told of it: layers streamed from host memory or NVMe."""
+    """ZeRO-Inference with DeepSpeed's options: layers are streamed from host memory or NVMe."""
     triangular_masking: bool = True
-    """False says that the fused layers are not causal; a causal model is then refused."""
+    """False: the fused layers are not causal. A causal model is then refused."""
     moe: MoEConfig = MoEConfig()
     """Mixture of experts; a bool sets `enabled`."""
     keep_module_on_host: bool = False
@@ -132,33 +132,33 @@ class InferenceConfig(ConfigModel):
     base_dir: PathText = ""
     """Folder the names in the checkpoint description are relative to."""
     set_empty_params: bool = False
-    """Let go of the module's own weights before those of `checkpoint` are read."""
+    """Free the module's own weights before those of `checkpoint` are read."""
     save_mp_checkpoint_path: NamedPath | None = None
-    """Folder that the module's weights are written to, as shards for `tensor_parallel.tp_size` ranks."""
+    """Folder to which the module's weights are written, as shards for `tensor_parallel.tp_size` ranks."""
     checkpoint_config: CheckpointConfig = CheckpointConfig()
     """Where checkpoints are read and written."""
     return_tuple: bool = True
     """Only True is accepted: a fused layer returns what the model around it expects."""
     training_mp_size: int = Field(default=1, ge=1)
-    """Number of ranks whose files `checkpoint` has; 1: as many as there are."""
+    """Number of ranks that saved `checkpoint`; 1: as many as it has files for."""
     replace_method: str = "auto"
     """Deprecated and without effect: only "auto" is accepted."""
     injection_policy: dict[Any, Any] | None = None
-    """{layer class: names of the linears whose output is reduced} or {layer class: policy}."""
+    """{layer class: names of the linears whose outputs are all-reduced} or {layer class: policy}."""
     injection_policy_tuple: tuple[Any, ...] | None = None
-    """DeepSpeed's own scratch field: refused."""
+    """Always refused: an internal field of DeepSpeed."""
     config: dict[str, Any] | None = None
-    """Replaces entries of the model's own config where the engine reads it."""
+    """Values that replace entries of the model's config when the engine reads it."""
     max_out_tokens: int = Field(default=1024, ge=1)
-    """Most tokens of a sequence in `generate`, prompt and new ones together."""
+    """Maximum tokens of a sequence in `generate`, prompt and new tokens together."""
     min_out_tokens: int = Field(default=1, ge=1)
     """`generate` refuses a prompt that leaves room for fewer new tokens than this."""
     transposed_mode: bool = False
     """Only False is accepted: the layout of fused weights is Outpace's own."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    """Seed of each `generate` call, of each request of `LLM` that has none; None: torch's global generator."""
+    """Seed of each `generate` call, and of each `LLM` request without one; None: torch's global generator."""
     offload: OffloadConfig = OffloadConfig()
-    """Layers in host memory or on NVMe, streamed to the device; "auto": those that do not fit (docs/offload.md)."""
+    """Layers that live in host memory or on NVMe and are streamed; "auto": those that do not fit (docs/offload.md)."""
 
     @field_validator("offload", mode="before")
     @classmethod
@@ -182,14 +182,14 @@ class InferenceConfig(ConfigModel):
     @classmethod
     def _replace_method(cls, value: str) -> str:
         if value != "auto":
-            raise ValueError(f"{value!r} has no meaning any more; leave replace_method out")
+            raise ValueError(f"{value!r} has no meaning any more; remove replace_method")
         return value
 
     @field_validator("injection_policy_tuple")
     @classmethod
     def _injection_policy_tuple(cls, value: object) -> None:
         if value is not None:
-            raise ValueError("this is a scratch field of DeepSpeed's engine; use injection_policy")
+            raise ValueError("this is an internal field of DeepSpeed's engine; use injection_policy")
 
     @field_validator("device")
     @classmethod
@@ -210,7 +210,7 @@ class InferenceConfig(ConfigModel):
 
     @property
     def asked_quant(self) -> QuantizationConfig | None:
-        """How weights are quantized; None: they are not. dtype int8 asks for it too."""
+        """How weights are quantized; None: not at all. dtype int8 asks for it too."""
         if self.quant is not None and not self.quant.only_cache:
             return self.quant
         asked = QuantizationConfig(weight=WeightQuantConfig(), kv_cache_dtype=self.kv_cache_dtype)
@@ -218,16 +218,17 @@ class InferenceConfig(ConfigModel):
 
     @property
     def compute_dtype(self) -> "torch.dtype | None":
-        """The dtype that was asked for to compute in; None: none was."""
+        """The dtype to compute in, if one was asked for."""
         return None if is_int8(self) else self.dtype
 
     def _problems(self) -> Iterator[str]:
-        """What cannot be combined and is."""
-        yield from (message for wrong, message in (*COMPOSITIONS, *INFERENCE_COMPOSITIONS) if wrong(self))
+        """Errors for options that cannot be combined."""
+        rules = (*COMPOSITIONS.items(), *INFERENCE_COMPOSITIONS.items())
+        yield from (message for message, wrong in rules if wrong(self))
 
     @property
     def kv_cache_dtype(self) -> str:
-        """`quant.kv_cache_dtype`; auto where nothing is quantized."""
+        """`quant.kv_cache_dtype`; auto without `quant`."""
         return "auto" if self.quant is None else self.quant.kv_cache_dtype
 
     @property
@@ -244,7 +245,7 @@ class InferenceConfig(ConfigModel):
 
 
 ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
-"""What options may be given as, beside keywords."""
+"""What `config` may be."""
 
 
 def default_of(path: str, owner: type[ConfigModel] = InferenceConfig) -> object:

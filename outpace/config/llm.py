@@ -1,17 +1,21 @@
-"""The options of `LLM` and the server: those of `init_inference`, and those of the runtime that schedules requests."""
+"""The options of `LLM` and the server: those of `init_inference`, plus those of the runtime that schedules requests."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from outpace.config.inference import ZERO_OPTIMIZATION, InferenceConfig
 from outpace.config.rules import COMPOSITIONS, LLM_COMPOSITIONS
 from outpace.config.sections import CacheConfig, NodesConfig, OffloadConfig, SchedulerConfig
+from outpace.config.values import DTypeName
+
+_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 
 
 class LLMConfig(InferenceConfig):
-    """Options of `outpace.LLM` and `outpace serve`. vLLM's names work beside the tree."""
+    """Options of `outpace.LLM` and `outpace serve`. vLLM's names work too."""
 
     flat: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "tensor_parallel.tp_size",
@@ -41,7 +45,7 @@ class LLMConfig(InferenceConfig):
     enable_cuda_graph: bool | None = None  # type: ignore[assignment]
     """Capture steps as CUDA graphs; None: on a GPU, unless `enforce_eager`."""
     max_out_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
-    """Most tokens of a request, prompt and new ones together; None: as many as the model has positions."""
+    """Maximum tokens of a request, prompt and new tokens together; None: the model's number of positions."""
     cache: CacheConfig = CacheConfig()
     """The paged key-value cache."""
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -49,13 +53,13 @@ class LLMConfig(InferenceConfig):
     nodes: NodesConfig = NodesConfig()
     """One model over several machines."""
     deterministic: bool = False
-    """Bitwise the same tokens for a request whatever shares its batch."""
+    """A request gets bitwise the same tokens whatever other requests share its batch."""
     enforce_eager: bool | None = None
     """True, like enable_cuda_graph=False: no CUDA graphs."""
     generation_config: str = "auto"
-    """Sampling defaults: auto, the model's generation_config.json; none, neutral values; or another's folder."""
+    """Sampling defaults: auto, the model's generation_config.json; none, neutral values; or another folder or file."""
     max_logprobs: int = Field(default=20, ge=-1)
-    """Most log-probabilities of a token that a request may ask for; -1: the whole vocabulary."""
+    """Maximum number of log-probabilities for each token that a request may ask for; -1: the whole vocabulary."""
 
     @property
     def cuda_graphs(self) -> bool:
@@ -63,5 +67,23 @@ class LLMConfig(InferenceConfig):
         return self.torch_device.type == "cuda" and self.enable_cuda_graph is not False and not self.enforce_eager
 
     def _problems(self) -> Iterator[str]:
-        yield from (message for wrong, message in COMPOSITIONS if wrong(self))
-        yield from (message for wrong, message in LLM_COMPOSITIONS if wrong(self))
+        yield from (message for message, wrong in (*COMPOSITIONS.items(), *LLM_COMPOSITIONS.items()) if wrong(self))
+
+
+class AskedConfig(LLMConfig):
+    """LLMConfig for a process that does not import torch. The engine checks what depends on the machine."""
+
+    dtype: DTypeName | None = None  # type: ignore[assignment]
+    """torch's name of the dtype."""
+
+    @field_validator("device")
+    @classmethod
+    def _device_exists(cls, value: str | None) -> str | None:
+        if value is not None and not _DEVICE.fullmatch(value):
+            raise ValueError(f"{value!r} is not a device Outpace runs on; use 'cpu', 'cuda' or 'cuda:N'")
+        return value
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda" as it was asked for; empty: the engine decides."""
+        return (self.device or "").partition(":")[0]

@@ -1,15 +1,15 @@
-"""What cannot be asked for: capabilities that are not in this release, and combinations that cannot work."""
+"""Options that are refused: capabilities that this release lacks, and combinations that cannot work."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outpace.config.quant_rules import QUANT_COMPOSITIONS, changed, says_int8
+from outpace.config.quantization import QUANT_COMPOSITIONS, changed, says_int8
 
 if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
     from outpace.config.llm import LLMConfig
-    from outpace.config.sections import MoEConfig, OffloadConfig, QuantizationConfig
+    from outpace.config.quantization import QuantizationConfig
 
 LATER: Mapping[str, str] = {
     "triton_autotune": "tuning of kernels on the user's machine",
@@ -18,12 +18,12 @@ LATER: Mapping[str, str] = {
 
 
 def num_ranks(config: "InferenceConfig") -> int:
-    """How many ranks an engine with this config has: of each stage, those that share its layers or its experts."""
+    """Number of ranks of an engine: pipeline stages times the ranks that share a stage's layers or experts."""
     return config.pipeline_parallel.pp_size * max(config.tensor_parallel.tp_size, config.moe.ep_size)
 
 
 def is_int8(config: "InferenceConfig") -> bool:
-    """Whether int8 was asked for, of a config that may know dtypes by name alone."""
+    """Whether dtype int8 was asked for; in a process without torch the dtype is a string."""
     return str(config.dtype).removeprefix("torch.") == "int8"
 
 
@@ -35,25 +35,16 @@ def _names_checkpoint(config: "InferenceConfig") -> bool:
     return config.checkpoint is not None or config.checkpoint_config.checkpoint_dir is not None
 
 
-def _says_experts(moe: "MoEConfig") -> bool:
-    return changed(moe, "moe_experts", "type")
-
-
 _PAGES = ("kv", "kv_files", "kv_offloading_size", "host_pages")
-"""Fields of `offload` that concern pages, and not weights."""
+"""Fields of `offload` for pages, not weights."""
 _WEIGHTS = ("auto", "device_memory", "host_memory", "cpu_offload_gb")
-"""Fields of `offload` that concern weights; each of them turns streaming on."""
+"""Fields of `offload` for weights; each of them turns streaming on."""
 
 
 def places_weights(config: "InferenceConfig") -> bool:
-    """Whether layers may live elsewhere than on the device. A folder alone may be one for pages."""
+    """Whether layers may live outside the device. `nvme` does not count if the folder is for pages (`kv_files`)."""
     names = _WEIGHTS if config.offload.kv_files else (*_WEIGHTS, "nvme")
     return config.zero.stage == 3 or changed(config.offload, *names)
-
-
-def _concern_nothing(offload: "OffloadConfig") -> bool:
-    """Whether `slots` or `expert_cache` is given without anything that is streamed."""
-    return changed(offload, "slots", "expert_cache") and not changed(offload, *_WEIGHTS, "nvme")
 
 
 def _keeps_pages(config: "InferenceConfig") -> bool:
@@ -61,271 +52,193 @@ def _keeps_pages(config: "InferenceConfig") -> bool:
     return bool(config.offload.kv) or config.offload.kv_offloading_size > 0
 
 
-Rule = tuple[Callable[["InferenceConfig"], bool], str]
-COMPOSITIONS: tuple[Rule, ...] = (
-    (
-        lambda c: c.enable_cuda_graph and c.tensor_parallel.tp_size > 1,
-        "enable_cuda_graph with tensor_parallel.tp_size > 1: a captured graph cannot span ranks; turn one of them off",
+COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
+    "enable_cuda_graph with tensor_parallel.tp_size > 1: a captured graph cannot span ranks; "
+    "turn one of them off": lambda c: c.enable_cuda_graph and c.tensor_parallel.tp_size > 1,
+    "enable_cuda_graph with pipeline_parallel.pp_size > 1: a captured graph cannot span ranks; "
+    "turn one of them off": lambda c: c.enable_cuda_graph and c.pipeline_parallel.pp_size > 1,
+    "pipeline_parallel.pp_size with tensor_parallel.mpu or tp_group: groups that you pass do not know the "
+    "stages; give tp_size instead": lambda c: (
+        c.pipeline_parallel.pp_size > 1 and (c.tensor_parallel.mpu or c.tensor_parallel.tp_group) is not None
     ),
-    (
-        lambda c: c.enable_cuda_graph and c.pipeline_parallel.pp_size > 1,
-        "enable_cuda_graph with pipeline_parallel.pp_size > 1: a captured graph cannot span ranks; turn one of them "
-        "off",
+    "pipeline_parallel.pp_size with moe.ep_group or ep_mp_group: groups that you pass do not know the stages; "
+    "give moe.ep_size instead": lambda c: (
+        c.pipeline_parallel.pp_size > 1 and (c.moe.ep_group or c.moe.ep_mp_group) is not None
     ),
-    (
-        lambda c: c.pipeline_parallel.pp_size > 1 and (c.tensor_parallel.mpu or c.tensor_parallel.tp_group) is not None,
-        "pipeline_parallel.pp_size with tensor_parallel.mpu or tp_group: groups that are given know of no stages; "
-        "give tp_size instead",
+    "enable_cuda_graph: a CPU has no CUDA graphs; "
+    "leave it off, or give device='cuda' on a machine with a GPU": lambda c: (
+        c.enable_cuda_graph and c.device_type == "cpu"
     ),
-    (
-        lambda c: c.pipeline_parallel.pp_size > 1 and (c.moe.ep_group or c.moe.ep_mp_group) is not None,
-        "pipeline_parallel.pp_size with moe.ep_group or ep_mp_group: groups that are given know of no stages; give "
-        "moe.ep_size instead",
+    "use_triton: Triton kernels run in fused layers on a GPU, where they are used anyway; give "
+    "replace_with_kernel_inject=True on a machine with a GPU, or remove it": lambda c: (
+        c.use_triton and (c.device_type == "cpu" or not c.replace_with_kernel_inject)
     ),
-    (
-        lambda c: c.enable_cuda_graph and c.device_type == "cpu",
-        "enable_cuda_graph: a CPU has no CUDA graphs; leave it off, or give device='cuda' on a machine with a GPU",
+    "kernels: they run in fused layers; give replace_with_kernel_inject=True, or remove it": lambda c: (
+        bool(c.kernels) and not (c.replace_with_kernel_inject or c.injection_policy)
     ),
-    (
-        lambda c: c.use_triton and (c.device_type == "cpu" or not c.replace_with_kernel_inject),
-        "use_triton: Triton kernels run in fused layers on a GPU, where they are used anyway; give "
-        "replace_with_kernel_inject=True on a machine with a GPU, or leave it out",
+    "triangular_masking: it concerns fused layers; give replace_with_kernel_inject=True, or remove it": lambda c: (
+        not c.triangular_masking and not (c.replace_with_kernel_inject or c.injection_policy)
     ),
-    (
-        lambda c: bool(c.kernels) and not (c.replace_with_kernel_inject or c.injection_policy),
-        "kernels: they run in fused layers; give replace_with_kernel_inject=True, or leave it out",
+    "return_tuple=False: a fused layer returns what the model around it expects; remove it": lambda c: (
+        not c.return_tuple
     ),
-    (
-        lambda c: not c.triangular_masking and not (c.replace_with_kernel_inject or c.injection_policy),
-        "triangular_masking: it concerns fused layers; give replace_with_kernel_inject=True, or leave it out",
+    "transposed_mode: the layout of fused weights is Outpace's own; remove it": lambda c: c.transposed_mode,
+    "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too": lambda c: (
+        c.triton_autotune and not c.use_triton
     ),
-    (
-        lambda c: not c.return_tuple,
-        "return_tuple=False: a fused layer returns what the model around it expects; leave it out",
+    "dtype int8 with quant.weight.num_bits (or that of a rule in it), quant.weight.enabled or quant.scheme of "
+    "another kind, quant.auto or quant.plan: they say different things about the weights; give one": lambda c: (
+        is_int8(c) and c.quant is not None and not says_int8(c.quant)
     ),
-    (
-        lambda c: c.transposed_mode,
-        "transposed_mode: the layout of fused weights is Outpace's own; leave it out",
+    **{message: partial(_of_quant, wrong) for message, wrong in QUANT_COMPOSITIONS.items()},
+    "quant.kv_cache_dtype: only fused layers keep keys and values in pages; give replace_with_kernel_inject=True, or "
+    "remove it": lambda c: c.kv_cache_dtype != "auto" and not (c.replace_with_kernel_inject or c.injection_policy),
+    "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1": lambda c: (
+        not c.tensor_parallel.enabled and c.tensor_parallel.tp_size > 1
     ),
-    (
-        lambda c: c.triton_autotune and not c.use_triton,
-        "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too",
+    "moe.hot_experts and moe.expert_load go together: how many copies, and of which experts; "
+    "give both, or neither": lambda c: bool(c.moe.hot_experts) != (c.moe.expert_load is not None),
+    "moe.hot_experts: copies are for ranks that share the experts; give moe.ep_size too, or remove it": lambda c: (
+        bool(c.moe.hot_experts) and c.moe.ep_size == 1 and c.moe.ep_group is None
     ),
-    (
-        lambda c: is_int8(c) and c.quant is not None and not says_int8(c.quant),
-        "dtype int8 with quant.weight.num_bits (or that of a rule in it), quant.weight.enabled or quant.scheme of "
-        "another kind, quant.auto or quant.plan: they say different things about the weights; give one",
+    "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1": lambda c: (
+        not c.moe.enabled and c.moe.ep_size > 1
     ),
-    *((partial(_of_quant, wrong), message) for wrong, message in QUANT_COMPOSITIONS),
-    (
-        lambda c: c.kv_cache_dtype != "auto" and not (c.replace_with_kernel_inject or c.injection_policy),
-        "quant.kv_cache_dtype: only fused layers keep keys and values in pages; give replace_with_kernel_inject=True, "
-        "or leave it out",
+    "moe.moe_experts and moe.type say what injection finds: give replace_with_kernel_inject=True and leave "
+    "moe.enabled on, or remove them": lambda c: (
+        changed(c.moe, "moe_experts", "type")
+        and not (c.moe.enabled and (c.replace_with_kernel_inject or c.injection_policy))
     ),
-    (
-        lambda c: not c.tensor_parallel.enabled and c.tensor_parallel.tp_size > 1,
-        "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1",
+    # both may be 1 for a model that does not generate; None is LLM's default
+    "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens": lambda c: (
+        c.max_out_tokens is not None and c.min_out_tokens >= max(c.max_out_tokens, 2)
     ),
-    (
-        lambda c: bool(c.moe.hot_experts) != (c.moe.expert_load is not None),
-        "moe.hot_experts and moe.expert_load go together: how many copies, and of which experts; give both, or neither",
+    "offload with zero: both say where weights live; give one": lambda c: (
+        changed(c.offload, *_WEIGHTS, "nvme") and c.zero != type(c.zero)()
     ),
-    (
-        lambda c: bool(c.moe.hot_experts) and c.moe.ep_size == 1 and c.moe.ep_group is None,
-        "moe.hot_experts: copies are for ranks that share the experts; give moe.ep_size too, or leave it out",
+    "zero.stage: 1 and 2 divide gradients and optimizers, which inference lacks; give 3, or remove it": lambda c: (
+        c.zero.stage in (1, 2)
     ),
-    (
-        lambda c: not c.moe.enabled and c.moe.ep_size > 1,
-        "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1",
+    "zero.stage 3 without zero.offload_param.device: there is nowhere to stream layers from; give cpu or nvme, or "
+    "tensor_parallel to divide them over GPUs": lambda c: c.zero.stage == 3 and c.zero.offload_param.device == "none",
+    "zero: its fields concern stage 3; give stage 3, or remove them": lambda c: (
+        c.zero.stage == 0 and c.zero != type(c.zero)()
     ),
-    (
-        lambda c: _says_experts(c.moe) and not (c.moe.enabled and (c.replace_with_kernel_inject or c.injection_policy)),
-        "moe.moe_experts and moe.type say what injection finds: give replace_with_kernel_inject=True and leave "
-        "moe.enabled on, or leave them out",
+    "zero.offload_param: device nvme and nvme_path go together; give both, or neither": lambda c: (
+        (c.zero.offload_param.device == "nvme") != (c.zero.offload_param.nvme_path is not None)
     ),
-    (
-        # 1 and 1: a model that does not generate; None is LLM's default
-        lambda c: c.max_out_tokens is not None and c.min_out_tokens >= max(c.max_out_tokens, 2),
-        "min_out_tokens must be smaller than max_out_tokens, which counts the prompt too; raise max_out_tokens",
+    "zero.offload_param: buffer_count, buffer_size and max_in_cpu concern device nvme; remove them": lambda c: (
+        c.zero.offload_param.device != "nvme"
+        and changed(c.zero.offload_param, "buffer_count", "buffer_size", "max_in_cpu")
     ),
-    (
-        lambda c: changed(c.offload, *_WEIGHTS, "nvme") and c.zero != type(c.zero)(),
-        "offload with zero: both say where weights live; give one",
+    "zero.aio: it concerns zero.offload_param.device nvme; remove it": lambda c: (
+        c.zero.offload_param.device != "nvme" and c.zero.aio != type(c.zero.aio)()
     ),
-    (
-        lambda c: c.zero.stage in (1, 2),
-        "zero.stage: 1 and 2 divide gradients and optimizers, which inference has not; give 3, or leave it out",
+    "zero.aio: single_submit, overlap_events=False and use_gds (GPUDirect Storage) are not supported; "
+    "remove them": lambda c: c.zero.aio.single_submit or not c.zero.aio.overlap_events or c.zero.aio.use_gds,
+    "offload.cpu_offload_gb with offload.host_memory: both say how much lives in host memory; give one": lambda c: (
+        c.offload.cpu_offload_gb > 0 and c.offload.host_memory is not None
     ),
-    (
-        lambda c: c.zero.stage == 3 and c.zero.offload_param.device == "none",
-        "zero.stage 3 without zero.offload_param.device: there is nowhere to stream layers from; give cpu or nvme, or "
-        "tensor_parallel to divide them over GPUs",
+    "offload.slots and offload.expert_cache concern layers that are streamed: turn streaming on with "
+    "offload.device_memory or another field, or remove them": lambda c: (
+        changed(c.offload, "slots", "expert_cache") and not changed(c.offload, *_WEIGHTS, "nvme")
     ),
-    (
-        lambda c: c.zero.stage == 0 and c.zero != type(c.zero)(),
-        "zero: its fields concern stage 3; give stage 3, or leave them out",
+    "keep_module_on_host with offload or zero: both say where weights live; give one": lambda c: (
+        places_weights(c) and c.keep_module_on_host
     ),
-    (
-        lambda c: (c.zero.offload_param.device == "nvme") != (c.zero.offload_param.nvme_path is not None),
-        "zero.offload_param: device nvme and nvme_path go together; give both, or neither",
+    "checkpoint with checkpoint_config.checkpoint_dir: both say where the weights are; give one": lambda c: (
+        c.checkpoint is not None and c.checkpoint_config.checkpoint_dir is not None
     ),
-    (
-        lambda c: (
-            c.zero.offload_param.device != "nvme"
-            and changed(c.zero.offload_param, "buffer_count", "buffer_size", "max_in_cpu")
-        ),
-        "zero.offload_param: buffer_count, buffer_size and max_in_cpu concern device nvme; leave them out",
+    "base_dir with checkpoint_config.base_dir: both say what names are relative to; give one": lambda c: (
+        c.base_dir != "" and c.checkpoint_config.base_dir is not None
     ),
-    (
-        lambda c: c.zero.offload_param.device != "nvme" and c.zero.aio != type(c.zero.aio)(),
-        "zero.aio: it concerns zero.offload_param.device nvme; leave it out",
+    "save_mp_checkpoint_path with checkpoint_config.save_mp_checkpoint_path: both say where shards go; "
+    "give one": lambda c: None not in (c.save_mp_checkpoint_path, c.checkpoint_config.save_mp_checkpoint_path),
+    "base_dir, set_empty_params and training_mp_size concern a checkpoint: name it with checkpoint, or remove "
+    "them": lambda c: not _names_checkpoint(c) and changed(c, "base_dir", "set_empty_params", "training_mp_size"),
+    "checkpoint_config.base_dir concerns a checkpoint: name it with checkpoint, or remove it": lambda c: (
+        not _names_checkpoint(c) and c.checkpoint_config.base_dir is not None
     ),
-    (
-        lambda c: c.zero.aio.single_submit or not c.zero.aio.overlap_events or c.zero.aio.use_gds,
-        "zero.aio: single_submit, overlap_events=False and use_gds (GPUDirect Storage) are not supported; leave them "
-        "out",
-    ),
-    (
-        lambda c: c.offload.cpu_offload_gb > 0 and c.offload.host_memory is not None,
-        "offload.cpu_offload_gb with offload.host_memory: both say how much lives in host memory; give one",
-    ),
-    (
-        lambda c: _concern_nothing(c.offload),
-        "offload.slots and offload.expert_cache concern layers that are streamed: say which with offload.device_memory "
-        "or another field, or leave them out",
-    ),
-    (
-        lambda c: places_weights(c) and c.keep_module_on_host,
-        "keep_module_on_host with offload or zero: both say where weights live; give one",
-    ),
-    (
-        lambda c: c.checkpoint is not None and c.checkpoint_config.checkpoint_dir is not None,
-        "checkpoint with checkpoint_config.checkpoint_dir: both say where the weights are; give one",
-    ),
-    (
-        lambda c: c.base_dir != "" and c.checkpoint_config.base_dir is not None,
-        "base_dir with checkpoint_config.base_dir: both say what names are relative to; give one",
-    ),
-    (
-        lambda c: None not in (c.save_mp_checkpoint_path, c.checkpoint_config.save_mp_checkpoint_path),
-        "save_mp_checkpoint_path with checkpoint_config.save_mp_checkpoint_path: both say where shards go; give one",
-    ),
-    (
-        lambda c: not _names_checkpoint(c) and changed(c, "base_dir", "set_empty_params", "training_mp_size"),
-        "base_dir, set_empty_params and training_mp_size concern a checkpoint: name it with checkpoint, or leave them "
-        "out",
-    ),
-    (
-        lambda c: not _names_checkpoint(c) and c.checkpoint_config.base_dir is not None,
-        "checkpoint_config.base_dir concerns a checkpoint: name it with checkpoint, or leave it out",
-    ),
-)
-"""Combinations that cannot work: (is it wrong?, what to say)."""
+}
+"""Combinations that cannot work: error message -> whether a config is wrong in this way."""
 
-INFERENCE_COMPOSITIONS: tuple[Rule, ...] = (
-    (
-        lambda c: changed(c.offload, *_PAGES),
-        "offload.kv, kv_files, kv_offloading_size and host_pages concern the pages of LLM; leave them out, or use LLM",
+INFERENCE_COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
+    "offload.kv, kv_files, kv_offloading_size and host_pages concern the pages of LLM; "
+    "remove them, or use LLM": lambda c: changed(c.offload, *_PAGES),
+    "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off": lambda c: (
+        c.enable_cuda_graph and c.keep_module_on_host
     ),
-    (
-        lambda c: c.enable_cuda_graph and c.keep_module_on_host,
-        "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off",
+    "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or remove them": lambda c: (
+        not c.enable_cuda_graph and changed(c, "graph_output", "max_cuda_graphs")
     ),
-    (
-        lambda c: not c.enable_cuda_graph and changed(c, "graph_output", "max_cuda_graphs"),
-        "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or leave them out",
-    ),
-    (
-        lambda c: c.injection_policy is not None and c.replace_with_kernel_inject,
-        "injection_policy with replace_with_kernel_inject: a layer is injected by your policy or by ours; give one",
-    ),
-)
-"""The same in `init_inference` alone."""
+    "injection_policy with replace_with_kernel_inject: a layer is injected by your policy or by ours; "
+    "give one": lambda c: c.injection_policy is not None and c.replace_with_kernel_inject,
+}
+"""The same for `init_inference` only."""
 
-LLM_COMPOSITIONS: tuple[tuple[Callable[["LLMConfig"], bool], str], ...] = (
-    (
-        lambda c: bool(c.offload.kv) and c.offload.kv_offloading_size > 0,
-        "offload.kv with kv_offloading_size: both say how much host memory pages have; give one",
+LLM_COMPOSITIONS: Mapping[str, Callable[["LLMConfig"], bool]] = {
+    "offload.kv with kv_offloading_size: both say how much host memory pages have; give one": lambda c: (
+        bool(c.offload.kv) and c.offload.kv_offloading_size > 0
     ),
-    (
-        lambda c: c.cache.swap_space > 0 and _keeps_pages(c),
-        "swap_space with offload.kv or kv_offloading_size: pages of preempted requests are kept in the same memory; "
-        "leave swap_space out",
+    "swap_space with offload.kv or kv_offloading_size: pages of preempted requests are kept in the same memory; "
+    "remove swap_space": lambda c: c.cache.swap_space > 0 and _keeps_pages(c),
+    "offload.kv_files without offload.kv: pages reach files through host memory; give offload.kv too": lambda c: (
+        bool(c.offload.kv_files) and not _keeps_pages(c)
     ),
-    (
-        lambda c: bool(c.offload.kv_files) and not _keeps_pages(c),
-        "offload.kv_files without offload.kv: pages go to files by way of host memory; give offload.kv too",
+    "offload.kv_files with several ranks: their pages stay in host memory; remove kv_files": lambda c: (
+        bool(c.offload.kv_files) and num_ranks(c) > 1
     ),
-    (
-        lambda c: bool(c.offload.kv_files) and num_ranks(c) > 1,
-        "offload.kv_files with several ranks: their pages stay in host memory; leave kv_files out",
+    "offload.kv_files without offload.nvme: name the folder of the files in offload.nvme": lambda c: (
+        bool(c.offload.kv_files) and c.offload.nvme is None
     ),
-    (
-        lambda c: bool(c.offload.kv_files) and c.offload.nvme is None,
-        "offload.kv_files without offload.nvme: name the folder of the files in offload.nvme",
+    "offload.kv_files with enable_prefix_caching=False: files hold prefixes; "
+    "turn it on, or remove kv_files": lambda c: bool(c.offload.kv_files) and not c.cache.enable_prefix_caching,
+    "nodes: its fields concern several machines; give nodes.nnodes too, or remove them": lambda c: (
+        c.nodes.nnodes == 1 and c.nodes != type(c.nodes)()
     ),
-    (
-        lambda c: bool(c.offload.kv_files) and not c.cache.enable_prefix_caching,
-        "offload.kv_files with enable_prefix_caching=False: files hold prefixes; turn it on, or leave kv_files out",
+    "nodes.nnodes > 1 without nodes.master_addr: the nodes meet at node 0; give its address": lambda c: (
+        c.nodes.nnodes > 1 and c.nodes.master_addr is None
     ),
-    (
-        lambda c: c.nodes.nnodes == 1 and c.nodes != type(c.nodes)(),
-        "nodes: its fields concern several machines; give nodes.nnodes too, or leave them out",
+    "nodes.node_rank: nodes are counted from 0; give one that is smaller than nodes.nnodes": lambda c: (
+        c.nodes.node_rank >= c.nodes.nnodes > 1
     ),
-    (
-        lambda c: c.nodes.nnodes > 1 and c.nodes.master_addr is None,
-        "nodes.nnodes > 1 without nodes.master_addr: the nodes meet at node 0; give its address",
+    "nodes.nnodes: every node has the same number of ranks; give tensor_parallel_size (or another number of "
+    "ranks) that is a multiple of it": lambda c: c.nodes.node_rank == 0 and num_ranks(c) % c.nodes.nnodes > 0,
+    "replace_with_kernel_inject=False: LLM runs fused layers over pages; remove it, or use init_inference": lambda c: (
+        not c.replace_with_kernel_inject
     ),
-    (
-        lambda c: c.nodes.node_rank >= c.nodes.nnodes > 1,
-        "nodes.node_rank: nodes are counted from 0; give one that is smaller than nodes.nnodes",
+    "save_mp_checkpoint_path: LLM writes no shards; run `outpace shard`, or use init_inference": lambda c: (
+        (c.save_mp_checkpoint_path, c.checkpoint_config.save_mp_checkpoint_path) != (None, None)
     ),
-    (
-        lambda c: c.nodes.node_rank == 0 and num_ranks(c) % c.nodes.nnodes > 0,
-        "nodes.nnodes: every node has as many ranks; give tensor_parallel_size (or another number of ranks) that is a "
-        "multiple of it",
+    "keep_module_on_host: LLM runs the model where it is; remove it, or give device='cpu'": lambda c: (
+        c.keep_module_on_host
     ),
-    (
-        lambda c: not c.replace_with_kernel_inject,
-        "replace_with_kernel_inject=False: LLM runs fused layers over pages; leave it out, or use init_inference",
+    "graph_output and max_cuda_graphs concern graphs of `forward`, which LLM does not call; remove them": lambda c: (
+        changed(c, "graph_output", "max_cuda_graphs")
     ),
-    (
-        lambda c: (c.save_mp_checkpoint_path, c.checkpoint_config.save_mp_checkpoint_path) != (None, None),
-        "save_mp_checkpoint_path: LLM writes no shards; run `outpace shard`, or use init_inference",
+    "min_out_tokens: LLM takes it for each request; remove it, and give SamplingParams(min_tokens=...)": lambda c: (
+        changed(c, "min_out_tokens")
     ),
-    (
-        lambda c: c.keep_module_on_host,
-        "keep_module_on_host: LLM runs the model where it is; leave it out, or give device='cpu'",
+    "enforce_eager and enable_cuda_graph have the same value and opposite meanings; give one": lambda c: (
+        c.enforce_eager is not None and c.enforce_eager == c.enable_cuda_graph
     ),
-    (
-        lambda c: changed(c, "graph_output", "max_cuda_graphs"),
-        "graph_output and max_cuda_graphs concern graphs of `forward`, which LLM does not call; leave them out",
+    "scheduler.max_num_batched_tokens is below scheduler.max_num_seqs: a step needs a token for each request; raise "
+    "it, or lower max_num_seqs": lambda c: (
+        (c.scheduler.max_num_batched_tokens or c.scheduler.max_num_seqs) < c.scheduler.max_num_seqs
     ),
-    (
-        lambda c: changed(c, "min_out_tokens"),
-        "min_out_tokens: LLM is told so for each request; leave it out, and give SamplingParams(min_tokens=...)",
+    "scheduler.target_step_ms: steps are timed on a GPU only, and the model runs on a CPU; give "
+    "scheduler.max_num_batched_tokens instead": lambda c: (
+        c.scheduler.target_step_ms is not None and c.device_type == "cpu"
     ),
-    (
-        lambda c: c.enforce_eager is not None and c.enforce_eager == c.enable_cuda_graph,
-        "enforce_eager and enable_cuda_graph have the same value and opposite meanings; give one",
+    "cache.num_blocks with cache.gpu_memory_utilization or cache.cpu_cache_space: both say how many pages there are; "
+    "give one": lambda c: (
+        c.cache.num_blocks is not None and changed(c.cache, "gpu_memory_utilization", "cpu_cache_space")
     ),
-    (
-        lambda c: (c.scheduler.max_num_batched_tokens or c.scheduler.max_num_seqs) < c.scheduler.max_num_seqs,
-        "scheduler.max_num_batched_tokens is below scheduler.max_num_seqs: a step needs a token for each request; "
-        "raise it, or lower max_num_seqs",
+    "cache.gpu_memory_utilization: the model runs on a CPU; give cache.cpu_cache_space instead": lambda c: (
+        changed(c.cache, "gpu_memory_utilization") and c.device_type == "cpu"
     ),
-    (
-        lambda c: c.cache.num_blocks is not None and changed(c.cache, "gpu_memory_utilization", "cpu_cache_space"),
-        "cache.num_blocks with cache.gpu_memory_utilization or cache.cpu_cache_space: both say how many pages there "
-        "are; give one",
+    "cache.cpu_cache_space: the model runs on a GPU; give cache.gpu_memory_utilization instead": lambda c: (
+        changed(c.cache, "cpu_cache_space") and c.device_type == "cuda"
     ),
-    (
-        lambda c: changed(c.cache, "gpu_memory_utilization") and c.device_type == "cpu",
-        "cache.gpu_memory_utilization: the model runs on a CPU; give cache.cpu_cache_space instead",
-    ),
-    (
-        lambda c: changed(c.cache, "cpu_cache_space") and c.device_type == "cuda",
-        "cache.cpu_cache_space: the model runs on a GPU; give cache.gpu_memory_utilization instead",
-    ),
-)
-"""The same in `LLM` alone."""
+}
+"""The same for `LLM` only."""

@@ -1,4 +1,4 @@
-"""Values that configs share: a dtype by any of its names, a device that exists. torch is imported when it is needed."""
+"""Types of config fields: dtypes, devices, paths, sizes. torch is imported only when it is needed."""
 
 import json
 import os
@@ -28,7 +28,7 @@ DTYPE_NAMES: Mapping[str, str] = {
 
 
 def dtype_name(value: object) -> str:
-    """torch's name of a dtype, which may be given by any of its names or as a torch.dtype."""
+    """torch's name of a dtype, given under any of its names or as a torch.dtype."""
     name = str(value).removeprefix("torch.").lower()
     if (isinstance(value, str) or type(value).__module__ == "torch") and name in DTYPE_NAMES:
         return DTYPE_NAMES[name]
@@ -37,7 +37,7 @@ def dtype_name(value: object) -> str:
 
 def parse_dtype(value: object) -> "torch.dtype":
     """A torch.dtype from itself or any of its names ("fp16", "half", "torch.float16", ...)."""
-    name = dtype_name(value)  # first: a wrong name need not wait for torch
+    name = dtype_name(value)  # before torch is imported, so that a wrong name fails at once
 
     import torch
 
@@ -46,7 +46,7 @@ def parse_dtype(value: object) -> "torch.dtype":
 
 
 def same_dtype(left: object, right: object) -> bool:
-    """Whether two ways of writing a dtype mean the same one."""
+    """Whether two values mean the same dtype."""
     try:
         return dtype_name(left) == dtype_name(right)
     except ValueError:
@@ -61,12 +61,12 @@ DTypeName = Annotated[str, BeforeValidator(dtype_name)]
 
 
 def device_name(value: object) -> object:
-    """A device by its name; what is no torch.device is left for others to judge."""
+    """The name of a torch.device; other values are returned as they are, and validated later."""
     return str(value) if type(value).__module__ == "torch" else value
 
 
 def same_device(left: object, right: object) -> bool:
-    """Whether two ways of writing a device mean the same one."""
+    """Whether two values mean the same device."""
     return device_name(left) == device_name(right)
 
 
@@ -90,13 +90,11 @@ def check_device(name: str) -> None:
         raise ValueError(f"{name!r}: Outpace runs on 'cpu' and 'cuda', not on {device.type!r}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
-        raise ValueError(
-            f"{name!r} does not exist: this machine has {count} CUDA devices; use 'cpu' or leave device out"
-        )
+        raise ValueError(f"{name!r} does not exist: this machine has {count} CUDA devices; use 'cpu' or remove device")
 
 
 def _path(value: object) -> object:
-    """A path as text; bytes, which pydantic would take too, are none."""
+    """A path as text. Bytes are refused, which pydantic would take."""
     found = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(found, str):
         raise ValueError(f"expected a path, got {value!r}")
@@ -106,7 +104,7 @@ def _path(value: object) -> object:
 def _named_path(value: object) -> object:
     found = _path(value)
     if not found:
-        raise ValueError("the path is empty; name a folder, or leave it out")
+        raise ValueError("the path is empty; name a folder, or remove it")
     return found
 
 
@@ -132,19 +130,19 @@ _FACTORS: Mapping[str, int] = {
 
 
 def _size(value: object) -> object:
-    """Bytes: a number of them, or text with a unit."""
+    """A number of bytes, given as a number or as text with a unit."""
     if isinstance(value, bool):
         raise ValueError(f"expected a number, got {value!r}")
     if not isinstance(value, str):
         return value
     found = _SIZE.fullmatch(value.strip())
     if found is None:
-        raise ValueError(f"{value!r} is no size; write it as 4GB, 3.5GiB or 500MB")
+        raise ValueError(f"{value!r} is not a size; write it as 4GB, 3.5GiB or 500MB")
     return int(float(found[1]) * _FACTORS[(found[2] or " ").lower()])
 
 
 def _budget(value: object) -> object:
-    """Bytes, or a fraction: 0.5, "50%", "20GB", 20_000_000_000."""
+    """A number of bytes or a fraction, from 0.5, "50%", "20GB" or 20_000_000_000."""
     if isinstance(value, str):
         text = value.strip()
         try:
@@ -160,7 +158,8 @@ def _budget(value: object) -> object:
 
 
 def _loads(value: object) -> object:
-    """Tokens of each expert of each layer: lists, a tensor, a JSON file of them or of the answer of /status/experts."""
+    """Tokens of each expert of each layer, from lists, a tensor, or a JSON file (also a saved reply of
+    /status/experts)."""
     if isinstance(value, str | os.PathLike):
         path = Path(value)
         try:
@@ -169,7 +168,7 @@ def _loads(value: object) -> object:
             raise ValueError(f"cannot read {str(path)!r} as JSON: {error}") from None
     if isinstance(value, Mapping):
         value = value.get("tokens")
-    if "tolist" in dir(value):  # a tensor, or an array
+    if "tolist" in dir(value):  # a tensor or an array
         value = value.tolist()  # type: ignore[attr-defined]
     rows = value if isinstance(value, list | tuple) else ()
     numbers = [number for row in rows for number in (row if isinstance(row, list | tuple) else (None,))]
@@ -179,18 +178,18 @@ def _loads(value: object) -> object:
 
 
 PathText = Annotated[str, BeforeValidator(_path)]
-"""A path, given as text or as a pathlib.Path."""
+"""A path, given as text or pathlib.Path."""
 NamedPath = Annotated[str, BeforeValidator(_named_path)]
-"""The same, and not empty."""
+"""A path that is not empty."""
 CheckpointSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
 """A path, or DeepSpeed's description of a checkpoint."""
 CalibrationText = Annotated[str | tuple[int, ...], BeforeValidator(_calibration)]
 """The path of a text file, or token ids."""
 PlanSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
-"""The path of a plan, or what its file holds."""
+"""The path of a plan, or the content of its file."""
 ExpertLoads = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_loads)]
 """Tokens of each expert, of each layer that has experts."""
 Size = Annotated[int, BeforeValidator(_size), Field(ge=1)]
-"""Bytes: a number of them, or text such as 4GB."""
+"""A number of bytes, or text such as 4GB."""
 Budget = Annotated[Any, BeforeValidator(_budget)]
-"""Memory: a float up to 1 is a fraction, everything else bytes, or text such as 20GB or 80%."""
+"""An amount of memory: a float up to 1 is a fraction, other numbers are bytes; or text such as 20GB or 80%."""

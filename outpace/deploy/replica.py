@@ -10,10 +10,10 @@ from starlette.types import Message
 
 from outpace.config import AskedConfig
 from outpace.errors import EngineUnavailable
+from outpace.server.launch import make_engine
+from outpace.server.lifetime import wait_for_model
 from outpace.server.logs import set_up
 from outpace.server.options import ServerConfig
-from outpace.server.run import make_engine
-from outpace.server.serve import load
 
 JOIN = 0.005  # seconds in which the events of a stream are joined: a message of Ray's costs about a millisecond
 REPLICA = "replica"
@@ -43,7 +43,7 @@ class Replica:
 
     async def _start(self, model: str | None, config: ServerConfig) -> None:
         await self._engine.launch()
-        tokenizer = await load(model, self._engine)
+        tokenizer = await wait_for_model(model, self._engine)
 
         from outpace.server.app import create_app
         from outpace.server.tracing import make_provider

@@ -18,8 +18,8 @@ from outpace.config import AskedConfig
 from outpace.deploy import plan
 from outpace.deploy.options import DeployConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, StateError
+from outpace.server.checks import check_files, check_model, check_policy
 from outpace.server.options import ServerConfig
-from outpace.server.run import check_files, check_model
 
 LOCAL = "local"
 OBJECT_STORE = 200 * 2**20  # bytes: requests and answers pass through it only if they are long
@@ -40,11 +40,12 @@ def deploy(
     """
     asked = AskedConfig.of(dict(llm_options))
     check_files(server)
+    check_policy(asked)
     plan.check(server, asked)
     require_ray()
     with connected(config.address) as started:
         if started:
-            check_model(model)  # elsewhere the model is looked for on the nodes
+            check_model(model)  # otherwise the nodes have it
             if wait is False:
                 raise ConfigError("detach: a cluster that this command starts ends with it; give --address of another")
         url = _deployed(_absolute(model), llm_options, server, config, asked)

@@ -1,4 +1,4 @@
-"""Put fused layers in the place of a model's own: find them, build them empty with their recipes, swap them in."""
+"""Replace the layers of a model by fused ones: build them empty, with recipes for their weights, and swap them in."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from outpace.inject.make import Maker
 from outpace.inject.modules import FusedLayer, Linear, Norm
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, PlannedLayer
-from outpace.inject.policy import ModelRoles, Policy, Settings
+from outpace.inject.policy import LayerSettings, ModelRoles, Policy
 from outpace.inject.ranks import SummedLinear, summed_once
 from outpace.inject.recipe import RowOrder
 from outpace.inject.shard import Shard
@@ -27,22 +27,22 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class Injected:
-    """What injection did to a model."""
+    """The result of an injection."""
 
     policy: Policy
     config: Any
-    """The config of the part of the model that holds the layers."""
+    """Config of the part of the model with the layers."""
     layers: list[FusedLayer]
     shard: Shard | None = None
-    """What this rank has of them; None: there is no other."""
+    """This rank's part of them; None: there is one rank."""
 
 
 Places = list[tuple[str, nn.Module]]
-"""Modules to be put in, by their paths."""
+"""New modules by path."""
 
 
 def build(model: nn.Module, plan: Plan, kernels: Kernels, make: Maker) -> tuple[list[FusedLayer], Places]:
-    """Fused layers for the planned ones, embedding and head: all empty, with recipes. The model stays as it is."""
+    """Fused layers, embedding and head: all empty, with recipes. Does not change the model."""
     classes = {kind: hugging_face_layer(kind) for kind in dict.fromkeys(type(item.layer) for item in plan.layers)}
     layers = []
     for index, item in enumerate(plan.layers):
@@ -54,7 +54,7 @@ def build(model: nn.Module, plan: Plan, kernels: Kernels, make: Maker) -> tuple[
 
 
 def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None) -> Injected:
-    """Replace the planned layers by fused ones, and embedding and head by ours."""
+    """Replace the planned layers, the embedding and the head."""
     layers, ends = build(model, plan, kernels, Maker(model, kernels, rules, shard))
     places: Places = [(item.path, fused) for item, fused in zip(plan.layers, layers, strict=True)]
     for path, made in [*places, *ends]:
@@ -66,7 +66,7 @@ def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP, 
 
 
 def refuse_to_save(model: nn.Module) -> None:
-    """Methods of the model that would go wrong with our weights raise."""
+    """Make the methods of the model raise that do not work with fused weights."""
     for name, refuse in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
         if hasattr(model, name):
             setattr(model, name, refuse)
@@ -74,7 +74,7 @@ def refuse_to_save(model: nn.Module) -> None:
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise NotSupported(
-        "save_pretrained: nobody could load fused or quantized weights by their names; save before injection"
+        "save_pretrained: fused or quantized weights cannot be loaded by their names; save before injection"
     )
 
 
@@ -85,7 +85,7 @@ def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
 
 
 def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> None:
-    """Give a fused layer its parts: norms that are the layer's own, linears with recipes, modules left as they are."""
+    """Give a fused layer its parts: the layer's own norms, linears with recipes, modules that are kept."""
     policy, layer, part = fused.policy, item.layer, Parts(item.layer)
 
     def norm(path: str | None) -> Norm | None:
@@ -112,10 +112,10 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> N
     if policy.moe is not None:
         fused.mixture = make.mixture(part, policy.moe, config, item.settings.activation)
         stand_in(fused.mixture.router, part(policy.moe.router))
-    fused.sink_values = None if policy.sinks is None else make.values(part.parameter(policy.sinks))
+    fused.sink_values = None if policy.sinks is None else make.values(part.tensor(policy.sinks))
     if isinstance(fused.out, SummedLinear) and isinstance(fused.down, SummedLinear):
         fused.shared_sum = summed_once
-    table = None if policy.rotary_table is None else part.buffer(policy.rotary_table).float().chunk(2, dim=-1)
+    table = None if policy.rotary_table is None else part.tensor(policy.rotary_table).float().chunk(2, dim=-1)
     fused.register_buffer("sin", None if table is None else table[0].contiguous(), persistent=False)
     fused.register_buffer("cos", None if table is None else table[1].contiguous(), persistent=False)
     stand_in(fused, layer)
@@ -123,7 +123,7 @@ def _build(fused: FusedLayer, item: PlannedLayer, make: Maker, config: Any) -> N
 
 
 def stand_in(made: nn.Module, module: nn.Module) -> None:
-    """Give a module what others may look for on the one that it replaces: hooks and plain attributes."""
+    """Copy hooks and plain attributes from a module to its replacement, where other code may look for them."""
     for name in _HOOKS:  # Hugging Face puts its own there once, when outputs are first recorded
         setattr(made, name, getattr(module, name))
     for name, value in vars(module).items():
@@ -131,14 +131,14 @@ def stand_in(made: nn.Module, module: nn.Module) -> None:
             made.__dict__.setdefault(name, value)
 
 
-def _order(policy: Policy, settings: Settings) -> RowOrder | None:
+def _order(policy: Policy, settings: LayerSettings) -> RowOrder | None:
     if policy.qkv_layout == "rows":
         return None
     return RowOrder(policy.qkv_layout, settings.num_heads, settings.num_kv_heads, settings.head_dim)
 
 
 def _ends(model: nn.Module, roles: ModelRoles, config: Any, make: Maker) -> Places:
-    """Our embedding and head; the model around them calls them as before. One without a head keeps its own."""
+    """Our embedding and head, which the model calls as before. A model without a head keeps its embedding."""
     part = Parts(model)
     embedding, head = part.optional(roles.embed), part.optional(roles.head)
     if embedding is None or head is None:

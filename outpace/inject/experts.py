@@ -1,4 +1,4 @@
-"""The modules of a mixture of experts: router, experts in one stack, what every token runs through."""
+"""The modules of a mixture of experts: router, stacked experts, shared MLP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,14 @@ from outpace.errors import NotSupported
 from outpace.inject.modules import Linear, Made
 from outpace.inject.recipe import Recipe
 from outpace.kernels.dispatch import Kernels
-from outpace.kernels.gemv import prefers_gemv
+from outpace.kernels.few_rows import takes_few_rows
+from outpace.kernels.packed import Packed
 from outpace.kernels.routing import Routing
 from outpace.parallel.group import ALONE, Group
 
 
 class Router(Made):
-    """Which experts each token goes to, and with which weights."""
+    """Chooses the experts of each token, and their weights."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -36,13 +37,9 @@ class Router(Made):
         self.num_experts = weight.shape[0]
         self.routing = routing
         self.in_float32 = in_float32
-        """Whether the logits are computed in float32 whatever the model's dtype."""
+        """Compute the logits in float32 for any dtype of the model."""
         self.counts: Tensor | None = None
-        """Where the tokens of each expert are counted, int32 [E]; None: nobody asks."""
-        self.together = True
-        """Whether the same ranks have other parts of the dense part too."""
-        self.dense_group: Group = ALONE
-        """Else: those that have."""
+        """Counter of the tokens of each expert, int32 [E]; None: they are not counted."""
         self._kernels = kernels
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,26 +55,28 @@ class Router(Made):
     def _logits(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, E], in the dtype of both."""
         product, gemv = self._kernels.linear, self._kernels.gemv
-        if gemv is not None and prefers_gemv(len(x), self.num_experts, x.shape[1], gated=False):
+        if gemv is not None and takes_few_rows(len(x), x.dtype):
             product = gemv
         logits: Tensor = product(x, self.weight, bias=self.bias)
         return logits
 
     def extra_repr(self) -> str:
-        """What is printed of it; the class that it passes for may print what it does not have."""
+        """Printed; the replaced class, a base too, may print attributes that are not here."""
         return f"{self.num_experts} experts, {self.routing}"
 
 
 class Experts(Made):
     """All experts of a layer: gate_up [E, 2 I, H] (all gates, then all ups) or up [E, I, H], and down [E, H, I].
 
-    Quantized ones and those of a rank take its place: they bring a `forward` of their own.
+    Quantized experts have stacks of another kind.
     """
 
     gate_up: nn.Parameter
     down: nn.Parameter
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+    rows_kind: str | None = None
+    """Kind that rows may be quantized to in steps of many tokens; None: they are not."""
 
     def __init__(
         self,
@@ -95,22 +94,23 @@ class Experts(Made):
         self._kernels = kernels
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
-        """What the chosen experts make of each token, by their weights, plus `add`, which may be overwritten."""
-        raise NotImplementedError
-
-
-class PlainExperts(Experts):
-    """Experts whose weights are in the dtype of what they are multiplied with."""
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
-        """See `Experts`."""
-        more = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias, "add": add, "out": add}
-        result: Tensor = self._kernels.experts(x, self.gate_up, self.down, weights, chosen, **self.activation, **more)
+        """The weighted sum of the chosen experts for each token [T, H], plus `add`, which may be overwritten."""
+        more: dict[str, Any] = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias, "add": add, "out": add}
+        if self.rows_kind is not None:
+            more["rows"] = self.rows_kind
+        stacks = self.stack("gate_up"), self.stack("down")
+        result: Tensor = self._kernels.experts(x, *stacks, weights, chosen, **self.activation, **more)
         return result
+
+    def stack(self, name: str) -> Tensor | Packed:
+        """The weights of all experts as kernels take them. name: gate_up or down."""
+        weight = self._parameters[name]
+        assert weight is not None, "both stacks have weights"
+        return weight
 
 
 class Dense(nn.Module):
-    """An MLP that every token runs through."""
+    """The shared MLP, for every token."""
 
     def __init__(self, up: Linear, down: Linear, act: str, *, gated: bool = True) -> None:
         super().__init__()
@@ -126,10 +126,10 @@ class Dense(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, experts, and what every token runs through beside them.
+    """Router, experts and shared MLP.
 
-    shared_gate: how much of the dense part is added (Qwen2-MoE). coefficient: the shares of experts and dense part in
-    the sum (the residual experts of DeepSpeed).
+    shared_gate: weight of the shared MLP (Qwen2-MoE). coefficient: weights of experts and shared MLP (residual experts
+    of DeepSpeed).
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = shared_gate
         self.coefficient = coefficient
         self.where: Callable[[Tensor], Tensor] | None = None
-        """From the router's choices to this rank's experts: others may be elsewhere. None: they are all here."""
+        """Maps the router's choices to this rank's experts; None: all experts are on this rank."""
         self.group: Group = ALONE
-        """Ranks that have the same tokens, and other experts or other parts of them: their results are added up."""
+        """Ranks with the same tokens and other (parts of) experts: their results are summed."""
         self.together = True
-        """Whether the same ranks have other parts of the dense part too."""
+        """Sum experts and shared MLP over these ranks together."""
         self.dense_group: Group = ALONE
-        """Else: those that have."""
+        """If not together: the ranks that share the shared MLP."""
         self._kernels = kernels
 
     def forward(self, x: Tensor, slots: Tensor | None = None, add: Tensor | None = None) -> Tensor:
@@ -195,24 +195,24 @@ class MixtureOfExperts(nn.Module):
 
 
 def router_class(kind: type[nn.Module]) -> type[Router]:
-    """Our router, or one that Hugging Face takes for its own: it finds the places to record logits by class."""
+    """Our router, as a subclass of Hugging Face's, which finds routers to record by their class."""
     if not kind.__module__.startswith("transformers."):
         return Router
     return type(f"Fused{kind.__name__}", (Router, kind), {})
 
 
 class OwnMixture(nn.Module):
-    """A fused mixture behind the call of a module that is not Hugging Face's, and for which it passes."""
+    """A fused mixture with the forward of the module that it replaces, a class that is not Hugging Face's."""
 
     def __init__(self, mixture: MixtureOfExperts, returns: str, logits_dim: int) -> None:
-        nn.Module.__init__(self)  # and not that of the class which it passes for
+        nn.Module.__init__(self)  # not the __init__ of the replaced class, which is a base too
         self.mixture = mixture
         self.returns = returns
-        """hidden; logits: the router's beside it; deepspeed: a loss of zero and the tokens of each expert beside it."""
+        """hidden: hidden states · logits: and the router's logits · deepspeed: and a loss of 0, tokens per expert."""
         self.logits_dim = logits_dim
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """[..., H] -> [..., H], and what the module that was here returned beside it."""
+        """[..., H] -> [..., H], with the further results of the replaced module."""
         hidden_states, *others = (*args, *kwargs.values())
         if any(other is not None for other in others):  # used_token of DeepSpeed
             raise NotSupported("experts: a fused mixture takes hidden states alone, and routes every token of them")

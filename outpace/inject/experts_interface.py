@@ -1,4 +1,4 @@
-"""Our experts behind Hugging Face's own mixtures: the function they call, and the switch that makes them call it."""
+"""Our experts kernels for Hugging Face's own mixtures: the function that they call, and how they are switched to it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from outpace.inject.attention import PAGED
+from outpace.inject.attention_interface import PAGED
 from outpace.inject.policy import MoERoles
 from outpace.inject.quantized import StandInExperts
 from outpace.kernels.activation import ACTIVATIONS
@@ -23,20 +23,20 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, H], experts [T, K], weights [T, K]) -> [T, H]."""
 
 _RUNNING: ContextVar[Mapping[int, Run]] = ContextVar("outpace_experts")
-"""Who runs the experts in a call that is under way, by the module's id."""
+"""The functions of the running call, by id of the module."""
 
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """All stacks of experts of a model, and how our kernels run them."""
+    """All stacked experts of a model, and how our kernels run them."""
 
     runs: Mapping[int, Run]
     configs: Sequence[Any]
-    """Those that the stacks read."""
+    """The configs that the stacks read."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """They run so for the time of a call."""
+        """Inside, the stacks use our kernels."""
         before = [(config, config._experts_implementation) for config in self.configs]
         token = _RUNNING.set(self.runs)
         try:
@@ -50,11 +50,11 @@ class StackedExperts:
 
 
 _SAID = ("config", "num_experts", "is_concatenated", "is_transposed", "has_gate", "has_bias")
-"""What Hugging Face's stacks say of themselves."""
+"""Attributes of Hugging Face's stacked experts."""
 
 
 def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None:
-    """The experts of a model; None: it has none in stacks, or our kernels cannot run all of them."""
+    """The stacked experts of a model; None: it has none, or our kernels cannot run all of them."""
     found: list[Any] = [module for module in model.modules() if is_stack(module)]
     if not found:
         return None
@@ -69,12 +69,12 @@ def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What Hugging Face's mixtures call."""
+    """The function that Hugging Face's mixtures call."""
     return _RUNNING.get()[id(module)](hidden_states, top_k_index, top_k_weights)
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether a module is a stack of experts of Hugging Face's, with its own weights."""
+    """Whether a module is stacked experts of Hugging Face, with its own weights."""
     return all(hasattr(module, name) for name in _SAID) and not isinstance(module, StandInExperts)
 
 
@@ -88,7 +88,7 @@ def _unknown(module: Any) -> str | None:
 
 
 def computes_otherwise(module: Any) -> str | None:
-    """What this stack computes that our kernels do not; None: nothing."""
+    """What this stack computes and our kernels do not; None: nothing."""
     if getattr(module, "has_post_expert_norm", False):
         return "norms what each expert gives"
     gate = getattr(type(module), "_apply_gate", None)
@@ -100,14 +100,14 @@ def computes_otherwise(module: Any) -> str | None:
 
 
 def act_of(module: Any) -> str | None:
-    """The name of its activation, among those that kernels know."""
+    """Name of the activation; None: kernels do not know it."""
     own = getattr(module, "act_fn", None)
     same = (name for name in ACTIVATIONS if name in ACT2FN and type(ACT2FN[name]) is type(own))
     return next((name for name in same if repr(ACT2FN[name]) == repr(own)), None)
 
 
 def stack_roles(module: Any) -> MoERoles:
-    """The parts of a stack by name; its router is somewhere else."""
+    """The weights of a stack by name, without a router."""
     return MoERoles(
         block="", router="", experts="", up="gate_up_proj" if module.has_gate else "up_proj", gated=module.has_gate,
         transposed=module.is_transposed, paired=module.has_gate and not module.is_concatenated,

@@ -1,4 +1,4 @@
-"""A fused layer behind the call of the Hugging Face layer it replaces: arguments, masks, cache, result."""
+"""Fused layers with the forward of the Hugging Face layers that they replace: arguments, masks, cache, result."""
 
 import inspect
 from typing import Any
@@ -15,7 +15,7 @@ _CACHES = ("past_key_values", "layer_past", "past_key_value")
 
 
 def hugging_face_layer(layer: type[nn.Module]) -> type[FusedLayer]:
-    """A class of fused layers that passes for `layer`: Hugging Face finds the places to record outputs by class."""
+    """Fused layers as a subclass of `layer`: Hugging Face finds layers to record outputs by their class."""
     names = [name for name in inspect.signature(layer.forward).parameters if name not in ("self", "kwargs")]
 
     def forward(self: FusedLayer, *args: Any, **kwargs: Any) -> Any:
@@ -57,18 +57,18 @@ class _DenseAttention:
         return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def _seen(self, layer: FusedLayer, q: Tensor, k: Tensor) -> Tensor | None:
-        """What Hugging Face says that each query sees, and what it leaves to the layer to know."""
+        """Hugging Face's mask, with what it leaves to the layer: causality and window."""
         mask = ~self._mask if self._mask is not None and layer.policy.mask_forbids else self._mask
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:  # with a bias for each head
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:  # it contains a bias for each head
             mask = _of_heads(layer, mask)
         causal = self._call.get("is_causal")
-        if mask is None and causal is not None and causal != layer.policy.causal:  # asked of this call or in the config
+        if mask is None and causal is not None and causal != layer.policy.causal:  # set in this call or in the config
             full = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
             mask = full.tril() if causal and q.shape[2] > 1 else full
         return _within_window(layer, mask, q, k) if layer.policy.own_window else mask
 
     def _biases(self, layer: FusedLayer, k: Tensor) -> Tensor | None:
-        """ALiBi's biases of the keys [B * Hq or Hq, 1, S], unless they are in the mask."""
+        """ALiBi's biases [B * Hq or Hq, 1, S]; None: no ALiBi, or the mask contains it."""
         if not layer.settings.alibi or layer.policy.alibi_in_mask:
             return None
         biases = self._alibi if self._alibi is not None else self._call["position_bias"][..., -k.shape[2] :]
@@ -95,7 +95,7 @@ class _DenseAttention:
         """cos and sin [rows, R / 2], and the row of each token."""
         batch, length = self._shape
         if layer.cos is not None and layer.sin is not None:
-            assert self._position_ids is not None, "a layer with its own table is told the positions"
+            assert self._position_ids is not None, "a layer with its own table gets position_ids"
             return layer.cos, layer.sin, self._position_ids.expand(batch, length).reshape(-1)
         if self._rotary is None:
             raise ModelError("injection: the model gave its layer no position_embeddings")
@@ -124,7 +124,7 @@ def _attend(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """With what the fused kernels of torch cannot do: a cap on the scores, sinks."""
+    """Without torch's fused kernels, which have no softcap and no sinks."""
     settings = layer.settings
     repeats = settings.num_heads // settings.num_kv_heads
     k, v = (part.repeat_interleave(repeats, dim=1) for part in (k, v))
@@ -132,7 +132,7 @@ def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Te
     if settings.softcap:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
     mask = _cut(mask, k)
-    if mask is None and layer.policy.causal and q.shape[2] > 1:  # from the first key on: later keys are still empty
+    if mask is None and layer.policy.causal and q.shape[2] > 1:  # later keys are empty slots of a static cache
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
@@ -143,12 +143,12 @@ def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 def _of_heads(layer: FusedLayer, of_all: Tensor) -> Tensor:
-    """The layer's own heads of [B, heads, ...]."""
+    """This rank's heads of [B, heads, ...]."""
     return of_all.narrow(1, layer.first_head, layer.settings.num_heads)
 
 
 def _cut(mask: Tensor | None, k: Tensor) -> Tensor | None:
-    """The columns of the mask that there are keys for."""
+    """The mask without columns beyond the keys."""
     return None if mask is None else mask[..., : k.shape[2]]
 
 
@@ -164,7 +164,7 @@ def _within_window(layer: FusedLayer, mask: Tensor | None, q: Tensor, k: Tensor)
 
 
 def _with_alibi(alibi: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-    """Slopes times distances [B * Hq or Hq, 1, S], and minus infinity where the mask forbids."""
+    """Biases of ALiBi [B * Hq or Hq, 1, S] and the mask in one."""
     bias = alibi.reshape(-1, q.shape[1], 1, alibi.shape[-1])[..., : k.shape[2]].to(q.dtype)
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])

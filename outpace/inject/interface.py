@@ -1,4 +1,4 @@
-"""Level 0: a model that no policy knows keeps its own layers and attends over pages, by Hugging Face's interface."""
+"""Level 0: a model without a policy keeps its own layers, with paged attention by Hugging Face's AttentionInterface."""
 
 import inspect
 import itertools
@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 
 from outpace.cache.kv_cache import Pages, allocate
 from outpace.errors import ModelError, NotSupported
-from outpace.inject.attention import KEYWORD, PAGED, AttentionLayer, PagedAttention, register, switched
+from outpace.inject.attention_interface import KEYWORD, PAGED, AttentionLayer, InterfaceAttention, register, switched
 from outpace.inject.experts_interface import StackedExperts, stacked_experts
 from outpace.inject.make import Maker
 from outpace.inject.paged import MICRO_TOKENS, Batch, BatchModel
@@ -29,16 +29,16 @@ from outpace.parallel.vocabulary import ALL
 if TYPE_CHECKING:
     from outpace.offload.streaming import Streaming
 
-LENGTHS = (12, 8)  # tokens of the sequences that the check runs
-STEPS = 3  # how many of them come one by one
+LENGTHS = (12, 8)  # tokens of the sequences in the check
+STEPS = 3  # of these tokens run as decodes
 LIMITS: Mapping[torch.dtype, float] = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""What rounding explains; of the median token of each part, since rounding may send a token to other experts."""
+"""Largest error by rounding, of the median token: rounding may send a token to other experts."""
 LIMIT = 1e-4
 TF32_LIMIT = 1e-2
 
 
 class Interface:
-    """A model that runs on level 0. What its class and config say is checked here, what it computes in `paged`."""
+    """A model that runs on level 0. Its class and config are checked here, its results in `paged`."""
 
     def __init__(
         self, model: nn.Module, kernels: Kernels, *, experts: bool = True, ranks: Group = ALONE, stage: Stage = ONLY
@@ -58,17 +58,17 @@ class Interface:
         """Nothing is changed on this level."""
 
     def has_pages(self, max_positions: int) -> bool:
-        """That is what this level is for."""
+        """Always."""
         return True
 
     def varies(self) -> str | None:
-        """All its layers are its own."""
+        """Its own layers are not batch-invariant."""
         return "it runs with its own layers, since no policy knows them"
 
     def paged(self) -> Callable[[int], BatchModel]:
-        """The model over pages, once it is where it runs; refused where its logits are not those of its own forward.
+        """The paged form; called when the model is on its device. Raises if logits differ from its own forward's.
 
-        Our experts run in it where they can, and keep out of the way where its logits are others with them.
+        Uses our experts if its stacks allow it and the logits stay the same.
         """
         experts = stacked_experts(self._model, self._kernels) if self._experts else None
         if experts is not None:
@@ -84,10 +84,10 @@ class Interface:
             paged = InterfaceModel(model, self._kernels, experts, self._ranks, self._stage)
             error, limit = check(model, paged)
         except ModelError:
-            raise  # the weights are to blame, whoever computes with them
+            raise  # broken weights: not a problem of this level
         except NotSupported as cause:
             raise refused(model, str(cause)) from cause
-        except Exception as cause:  # somebody's code, called in a way it did not expect
+        except Exception as cause:  # the model's own code, called in an unusual way
             raise refused(model, f"{type(cause).__name__} in a forward over pages: {cause}") from cause
         if not error <= limit:
             raise refused(model, f"its logits over pages differ from its own by {error:.1e}, more than {limit:.0e}")
@@ -98,7 +98,7 @@ class Interface:
 
 
 class InterfaceModel:
-    """Runs batches through a model's own forward. Outside of a call of this the model is as it was."""
+    """Runs batches through the model's own forward. The model is changed only during a call."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class InterfaceModel:
         stage: Stage = ONLY,
     ) -> None:
         register()
+        self.kernels = kernels
         self.stage, self.hidden_size, self.vocab_size = stage, model.config.hidden_size, width(_head(model))
         self._model = model
-        self._kernels = kernels
         self._experts = experts
         self._configs = _configs(model)
         with stage.handing():
@@ -120,7 +120,7 @@ class InterfaceModel:
         layers = [self._layers[index] for index in range(len(self._layers))]
         self.kv_heads = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
         self.dtype, self.device = _dtype(layers), next(model.parameters()).device
-        self.reentrant = False  # the model's config is changed for the time of a call
+        self.reentrant = False  # a call changes the model's config
         self.capturable = bool(getattr(model, "_can_compile_fullgraph", False)) and ranks.capturable
         self.gives_hidden = model.base_model is not model
         self.ranks, self.vocabulary = ranks, ALL
@@ -128,7 +128,7 @@ class InterfaceModel:
         self.max_tokens = MICRO_TOKENS
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages. Stages: `BatchModel`."""
+        """See `BatchModel`."""
         if not self.stage.is_last:
             return self.hidden(batch, pages, given)
         options = {"logits_to_keep": rows} if rows is not None and self._picks_rows else {}
@@ -137,7 +137,7 @@ class InterfaceModel:
         return logits if rows is None or self._picks_rows else logits.index_select(0, rows)
 
     def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
-        """What the head reads [T, hidden_size]; keys and values go to the pages."""
+        """See `BatchModel`."""
         with self.stage.handing(None if given is None else given[None]) as handed:
             found: Tensor = self._call(self._model.base_model, batch, pages).last_hidden_state
         if not self.stage.is_last:
@@ -146,11 +146,11 @@ class InterfaceModel:
         return found[0]
 
     def sketch(self) -> "InterfaceModel":
-        """Itself: nobody knows which of its layers are alike."""
+        """Itself: which of its layers are alike is unknown."""
         return self
 
     def _call(self, module: Any, batch: Batch, pages: Pages, **options: Any) -> Any:
-        options[KEYWORD] = PagedAttention(batch, pages, self._layers, self._kernels)
+        options[KEYWORD] = InterfaceAttention(batch, pages, self._layers, self.kernels)
         ours = nullcontext() if self._experts is None else self._experts.running()
         with switched(self._configs, PAGED), ours:
             return module.forward(
@@ -160,14 +160,14 @@ class InterfaceModel:
 
 @torch.no_grad()
 def check(model: Any, paged: BatchModel) -> tuple[float, float]:
-    """How far logits over pages are from the model's own, relative to the largest, and how far they may be: two
-    sequences in one batch, a prefill and some steps, against each sequence alone."""
+    """The error of paged logits relative to the model's own, and its limit. Two sequences in one batch, a prefill and
+    some decodes, against each sequence alone."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
     texts = [text.to(paged.device) for text in drawn]
     errors = []
     for text, found in zip(texts, _over_pages(paged, texts), strict=True):
-        call = model.forward if paged.stage.count == 1 else model  # hooks of a stage run in a call
+        call = model.forward if paged.stage.count == 1 else model  # hooks of a stage need __call__
         own = call(input_ids=text[None], use_cache=False).logits[0].float()
         _check_own(model, own)
         error = (own - found.float()).abs().amax(1) / own.abs().max()
@@ -179,7 +179,7 @@ def check(model: Any, paged: BatchModel) -> tuple[float, float]:
 
 
 def _check_own(model: nn.Module, logits: Tensor) -> None:
-    """Refuse a model with which nothing can be compared."""
+    """Raise for a model whose own logits are useless."""
     if bool(logits.isnan().any()):
         raise ModelError(f"model: {type(model).__name__} gives NaN by itself; its weights are broken, load them again")
     if not bool(logits.any()):
@@ -189,7 +189,7 @@ def _check_own(model: nn.Module, logits: Tensor) -> None:
 
 
 def _over_pages(paged: BatchModel, texts: list[Tensor]) -> list[Tensor]:
-    """The logits [L, V] of each text: of all texts in one batch, and of the last tokens one by one."""
+    """Paged logits [L, V] of each text: a prefill of all texts in one batch, then decodes."""
     pages = allocate(paged.kv_heads, len(texts), paged.dtype, paged.device)
     begin = [range(len(text) - STEPS) for text in texts]
     batch = _batch(texts, begin, pages.block_size)
@@ -204,7 +204,7 @@ def _over_pages(paged: BatchModel, texts: list[Tensor]) -> list[Tensor]:
 
 
 def over_stages(paged: BatchModel, batch: Batch, pages: Pages, rows: Tensor | None = None) -> Tensor:
-    """The logits of a batch, by all stages together, on each of them."""
+    """The logits of a batch through all stages, returned on each stage."""
     stage, given = paged.stage, None
     if not stage.is_first:
         given = torch.empty(len(batch.ids), paged.hidden_size, dtype=paged.dtype, device=paged.device)
@@ -218,7 +218,7 @@ def over_stages(paged: BatchModel, batch: Batch, pages: Pages, rows: Tensor | No
 
 
 def _batch(texts: list[Tensor], parts: list[range], block_size: int) -> Batch:
-    """These parts of the texts, each text on a page of its own."""
+    """A batch of these parts of the texts. Each text has a page of its own."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": texts[0].device}
     places = [torch.tensor(part, device=texts[0].device) for part in parts]
     return Batch(
@@ -234,7 +234,7 @@ def _batch(texts: list[Tensor], parts: list[range], block_size: int) -> Batch:
 
 
 def _head(model: Any) -> nn.Module:
-    """What gives logits."""
+    """The module that makes logits."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise NotSupported("it does not say which of its modules is its head")
@@ -242,7 +242,7 @@ def _head(model: Any) -> nn.Module:
 
 
 def refused(model: nn.Module, reason: str) -> NotSupported:
-    """The error of a model that neither level can run."""
+    """The error for a model that neither level can run."""
     return NotSupported(
         f"replace_with_kernel_inject: no policy for the layers of {type(model).__name__}, and it cannot run with its "
         f"own: {reason}. Write a policy (docs/adding-a-model.md), or use init_inference without kernel injection"
@@ -265,7 +265,7 @@ def _call(model: Any) -> str | None:
     if "position_ids" not in given or all(each.kind != each.VAR_KEYWORD for each in given.values()):
         return "its forward takes no position_ids, or no arguments for its attention"
     if type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
-        return "it prepares the inputs of each step in its own way"
+        return "it prepares the inputs of each step itself (prepare_inputs_for_generation)"
     return None
 
 
@@ -289,7 +289,7 @@ _CHECKS: tuple[Callable[[Any], str | None], ...] = (_class, _call, _config, _ahe
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config that some module reads; most models have one."""
+    """All configs that modules read; most models have one."""
     found = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in found if hasattr(config, "_attn_implementation")}.values())
 

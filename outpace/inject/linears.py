@@ -1,4 +1,4 @@
-"""Linears of somebody's model: which modules compute what a linear does, and what part they play."""
+"""Which modules of a model are linears, and their roles."""
 
 import copy
 
@@ -16,25 +16,25 @@ ROLES: tuple[tuple[tuple[str, ...], Role], ...] = (
     (("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "query_key_value"), "qkv"),
     (("q_lin", "k_lin", "v_lin", "query_proj", "key_proj", "value_proj", "q", "k", "v", "Wqkv", "qkv_proj"), "qkv"),
 )
-"""What the last name of a linear says of its part."""
+"""Role of a linear by the last part of its path."""
 
 
 def role_of(path: str) -> Role:
-    """The part of the linear at a path, by its name."""
+    """The role of the linear at a path."""
     name = path.rpartition(".")[2]
     return next((role for names, role in ROLES if name in names), "other")
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear keeps its weight [in, out]."""
+    """Whether a linear stores its weight [in, out]."""
     return type(module) is Conv1D
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what a linear does, and nobody reads its weight behind its back."""
+    """Whether a module computes a linear, and no other code reads its weight."""
     kind = type(module)
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.dim() != 2 or weight.numel() == 0:  # computed by somebody else, or nothing to round
+    if weight is None or weight.dim() != 2 or weight.numel() == 0:  # computed elsewhere, or empty
         return False
     if kind in (nn.Linear, Conv1D):
         return True
@@ -44,7 +44,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _computes_alike(module: nn.Linear) -> bool:
-    """Whether a subclass with a forward of its own (Falcon's) gives what a linear gives, tried on small numbers."""
+    """Whether a subclass with its own forward (Falcon's) computes a linear: tried on small numbers."""
     trial = copy.copy(module)
     weight, x = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-2, 3, 8).view(2, 4)
     bias = None if module.bias is None else torch.tensor([0.5, -1.0, 2.0])
@@ -56,7 +56,7 @@ def _computes_alike(module: nn.Linear) -> bool:
     try:
         with torch.no_grad():
             found = trial.forward(x)
-    except Exception:  # somebody's code, which may want anything
+    except Exception:  # a stranger's code may expect anything
         return False
     expected = nn.functional.linear(x, weight, bias)
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))

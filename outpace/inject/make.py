@@ -1,4 +1,4 @@
-"""The one place where modules with weights are made: which kind each is, its scheme says."""
+"""Makes all modules with weights: plain, quantized, or with this rank's part."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from outpace.errors import ModelError
 from outpace.inject.exchange import ExchangedExperts, Whereabouts
-from outpace.inject.experts import Dense, Experts, MixtureOfExperts, PlainExperts, Router, router_class
+from outpace.inject.experts import Dense, Experts, MixtureOfExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
-from outpace.inject.policy import MoERoles, Policy, Settings
+from outpace.inject.policy import LayerSettings, MoERoles, Policy
 from outpace.inject.quantized import PackedEmbedding, PackedExperts, PackedLinear, StandInExperts
 from outpace.inject.ranks import SplitEmbedding, SplitNorm, SummedLinear, Values
 from outpace.inject.recipe import Pairs, Recipe, RowOrder
@@ -29,7 +29,7 @@ _EPS_NAMES = ("eps", "variance_epsilon")
 
 
 class Maker:
-    """Makes the modules that stand in for those of one model, which knows its tensors by name."""
+    """Makes the modules that replace those of one model. Knows the model's tensors by name."""
 
     def __init__(self, model: nn.Module, kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None) -> None:
         tensors = (*model.named_buffers(), *model.named_parameters())
@@ -37,16 +37,16 @@ class Maker:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._kernels = kernels
         self.shard = Shard(NO_MESH, {}) if shard is None else shard
-        """What this rank has of the weights."""
+        """This rank's part of the weights."""
         self.rules = rules
         self.schemes: dict[str, Scheme | None] = {}
-        """Of the weights of linears that it made modules for, by the names that rules know them by."""
+        """Scheme of each linear that was made, by the name that rules use."""
         self.roles: set[Role] = set()
-        """That weights played."""
+        """Roles of all weights so far."""
         self.quantized_experts = False
-        self._mixtures = 0  # that it has made
+        self._mixtures = 0  # made so far
         self.weights: dict[tuple[str, ...], tuple[Role, Recipe]] = {}
-        """The same weights with their parts and their recipes, by all their names."""
+        """Role and recipe of each linear that was made, by the names of all its parts."""
 
     def linear(
         self,
@@ -57,9 +57,9 @@ class Maker:
         order: RowOrder | None = None,
         summed: bool = True,
     ) -> Linear:
-        """One linear for several of the model's, whose rows come one below the other.
+        """One linear for one or several of the model's, with their rows one below the other.
 
-        summed: False leaves the shares of ranks to be added up by the caller; the first one's has the bias.
+        summed: False: the caller sums over ranks, and the first rank adds the bias.
         """
         weights = [_parameter(module, "weight") for module in modules]
         for module, weight in zip(modules, weights, strict=True):
@@ -88,7 +88,7 @@ class Maker:
         return PackedLinear(replace(recipe, scheme=scheme), bias, self._kernels)
 
     def head(self, module: nn.Module) -> Linear:
-        """The model's head; of ranks that share it, each has the rows of some tokens."""
+        """The model's head. Over ranks each has the rows of some tokens."""
         made = self.linear([module], "head")
         name, _ = self._tensor(_parameter(module, "weight"))
         if self.shard.spans(name) is not None:
@@ -96,7 +96,7 @@ class Maker:
         return made
 
     def _stored(self, recipe: Recipe) -> Scheme | None:
-        """The scheme in which a weight runs from the numbers of the checkpoint; None: it cannot, or shall not."""
+        """The scheme of a weight that is used as the checkpoint stores it; None: it is converted."""
         forms = {} if self.rules.stored is None else self.rules.stored.schemes
         schemes = [forms[part.name] for part in recipe.parts if part.name in forms]
         if len(schemes) < len(recipe.parts) or any(part.transposed or part.slices for part in recipe.parts):
@@ -112,7 +112,7 @@ class Maker:
         return scheme
 
     def mixture(self, part: Parts, roles: MoERoles, config: Any, act: str) -> MixtureOfExperts:
-        """Router, experts and shared MLP of a layer, or of a module, whose parts are these."""
+        """Router, experts and shared MLP of a layer or of a module. part: finds its submodules."""
         router, experts = self._router(part, roles, config), self.experts(part(roles.experts), roles, config, act)
         if router.num_experts != self._count(part(roles.experts), roles):
             raise ModelError(
@@ -135,31 +135,31 @@ class Maker:
         return made
 
     def outputs(self, module: nn.Module) -> Vocabulary:
-        """How the outputs of a linear or a table that is cut by them are put together again."""
+        """How the outputs of all ranks are joined, for a linear or a table that is cut by outputs."""
         name, _ = self._tensor(_parameter(module, "weight"))
         return Vocabulary(self.shard.tp, self.shard.sizes(name))
 
     def inputs(self, module: nn.Module) -> Span:
-        """Which inputs of a linear that is cut by them are this rank's."""
+        """This rank's inputs, for a linear that is cut by inputs."""
         found = self.shard.spans(self._tensor(_parameter(module, "weight"))[0])
         assert found is not None, "it is cut"
         _, (span,) = found
         return span
 
     def stack(self, module: nn.Module, roles: MoERoles, act: str) -> StandInExperts:
-        """This rank's part of a stack of experts, behind the call of the module that has it."""
+        """This rank's part of a stack of experts, with the forward of the module that it replaces."""
         experts = self.experts(module, roles, None, act)
         return StandInExperts(*self._of_ranks(experts, self._count(module, roles))).eval()
 
     def _share(self, made: MixtureOfExperts, count: int) -> None:
-        """Say who else has a part in the result of a mixture."""
+        """Set which ranks sum the result of a mixture."""
         shard, mesh = self.shard, self.shard.mesh
         made.experts, made.where, made.group = self._of_ranks(made.experts, count)
         if shard.exchanges or (mesh.ep.size > 1 and not mesh.experts_like_layers):
             made.together, made.dense_group = False, shard.tp
 
     def _of_ranks(self, experts: Experts, count: int) -> tuple[Experts, Callable[[Tensor], Tensor] | None, Group]:
-        """Experts that tokens reach, which of them are here, and the ranks whose results are added up."""
+        """The experts to call, a map from expert numbers to this rank's own, and the ranks that sum their results."""
         shard, mesh = self.shard, self.shard.mesh
         self._mixtures += 1
         if mesh.ep.size == 1:
@@ -168,7 +168,7 @@ class Maker:
         if shard.exchanges:
             sliced = mesh.expert_tp if shard.expert_splits else ALONE
             return ExchangedExperts(experts, where, mesh.ep, sliced), None, ALONE
-        experts.add_module("where", where)  # so that its tables go where the experts go
+        experts.add_module("where", where)  # so that its tables move with the experts
         return experts, where.own, mesh.ep
 
     def _router(self, part: Parts, roles: MoERoles, config: Any) -> Router:
@@ -185,23 +185,23 @@ class Maker:
         )
 
     def experts(self, module: nn.Module, roles: MoERoles, config: Any, act: str) -> Experts:
-        """The experts of a module that keeps them in stacks, or of a list of modules."""
+        """The experts of a module with stacked weights, or of a list of modules."""
         find = self._listed if isinstance(module, nn.ModuleList) else self._stacked
         up, up_bias = self._of_rank(*find(module, roles.up, roles.transposed, roles.paired))
         down, down_bias = self._of_rank(*find(module, roles.down, roles.transposed, False))
         slicing = self.shard.tp if self.shard.mesh.ep.size == 1 else self.shard.of_one_expert.tp
         if slicing.rank and (self.shard.mesh.ep.size == 1 or self.shard.expert_splits):
-            down_bias = None  # added up over ranks that have a part of each expert: one of them has the bias
+            down_bias = None  # ranks with parts of the same expert sum: one of them adds the bias
         limit, alpha = roles.clamp(config) or (None, None)
         up, down = self._with_scheme(up), self._with_scheme(down)
         quantized = any(recipe.scheme is not None for recipe in (up, down))
         self.quantized_experts |= quantized
-        return (PackedExperts if quantized else PlainExperts)(
+        return (PackedExperts if quantized else Experts)(
             up, down, up_bias, down_bias, self._kernels, act=act, gated=roles.gated, limit=limit, alpha=alpha
         )
 
     def _of_rank(self, weight: Recipe, bias: Recipe | None) -> tuple[Recipe, Recipe | None]:
-        """This rank's part of the stack of a weight and of that of its bias."""
+        """This rank's part of a stacked weight and of its bias."""
         count, shard = weight.shape[0], self.shard
         own = shard.cut_experts(weight, count, self._mixtures)
         if bias is None:
@@ -213,14 +213,14 @@ class Maker:
         return own, shard.of_experts(bias, count, self._mixtures)
 
     def _count(self, module: nn.Module, roles: MoERoles) -> int:
-        """The experts of a module."""
+        """Number of experts of a module."""
         if isinstance(module, nn.ModuleList):
             return len(module)
         stack = _parameter(module, roles.down)
         return -1 if stack is None else stack.shape[0]
 
     def _with_scheme(self, recipe: Recipe) -> Recipe:
-        """The stack of a recipe as the rules want it."""
+        """A stacked weight with the scheme that rules ask for."""
         names = list(dict.fromkeys(part.name for part in recipe.parts))
         scheme = self._scheme("experts", names, recipe)
         first = [part for part in recipe.parts if part.expert == 0 and len(part.shape) == 2]
@@ -231,7 +231,7 @@ class Maker:
     def _stacked(
         self, module: nn.Module, name: str | tuple[str, str], transposed: bool, paired: bool
     ) -> tuple[Recipe, Recipe | None]:
-        """A weight [E, N, K] and a bias [E, N] of experts that the model keeps in one tensor each."""
+        """Weight [E, N, K] and bias [E, N] of experts in stacked tensors."""
         weight = _parameter(module, name) if isinstance(name, str) else None
         if weight is None or weight.dim() != 3:
             raise ModelError(f"injection: {type(module).__name__} has no stack of weights {name!r}")
@@ -243,7 +243,7 @@ class Maker:
     def _listed(
         self, module: nn.Module, names: str | tuple[str, str], transposed: bool, paired: bool
     ) -> tuple[Recipe, Recipe | None]:
-        """The same of experts that are modules of their own."""
+        """The same for experts that are modules of their own."""
         paths = (names,) if isinstance(names, str) else names
         linears = [[Parts(expert)(path) for path in paths] for expert in module.children()]
         weights = [[_parameter(linear, "weight") for linear in each] for each in linears]
@@ -263,7 +263,7 @@ class Maker:
         return stacked, Recipe.stacked(kept)
 
     def embedding(self, module: nn.Module, scale: float) -> Embedding:
-        """The model's table of tokens; `scale`: what it multiplies them with by itself."""
+        """The model's embedding. scale: the factor that the module itself applies."""
         weight = _parameter(module, "weight")
         if weight is None or weight.dim() != 2:
             raise ModelError(f"injection: {type(module).__name__} is not an embedding with a weight")
@@ -283,8 +283,8 @@ class Maker:
         """See `make_norm`."""
         return make_norm(module, policy, self._kernels)
 
-    def head_norm(self, module: nn.Module, policy: Policy, settings: Settings, *, keys: bool) -> Norm:
-        """A norm of q or k, whose weights may differ from head to head."""
+    def head_norm(self, module: nn.Module, policy: Policy, settings: LayerSettings, *, keys: bool) -> Norm:
+        """A norm of q or k; its weights may differ between heads."""
         norm, weight, bias = self.norm(module, policy), _parameter(module, "weight"), _parameter(module, "bias")
         if weight is None or self.shard.spans(self._tensor(weight)[0]) is None:
             return norm
@@ -296,9 +296,9 @@ class Maker:
             made.shares = self.shard.tp, heads * settings.head_dim, copies
         return made
 
-    def values(self, parameter: nn.Parameter) -> Values:
-        """A vector of the model with a value for each head."""
-        return Values(self.shard.cut(Recipe.whole(*self._tensor(parameter))))
+    def values(self, values: Tensor) -> Values:
+        """A vector with a value for each head."""
+        return Values(self.shard.cut(Recipe.whole(*self._tensor(values))))
 
     def _tensor(self, tensor: Tensor | None) -> tuple[str, tuple[int, ...]]:
         assert tensor is not None, "asked before"
@@ -306,7 +306,7 @@ class Maker:
 
 
 def make_norm(module: nn.Module, policy: Policy, kernels: Kernels) -> Norm:
-    """A norm with the weights of the model's own, which it shares."""
+    """Our norm, sharing the weights of the model's own."""
     named = (getattr(module, name, None) for name in _EPS_NAMES)
     eps = next((value for value in (policy.norm_eps, *named) if value is not None), None)
     if eps is None:

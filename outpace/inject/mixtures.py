@@ -1,4 +1,4 @@
-"""Mixtures of experts outside of what policies know: DeepSpeed's MoE layers, and people's own lists of experts."""
+"""Mixtures of experts without a policy: DeepSpeed's MoE layers, and lists of MLPs beside a router in any model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ from outpace.inject.make import Maker
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, foreign_hooks
 from outpace.inject.policy import MoERoles
-from outpace.inject.prove import Form, Proven, expert_form, linears, routing_of
+from outpace.inject.prove import ExpertForm, Proven, expert_form, linears, routing_of
 from outpace.inject.shard import Shard
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.routing import Routing
 from outpace.log import chosen
-from outpace.parallel.spans import Split, even, halves, scaled
+from outpace.parallel.spans import Split, even_split
 from outpace.quant.rules import KEEP, Rules
 
 _GATE, _EXPERTS = "deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts"
@@ -27,23 +27,23 @@ Kind = Literal["standard", "residual"]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A mixture in somebody's model."""
+class FoundMixture:
+    """A mixture that was found in a model."""
 
     path: str
     module: nn.Module
     roles: MoERoles
-    form: Form
+    form: ExpertForm
     num_experts: int
     kind: Kind = "standard"
     returns: Literal["hidden", "logits", "deepspeed"] = "hidden"
     logits_dim: int = 0
 
 
-def find_mixtures(model: nn.Module, plan: Plan) -> list[Found]:
-    """All of a model that no policy replaces."""
+def find_mixtures(model: nn.Module, plan: Plan) -> list[FoundMixture]:
+    """All mixtures of a model that no policy replaces."""
     shared = _shared(model)
-    found: list[Found] = []
+    found: list[FoundMixture] = []
     for path, module in model.named_modules():
         if _inside(path, (each.path for each in found)) or not _free(path, plan):
             continue
@@ -62,16 +62,13 @@ def find_mixtures(model: nn.Module, plan: Plan) -> list[Found]:
     return found
 
 
-def make_mixtures(found: Sequence[Found], make: Maker) -> list[MixtureOfExperts]:
-    """Fused ones for those that were found. The model stays as it is."""
+def make_mixtures(found: Sequence[FoundMixture], make: Maker) -> list[MixtureOfExperts]:
+    """Fused mixtures for those that were found. Does not change the model."""
     return [make.mixture(Parts(each.module), each.roles, None, each.form.act) for each in found]
 
 
-def split_mixtures(found: Sequence[Found], ranks: int, *, experts: bool = True) -> Iterator[tuple[str, Split]]:
-    """How the experts of these mixtures, and the MLPs beside them, are cut over ranks: by their intermediate size.
-
-    experts: False leaves each expert whole.
-    """
+def split_mixtures(found: Sequence[FoundMixture], ranks: int, *, experts: bool = True) -> Iterator[tuple[str, Split]]:
+    """How experts and shared MLPs are cut over ranks, by intermediate size. experts: False leaves experts whole."""
     for each in found if ranks > 1 else ():
         roles = each.roles
         paths = [f"{roles.experts}.{number}" for number in range(each.num_experts if experts else 0)]
@@ -79,29 +76,28 @@ def split_mixtures(found: Sequence[Found], ranks: int, *, experts: bool = True) 
             yield from _split_mlp(each.module.get_submodule(path), f"{each.path}.{path}", each.form, ranks)
 
 
-def _split_mlp(mlp: nn.Module, path: str, form: Form, ranks: int) -> Iterator[tuple[str, Split]]:
+def _split_mlp(mlp: nn.Module, path: str, form: ExpertForm, ranks: int) -> Iterator[tuple[str, Split]]:
     size = Parts(mlp)(form.down).get_parameter("weight").shape[1]
-    rows = even(size, ranks, f"the intermediate size of {path}")
-    packed = form.gated and isinstance(form.up, str)
-    spans = tuple(scaled(halves(span, size) if packed else [span], 1) for span in rows)
+    packed, what = form.gated and isinstance(form.up, str), f"the intermediate size of {path}"
+    up = even_split(0, 2 * size if packed else size, ranks, what, packed=packed)
     for name in (form.up,) if isinstance(form.up, str) else form.up:
-        yield f"{path}.{name}.weight", Split(0, spans)
-        yield f"{path}.{name}.bias", Split(0, spans)
-    yield f"{path}.{form.down}.weight", Split(1, tuple((span,) for span in rows))
+        yield f"{path}.{name}.weight", up
+        yield f"{path}.{name}.bias", up
+    yield f"{path}.{form.down}.weight", even_split(1, size, ranks, what)
 
 
 def replace_mixtures(
-    model: nn.Module, found: Sequence[Found], kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None
+    model: nn.Module, found: Sequence[FoundMixture], kernels: Kernels, rules: Rules = KEEP, shard: Shard | None = None
 ) -> None:
-    """Put fused ones in their places, empty, with recipes."""
+    """Replace mixtures by fused ones: empty, with recipes."""
     for each, mixture in zip(found, make_mixtures(found, Maker(model, kernels, rules, shard)), strict=True):
         model.set_submodule(each.path, _standing_in(each, mixture))
     kinds = ", ".join(dict.fromkeys(type(each.module).__name__ for each in found))
     chosen("experts", f"{len(found)} fused mixtures of {kinds}", "no token is dropped: capacities are for training")
 
 
-def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[Found]) -> None:
-    """What a config says of experts must be what there is."""
+def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[FoundMixture]) -> None:
+    """Raise if the config says something else of experts than the model."""
     name, kinds = type(model).__name__, {each.kind for each in found} or {"standard"}
     counts = list(_counts(model, plan, found))
     if (asked.ep_size > 1 or asked.ep_group is not None) and not counts:
@@ -116,8 +112,8 @@ def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[
         raise ConfigError(f"moe.type: {asked.type!r} was given, and {name} {there}; leave it out")
 
 
-def _counts(model: nn.Module, plan: Plan, found: Sequence[Found]) -> Iterator[int]:
-    """Experts of each layer that has some, in the order of the layers."""
+def _counts(model: nn.Module, plan: Plan, found: Sequence[FoundMixture]) -> Iterator[int]:
+    """Number of experts of each layer with experts, in order."""
     planned = {item.path: Parts(item.layer)(moe.router) for item in plan.layers if (moe := item.policy.moe) is not None}
     own = {each.path: each.num_experts for each in found}
     for path, module in model.named_modules():
@@ -128,8 +124,8 @@ def _counts(model: nn.Module, plan: Plan, found: Sequence[Found]) -> Iterator[in
             yield count
 
 
-def _of_deepspeed(path: str, module: nn.Module, likely: Form | None) -> Found | None:
-    """`deepspeed.moe.layer.MoE`, known by the names of its parts: a gate `wg`, experts, perhaps a dense MLP beside."""
+def _of_deepspeed(path: str, module: nn.Module, likely: ExpertForm | None) -> FoundMixture | None:
+    """`deepspeed.moe.layer.MoE`, by the names of its parts: a gate `wg`, experts, perhaps a dense MLP."""
     part = Parts(module)
     gate, experts = part.optional(_GATE), part.optional(_EXPERTS)
     if not isinstance(gate, nn.Linear) or not isinstance(experts, nn.ModuleList):
@@ -148,11 +144,11 @@ def _of_deepspeed(path: str, module: nn.Module, likely: Form | None) -> Found | 
     roles = _roles(_GATE, _EXPERTS, form, Routing(top_k=top_k, renormalise=top_k > 1), in_float32=True)
     if residual:
         roles = replace(roles, shared="mlp", shared_up=form.up, shared_down=form.down, coefficient="coefficient")
-    return Found(path, module, roles, form, len(experts), "residual" if residual else "standard", "deepspeed")
+    return FoundMixture(path, module, roles, form, len(experts), "residual" if residual else "standard", "deepspeed")
 
 
-def _own(path: str, module: nn.Module, likely: Form | None) -> Found | None:
-    """A list of MLPs of one class beside a linear with an output for each of them, and nothing else."""
+def _own(path: str, module: nn.Module, likely: ExpertForm | None) -> FoundMixture | None:
+    """A list of MLPs of one class, a linear with one output for each, and no other weights."""
     for name, experts in module.named_children():
         kinds = {type(each) for each in experts.children()}
         if not isinstance(experts, nn.ModuleList) or len(experts) < 2 or len(kinds) > 1 or linears(experts[0]) is None:
@@ -174,20 +170,22 @@ def _own(path: str, module: nn.Module, likely: Form | None) -> Found | None:
     return None
 
 
-def _proven(path: str, module: nn.Module, roles: MoERoles, form: Form, proven: Proven, count: int) -> Found:
+def _proven(
+    path: str, module: nn.Module, roles: MoERoles, form: ExpertForm, proven: Proven, count: int
+) -> FoundMixture:
     chosen(f"experts of {path}", f"fused: {proven.routing}, {form}", "its own results are the same")
     returns: Literal["hidden", "logits"] = "logits" if proven.logits_dim else "hidden"
-    return Found(path, module, roles, form, count, returns=returns, logits_dim=proven.logits_dim)
+    return FoundMixture(path, module, roles, form, count, returns=returns, logits_dim=proven.logits_dim)
 
 
-def _roles(gate: str, experts: str, form: Form, routing: Routing, *, in_float32: bool = False) -> MoERoles:
+def _roles(gate: str, experts: str, form: ExpertForm, routing: Routing, *, in_float32: bool = False) -> MoERoles:
     return MoERoles(
         block="", router=gate, experts=experts, up=form.up, down=form.down, gated=form.gated,
         routing=lambda config: routing, in_float32=in_float32,
     )  # fmt: skip
 
 
-def _standing_in(found: Found, mixture: MixtureOfExperts) -> nn.Module:
+def _standing_in(found: FoundMixture, mixture: MixtureOfExperts) -> nn.Module:
     kind = type(found.module)
     made: type[OwnMixture] = type(f"Fused{kind.__name__}", (OwnMixture, kind), {"forward": OwnMixture.forward})
     stands = made(mixture, found.returns, found.logits_dim)
@@ -197,14 +195,14 @@ def _standing_in(found: Found, mixture: MixtureOfExperts) -> nn.Module:
     return stands.eval()
 
 
-def _left(path: str, reason: str) -> Found | None:
-    """Nothing; the log says why."""
+def _left(path: str, reason: str) -> FoundMixture | None:
+    """None; the log says why."""
     chosen(f"experts of {path or 'the model'}", "left as they are", reason)
     return None
 
 
 def _free(path: str, plan: Plan) -> bool:
-    """Whether no fused layer replaces what is at this path."""
+    """Whether no fused layer replaces the module at this path."""
     for item in plan.layers:
         if _inside(path, (item.path,)):
             return item.policy.mlp is not None and _inside(path, (f"{item.path}.{item.policy.mlp}",))
@@ -216,7 +214,7 @@ def _inside(path: str, places: Iterable[str]) -> bool:
 
 
 def _shared(model: nn.Module) -> set[int]:
-    """Parameters that stand in two places."""
+    """Ids of parameters that are used in two places."""
     seen: set[int] = set()
     twice: set[int] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""The fused modules: a linear with what stands before and after it, a norm, an embedding, and the one layer of all."""
+"""The fused modules: norm, embedding, linear with prologue and epilogue, and the one layer for all families."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,38 +7,38 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from outpace.inject.policy import Policy, Settings
+from outpace.inject.policy import LayerSettings, Policy
 from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
-from outpace.kernels.gemv import prefers_gemv
+from outpace.kernels.few_rows import folds_norm, takes_few_rows
 from outpace.kernels.quantize import empty_rows
 from outpace.parallel.vocabulary import ALL, Vocabulary
 
 
 class Attend(Protocol):
-    """Attention over wherever the keys and values are."""
+    """Attention of a batch; knows where keys and values are stored."""
 
     @property
     def slots(self) -> Tensor | None:
-        """Where each token's keys and values go [T]; negative: the row is padding. None: no row is known to be."""
+        """Slot for the keys and values of each token [T]; negative: padding. None: no row is known to be padding."""
 
     def __call__(self, layer: "FusedLayer", qkv: Tensor) -> Tensor:
         """(layer, qkv [T, (Hq + 2 Hkv) * D]) -> [T, Hq * D]."""
 
 
-class Before(Protocol):
-    """What is done to rows before a linear: a norm, or an activation."""
+class Prologue(Protocol):
+    """What a linear does to its input first: a norm or an activation."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows [T, H] -> [T, K]."""
 
     def quantized(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """The same as values of this kind and scales, in one kernel where there is one."""
+        """The same, quantized: values of this kind and scales, by one kernel if there is one."""
 
 
 class Norm(nn.Module):
-    """RMS or layer norm of rows, with the weights of the model's own norm."""
+    """RMS norm or layer norm of rows, with the weights of the model's own norm."""
 
     def __init__(
         self,
@@ -60,12 +60,14 @@ class Norm(nn.Module):
         self.round_before_weight = round_before_weight
         self._kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Norm of x: [T, H] or [T, heads, D]."""
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """Norm of x: [T, H] or [T, heads, D], plus `add`."""
         if self.kind == "layer":
-            return self._kernels.layer_norm(x, self.weight, self.bias, self.eps)[0]
+            normed: Tensor = self._kernels.layer_norm(x, self.weight, self.bias, self.eps)
+            return normed if add is None else add + normed
         options = {"weight_offset": self.offset, "round_before_weight": self.round_before_weight}
-        return self._kernels.rms_norm(x, self.weight, self.eps, **options)[0]
+        summed: Tensor = self._kernels.rms_norm(x, self.weight, self.eps, add=add, **options)
+        return summed
 
     def quantized(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Norm of x [T, H] as values of this kind and scales [T, 1]."""
@@ -78,24 +80,26 @@ class Norm(nn.Module):
         return values, scales
 
 
-def fused_norm(norm: Norm) -> dict[str, Any]:
-    """The options of a product that does a norm itself; none where it cannot."""
-    if norm.kind != "rms" or norm.weight is None:
+def fused_norm(norm: Norm, *, centers: bool = False) -> dict[str, Any]:
+    """Keywords for a kernel that does the norm before its product; empty: it cannot. `centers`: layer norms too."""
+    if norm.weight is None or (norm.kind == "layer" and not centers):
         return {}
+    if norm.kind == "layer":
+        return {"norm_weight": norm.weight, "norm_bias": norm.bias, "centered": True, "eps": norm.eps}
     options = {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
     return {**options, "round_before_weight": norm.round_before_weight}
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
-    """An activation before a linear that takes quantized rows: its kernel writes them."""
+class RoundedActivation:
+    """An activation before a linear with quantized input: its kernel writes the quantized rows."""
 
     name: str
     gated: bool
     kernels: Kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, 2K] where gated, else [T, K] -> [T, K]."""
+        """[T, 2K] if gated, else [T, K] -> [T, K]."""
         y: Tensor = self.kernels.gated_act(x, self.name) if self.gated else self.kernels.bias_act(x, None, self.name)
         return y
 
@@ -110,12 +114,12 @@ class Activation:
 
 
 class Made(nn.Module):
-    """A module whose weights are made by recipes. They are on the meta device until loading fills them."""
+    """A module whose weights are made by recipes. They stay on the meta device until loading fills them."""
 
     def __init__(self, recipes: Mapping[str, Recipe | None]) -> None:
-        nn.Module.__init__(self)  # and not that of a class which it passes for
+        nn.Module.__init__(self)  # not the __init__ of the replaced class, which is a base too
         self.recipes = {name: recipe for name, recipe in recipes.items() if recipe is not None}
-        """By the names of the parameters. A weight with a scheme has more of them: scales, zeros."""
+        """By parameter. A quantized weight has further parameters: scales, zeros."""
         for name, recipe in recipes.items():
             if recipe is None:
                 self.register_parameter(name, None)
@@ -125,12 +129,12 @@ class Made(nn.Module):
                 self.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))
 
     def beside(self) -> frozenset[str]:
-        """Names of the parameters that come with another one."""
+        """Names of the further parameters: scales and zeros."""
         return frozenset(name + end for name, recipe in self.recipes.items() for end in _tensors(recipe) if end)
 
 
 def _tensors(recipe: Recipe) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """What the weight of a recipe is kept in, by what is put behind its name."""
+    """Shape and dtype of each tensor of a weight, by the ending of its name."""
     if recipe.scheme is None:
         return {"": (recipe.shape, None)}
     return recipe.scheme.tensors(recipe.shape)
@@ -144,16 +148,16 @@ class Embedding(Made):
     def __init__(self, weight: Recipe, kernels: Kernels, scale: float = 1.0) -> None:
         super().__init__({"weight": weight})
         self.scale = scale
-        """What the model around it expects of it, and does not multiply with itself."""
+        """Factor on the rows that the model expects of this module."""
         self._kernels = kernels
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its rows."""
+        """The dtype of a row."""
         return self.weight.dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] -> [..., H], as the model around it calls it."""
+        """[...] -> [..., H]; the model calls this."""
         rows = self.rows(ids.reshape(-1), scale=self.scale)
         return rows.view(*ids.shape, rows.shape[-1])
 
@@ -164,17 +168,17 @@ class Embedding(Made):
 
 
 class Linear(Made):
-    """x @ weight.T + bias, with the norm before it, the activation after it, and what its result is added to.
+    """x @ weight.T + bias, with an optional norm before, activation after, and a sum with `add`.
 
-    Parallel, quantized and streamed linears take its place: they bring a product of their own.
+    Subclasses (quantized, over ranks) have a `product` of their own.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     rows_kind: str | None = None
-    """What rows are quantized to before its product; None: they are not."""
+    """Kind that input rows are quantized to; None: they are not."""
     vocabulary: Vocabulary = ALL
-    """Of a head: whose logits it gives to those who call it with rows. The model around it gets all."""
+    """Of a head: the tokens whose logits a call with rows [T, K] returns. A call by the model returns all logits."""
 
     def __init__(self, weight: Recipe, bias: Recipe | None, kernels: Kernels) -> None:
         super().__init__({"weight": weight, "bias": bias})
@@ -185,14 +189,14 @@ class Linear(Made):
         self,
         x: Tensor,
         *,
-        norm: Before | None = None,
+        norm: Prologue | None = None,
         act: str | None = None,
         gated: bool = False,
         add: Tensor | None = None,
         reuse: bool = False,
     ) -> Tensor:
-        """[T, K] -> [T, N], or [T, N / 2] where gated. `reuse`: nobody needs `add` any more, so it may hold the sum."""
-        if x.dim() != 2:  # a head, called by the model around it
+        """[T, K] -> [T, N], or [T, N / 2] if gated. `reuse`: the sum may be written into `add`."""
+        if x.dim() != 2:  # a head, called by the model
             rows = self.vocabulary.whole(self.forward(x.reshape(-1, x.shape[-1])))
             return rows.view(*x.shape[:-1], rows.shape[-1])
         if (result := self.at_once(x, norm, act, gated, add)) is not None:
@@ -212,44 +216,45 @@ class Linear(Made):
         raise NotImplementedError
 
     def at_once(
-        self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
+        self, x: Tensor, before: Prologue | None, act: str | None, gated: bool, add: Tensor | None
     ) -> Tensor | None:
-        """All that `forward` does, for a linear that has one kernel for it at so many rows; None: it has not."""
+        """All of `forward` in one kernel; None: there is no such kernel for this number of rows."""
         return None
 
     def rounds(self, rows: int) -> bool:
-        """Whether so many rows are quantized before its product."""
+        """Whether an input of so many rows is quantized."""
         return self.rows_kind is not None
 
 
 class PlainLinear(Linear):
-    """A linear whose weight [N, K] is in the dtype of what it is multiplied with."""
+    """A linear whose weight [N, K] has the dtype of its input."""
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """By the library, or by an invariant kernel."""
+        """By cuBLAS, or by a batch-invariant kernel."""
         product: Tensor = self._kernels.linear(x, self.weight, bias, add=add, out=out)
         return product
 
     def at_once(
-        self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
+        self, x: Tensor, before: Prologue | None, act: str | None, gated: bool, add: Tensor | None
     ) -> Tensor | None:
-        """Few rows in one kernel, which reads the weights once."""
-        if self._kernels.gemv is None or (act is not None and not gated):
+        """For few rows, where reading the weights is what takes time."""
+        gemv = self._kernels.gemv
+        if gemv is None or not takes_few_rows(len(x), x.dtype) or 0 in self.weight.shape:
             return None
-        if not prefers_gemv(len(x), self.out_features, self.in_features, gated=gated):
-            return None
-        fused = fused_norm(before) if isinstance(before, Norm) else {}
+        fused = {}
+        if isinstance(before, Norm) and folds_norm(len(x), x.dtype, centered=before.kind == "layer"):
+            fused = fused_norm(before, centers=True)
         if before is not None and not fused:
             x = before(x)
-        kind = None if act is None else activation_kind(act)
-        result: Tensor = self._kernels.gemv(x, self.weight, bias=self.bias, activation=kind, add=add, **fused)
+        options = {"activation": None if act is None else activation_kind(act), "gated": gated, "add": add}
+        result: Tensor = gemv(x, self.weight, bias=self.bias, **options, **fused)
         return result
 
 
 class FusedLayer(nn.Module):
-    """A transformer layer of any family: four linears, its norms, and an attention that the caller brings."""
+    """A transformer layer of any family: four linears and norms. The caller passes the attention."""
 
     qkv: Linear
     out: Linear
@@ -265,31 +270,31 @@ class FusedLayer(nn.Module):
     k_norm: Norm | None
     sink_values: "Made | None"
     shared_sum: "Callable[[FusedLayer, Tensor, Attend], Tensor] | None" = None
-    """How ranks add up attention and MLP at once, where both come from one x; None: there is nothing to add up."""
+    """Over ranks with parallel placement: one sum for attention and MLP together; None: separate sums, or one rank."""
     cos: Tensor | None
     sin: Tensor | None
 
-    def __init__(self, policy: Policy, settings: Settings, index: int, kernels: Kernels) -> None:
-        nn.Module.__init__(self)  # and not the replaced layer's, which stands behind this class
+    def __init__(self, policy: Policy, settings: LayerSettings, index: int, kernels: Kernels) -> None:
+        nn.Module.__init__(self)  # not the __init__ of the replaced layer, which is a base too
         self.policy = policy
         self.settings = settings
-        """Its numbers; of a rank's part of a layer, that part's."""
+        """The numbers of this rank's part of the layer."""
         self.whole = settings
-        """Those of the whole layer."""
+        """The numbers of the whole layer."""
         self.first_head = 0
-        """Which query head of the whole layer its first one is."""
+        """Number of its first query head in the whole layer."""
         self.index = index
         self.kernels = kernels
 
     @property
     def sinks(self) -> nn.Parameter | None:
-        """A logit for each head that takes probability and has no value."""
+        """Attention sinks: one more logit for each head, without a value."""
         return None if self.sink_values is None else self.sink_values._parameters["weight"]
 
     def run(self, x: Tensor, attend: Attend | Sequence[tuple[slice, Attend]], *, reuse: bool = False) -> Tensor:
-        """The layer over rows. x: [T, H]; `reuse`: it may be overwritten.
+        """The layer over rows. x: [T, H]; `reuse`: x may be overwritten.
 
-        attend: for all rows, or for some of them after the other: micro-batches, for which x is overwritten.
+        attend: for all rows at once, or a list of (rows, attend) for micro-batches, which overwrite x.
         """
         place = _PLACEMENTS[self.policy.placement]
         if not isinstance(attend, Sequence):
@@ -307,7 +312,7 @@ class FusedLayer(nn.Module):
         return self.out(self.attended(x, norm, attend), add=add, reuse=reuse)
 
     def attended(self, x: Tensor, norm: Norm | None, attend: Attend) -> Tensor:
-        """What the output projection of the attention reads."""
+        """The input of the attention's output projection."""
         qkv = self.qkv(x, norm=norm)
         if self.policy.qk_norm_over == "all":
             qkv = self._all_heads_normed(qkv)
@@ -317,14 +322,14 @@ class FusedLayer(nn.Module):
 
     def _all_heads_normed(self, qkv: Tensor) -> Tensor:
         """q and k under norms over all heads together."""
-        assert self.q_norm is not None, "such a layer has both"
-        assert self.k_norm is not None, "such a layer has both"
+        assert self.q_norm is not None, "a policy with qk_norm_over names both"
+        assert self.k_norm is not None, "a policy with qk_norm_over names both"
         kv = self.settings.num_kv_heads * self.settings.head_dim
         q, k, v = qkv.split([qkv.shape[1] - 2 * kv, kv, kv], dim=1)
         return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], dim=1)
 
     def feed_forward(self, x: Tensor, norm: Norm | None, add: Tensor | None, slots: Tensor | None) -> Tensor:
-        """MLP of norm(x), plus `add`, which is a sum of this layer's own and may be overwritten."""
+        """MLP of norm(x), plus `add`, which may be overwritten."""
         if self.mixture is not None:
             routed: Tensor = self.mixture(x if norm is None else norm(x), slots, add)
             return routed
@@ -336,13 +341,13 @@ class FusedLayer(nn.Module):
         rows, before = self.activated(x, norm)
         return self.down(rows, norm=before, add=add, reuse=True)
 
-    def activated(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Before | None]:
-        """What the second projection of the MLP reads, and what is to be done to it first."""
+    def activated(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Prologue | None]:
+        """The input of the MLP's second projection, and the prologue that is still to be done."""
         assert self.up is not None, "a layer has an MLP or its projections"
         assert self.down is not None, "a layer has an MLP or its projections"
         act, gated = self.settings.activation, self.policy.gated
         if self.down.rounds(len(x)):
-            return self.up(x, norm=norm), Activation(act, gated, self.kernels)
+            return self.up(x, norm=norm), RoundedActivation(act, gated, self.kernels)
         return self.up(x, norm=norm, act=act, gated=gated), None
 
 
@@ -360,8 +365,8 @@ def _post(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
 def _sandwich(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:
     assert layer.attn_out_norm is not None, "sandwich placement has four norms"
     assert layer.mlp_out_norm is not None, "sandwich placement has four norms"
-    x = x + layer.attn_out_norm(layer.attention(x, layer.attn_norm, attend, add=None))
-    return x + layer.mlp_out_norm(layer.feed_forward(x, layer.mlp_norm, add=None, slots=attend.slots))
+    x = layer.attn_out_norm(layer.attention(x, layer.attn_norm, attend, add=None), add=x)
+    return layer.mlp_out_norm(layer.feed_forward(x, layer.mlp_norm, add=None, slots=attend.slots), add=x)
 
 
 def _parallel(layer: FusedLayer, x: Tensor, attend: Attend, reuse: bool) -> Tensor:

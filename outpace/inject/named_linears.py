@@ -1,4 +1,4 @@
-"""Layers over ranks in DeepSpeed's form: the caller names the linears whose outputs ranks add up."""
+"""Layers over ranks in DeepSpeed's form: the caller names the linears whose outputs are summed over ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from outpace.inject.rank_plan import Cut, Kind, RankPlan, no_linear
 from outpace.inject.split import ROUTERS
 
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "kv_proj", "kv", "att_proj")
-"""Names of linears that give several things at once, in an order that a list of names does not say."""
+"""Names of fused linears: the order of their outputs is unknown."""
 _HEADS = ("n_heads", "num_heads", "num_attention_heads", "num_attn_heads", "num_key_value_heads", "num_kv_heads",
           "kv_n_heads", "num_kv")  # fmt: skip
-"""Attributes of attention that count heads."""
+"""Attributes of attention modules that count heads."""
 _WIDTHS = ("inner_dim", "all_head_size", "embed_dim", "hidden_size", "d_model")
-"""Attributes of attention that are as wide as all heads."""
+"""Attributes of attention modules with the width of all heads."""
 _HEAD_DIMS = ("key_value_proj_dim", "head_dim", "attention_head_size", "dim_per_head")
 
 
@@ -30,7 +30,7 @@ def by_names(model: nn.Module, names: Mapping[type[nn.Module], Sequence[str]], r
 
 
 def _layer(at: str, layer: nn.Module, reduced: Sequence[str], ranks: int, plan: RankPlan) -> None:
-    """A layer in DeepSpeed's form: the named linears are cut by their inputs, all others by their outputs."""
+    """Cut the named linears by inputs, and all others by outputs."""
     part = Parts(layer)
     rows = {path for name in reduced for path in part.ending_in(name)}
     for path, module in layer.named_modules():
@@ -71,7 +71,7 @@ def _check_even(module: nn.Module, kind: Kind, where: str, ranks: int) -> None:
 
 
 def _count_heads(where: str, module: Any, ranks: int, plan: RankPlan) -> None:
-    """Let attention know how many heads its rank has, and cut what has a column for each head."""
+    """Set the attributes of attention to this rank's heads, and cut an embedding with a column for each head."""
     own = {name: child for name, child in module.named_children() if f"{where}.{name}" in plan.modules}
     outputs = [child for name, child in own.items() if plan.modules[f"{where}.{name}"].kind == "column"]
     said = {name: getattr(module, name, None) for name in (*_HEADS, *_WIDTHS)}
@@ -93,7 +93,7 @@ def _count_heads(where: str, module: Any, ranks: int, plan: RankPlan) -> None:
 
 
 def _check_whole_heads(where: str, module: nn.Module, outputs: Sequence[nn.Module], ranks: int) -> None:
-    """Attention that knows the size of a head but not their number: no rank may get a part of one."""
+    """Raise if a rank would get a part of a head, for attention that only knows the size of a head."""
     size = next((value for name in _HEAD_DIMS if isinstance(value := getattr(module, name, None), int)), None)
     for child in outputs:
         out = child.get_parameter("weight").shape[1 if is_transposed(child) else 0]

@@ -1,4 +1,4 @@
-"""A model of fused layers over flattened batches: embed, layers, norm, head, with keys and values in pages."""
+"""The paged form of a model with fused layers: batches of flattened sequences, keys and values in pages."""
 
 from collections.abc import Hashable, Iterable
 from copy import copy
@@ -18,6 +18,9 @@ from outpace.inject.parts import Parts
 from outpace.inject.policy import ModelRoles, Policy
 from outpace.inject.rope import Table, alibi_slopes, check_length, rope_tables
 from outpace.inject.staged import Blank, width
+from outpace.kernels.attention_torch import causal_attention
+from outpace.kernels.decode_plan import DecodePlans
+from outpace.kernels.dispatch import Kernels
 from outpace.kernels.rotary import QKV, split_qkv
 from outpace.parallel.group import ALONE, Group
 from outpace.parallel.pipeline import ONLY, Stage
@@ -29,34 +32,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of several sequences one after another, and where their keys and values are."""
+    """The tokens of several sequences one after another, and where their keys and values are."""
 
     ids: Tensor
     """[T] token ids."""
     positions: Tensor
-    """[T] place of each token in its sequence."""
+    """[T] position of each token in its sequence."""
     slots: Tensor
-    """[T] where its key and value go: page * block_size + offset; -1: nowhere."""
+    """[T] slot of its key and value: page * block_size + offset; -1: none."""
     block_table: Tensor
     """[B, M] pages of each sequence."""
     seq_lens: Tensor
-    """[B] keys of each sequence, these tokens' own included."""
+    """[B] keys of each sequence, with those of this batch."""
     cu_q: Tensor
-    """[B + 1] where the tokens of each sequence begin."""
+    """[B + 1] first token of each sequence."""
     max_q: int
     """Most tokens of one sequence."""
     max_len: int
-    """At least as many as any sequence has keys, now or in a later replay."""
+    """Upper bound of seq_lens, also for later replays of a graph."""
     fresh: bool = False
-    """One sequence from its first token on: attention needs no pages, unless these are quantized: then every step
-    attends to what the pages hold. What follows the sequence is padding."""
+    """One sequence from its first token on, and padding after it. Attention needs no pages then, unless they are
+    quantized: every step has to see the same rounded keys."""
     mixed: bool = False
-    """Sequences of one token may stand among those of many; which is which, the device finds out."""
+    """Decodes and prefills may be mixed; the kernel finds out which is which."""
 
     def part(self, rows: slice) -> "Batch":
-        """Some of the tokens, of whatever sequences: they see what comes before them, whose keys are in the pages."""
+        """Some of the tokens, as a batch. Keys of the tokens before them are in the pages by then."""
         cu_q, end = self.cu_q, rows.stop
-        later = (cu_q[1:] - cu_q[:-1].clamp(min=end)).clamp(min=0)  # tokens of each sequence behind these
+        later = (cu_q[1:] - cu_q[:-1].clamp(min=end)).clamp(min=0)  # tokens of each sequence after these
         return replace(
             self, ids=self.ids[rows], positions=self.positions[rows], slots=self.slots[rows],
             seq_lens=self.seq_lens - later, cu_q=cu_q.clamp(rows.start, end) - rows.start,
@@ -64,62 +67,63 @@ class Batch:
         )  # fmt: skip
 
 
-MICRO_TOKENS = 8192  # that a layer computes at once: more would only take more memory
-MAX_TOKENS = 8 * MICRO_TOKENS  # of a step whose layers are streamed: each of them is loaded once for all
+MICRO_TOKENS = 8192  # tokens that a layer computes at once: more are not faster, and take more memory
+MAX_TOKENS = 8 * MICRO_TOKENS  # of a step with streamed layers: each layer is loaded once for all tokens
 
 
 def micro_batches(tokens: int) -> list[slice]:
-    """So many tokens in parts of about equal size."""
+    """Split into parts of about equal size."""
     count = -(-tokens // MICRO_TOKENS)
     return [slice(part * tokens // count, (part + 1) * tokens // count) for part in range(count)]
 
 
 class BatchModel(Protocol):
-    """A causal model that runs batches over pages."""
+    """A causal model that runs batches with keys and values in pages."""
 
     kv_heads: list[tuple[int, int, int]]
     """For each layer (kv heads, size of a key, size of a value)."""
     dtype: torch.dtype
-    """Of the pages."""
+    """dtype of the pages."""
     device: torch.device
     capturable: bool
-    """Whether a CUDA graph can hold a forward."""
+    """Whether forward can be captured in a CUDA graph."""
     reentrant: bool
     """Whether several threads may call forward at once."""
-
     gives_hidden: bool
-    """Whether there is `hidden`."""
+    """Whether `hidden` works."""
     ranks: Group
-    """Who runs the same batches, each with its part of the layers."""
+    """Ranks that run the same batches, each with its part of every layer."""
     stage: Stage
-    """Which of the layers these are; those who have the others run the same batches too."""
+    """The pipeline stage that these layers are."""
     hidden_size: int
-    """Of what a stage gives the next one."""
+    """Width of what a stage sends to the next one."""
     vocab_size: int
-    """Of the logits of all ranks."""
+    """Logits of all ranks together."""
     vocabulary: Vocabulary
-    """Whose logits `forward` gives."""
+    """The tokens whose logits `forward` returns."""
     streaming: "Streaming | None"
-    """Its layers that do not stay on the device; None: all do."""
+    """Layers that are streamed from host memory; None: all stay on the device."""
     max_tokens: int
-    """Most tokens of a step that make sense: a layer computes so many one after the other."""
+    """Most useful tokens of a step."""
+    kernels: Kernels
+    """The kernels of its layers."""
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages.
+        """Logits [T, V], or [R, V] of the chosen rows; writes keys and values to the pages.
 
-        V: the tokens of this rank (see `vocabulary`). given: what the stage before gives [T, H], which may be
-        overwritten; a stage that is not the last one gives what its last layer does [T, H].
+        V: the tokens of this rank (see `vocabulary`). given: the output [T, H] of the stage before, which may be
+        overwritten. A stage before the last returns the output of its last layer [T, H].
         """
 
     def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
-        """What the head reads [T, hidden_size]: Hugging Face's last_hidden_state. Keys and values go to the pages."""
+        """Input of the head [T, hidden_size], Hugging Face's last_hidden_state. Writes keys and values to the pages."""
 
     def sketch(self) -> "BatchModel":
-        """A model with fewer layers that launches every kernel that this one does; what it computes means nothing."""
+        """A model with fewer layers that launches the same kernels, to compile them. Its results mean nothing."""
 
 
 class PagedModel:
-    """Runs batches through the fused layers of a causal model. Holds no weights of its own."""
+    """Runs batches through the fused layers of a causal model. Has no weights of its own."""
 
     def __init__(self, model: nn.Module, injected: Injected, max_positions: int) -> None:
         config: Any = injected.config
@@ -129,7 +133,7 @@ class PagedModel:
         embedding, head = part(roles.embed), part(roles.head)
         if not isinstance(embedding, Embedding | Blank) or not isinstance(head, Linear | Blank):
             raise NotSupported(
-                "pages: somebody replaced embedding or head after injection; Hugging Face's loop runs them"
+                "pages: embedding or head was replaced after injection; Hugging Face's loop can run the model"
             )
         self._embedding: Any = embedding
         self._head: Any = head
@@ -155,14 +159,15 @@ class PagedModel:
         self.capturable, self.reentrant = self.ranks.capturable, self.ranks.size == 1
         self.streaming: Streaming | None = None
         self.max_tokens = MICRO_TOKENS
+        self.kernels = kernels
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or of the chosen rows alone [R, V]; keys and values go to the pages. Stages: `BatchModel`."""
+        """See `BatchModel`."""
         x = self.blocks(self.embed(batch) if given is None else given, batch, pages, self._layers)
         return self.head(x, rows) if self.stage.is_last else x
 
     def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
-        """What the head reads [T, hidden_size]; keys and values go to the pages."""
+        """See `BatchModel`."""
         x = self.blocks(self.embed(batch) if given is None else given, batch, pages, self._layers)
         if not self.stage.is_last:
             return x
@@ -170,7 +175,7 @@ class PagedModel:
         return x if self._after is None else self._after(x)
 
     def sketch(self) -> "PagedModel":
-        """The same with the first layer of each kind."""
+        """See `BatchModel`: the first layer of each kind."""
         layers = zip(self._layers, self._tables, self._slopes, strict=True)
         kinds: dict[Hashable, int] = {}
         for place, each in enumerate(layers):
@@ -181,7 +186,7 @@ class PagedModel:
         return made
 
     def embed(self, batch: Batch) -> Tensor:
-        """What the first layer reads [T, H]."""
+        """Input of the first layer [T, H]."""
         learned = {"positions": batch.positions, "position_table": self._positions, "position_offset": self._offset}
         if not self._before:
             return self._embedding.rows(batch.ids, scale=self._scale, **learned)
@@ -191,21 +196,22 @@ class PagedModel:
         return x if self._positions is None else x + F.embedding(batch.positions + self._offset, self._positions)
 
     def blocks(self, x: Tensor, batch: Batch, pages: Pages, layers: Iterable[FusedLayer]) -> Tensor:
-        """These layers over rows [T, H], which they may overwrite: all that this model has, in order, each as it comes.
+        """All layers of this model, in order, over rows x [T, H], which may be overwritten.
 
-        A layer's pages and tables are those of its place among them, whatever its number in the whole model. Many rows
-        go through a layer in micro-batches before the next one, so that a streamed layer is loaded once for all.
+        The place among these layers selects pages and tables, not the number in the whole model. Many rows go through
+        one layer in micro-batches before the next layer, so that a streamed layer is loaded once.
         """
-        parts = [(rows, batch.part(rows)) for rows in micro_batches(len(x))] if len(x) > MICRO_TOKENS else []
+        slices = micro_batches(len(x)) if len(x) > MICRO_TOKENS else []
+        parts, plans = [(rows, batch.part(rows), DecodePlans()) for rows in slices], DecodePlans()
         for place, layer in enumerate(layers):
             own = *pages.at_hand(place, batch.max_q), self._tables[place], self._slopes[place]
-            attend = [(rows, _PagedAttention(part, *own)) for rows, part in parts]
-            x = layer.run(x, attend or _PagedAttention(batch, *own), reuse=True)
+            attend = [(rows, _FusedAttention(part, some, *own)) for rows, part, some in parts]
+            x = layer.run(x, attend or _FusedAttention(batch, plans, *own), reuse=True)
             pages.put_back(place, batch.max_q, batch.slots)
         return x
 
     def head(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logits of what the last layer gives [T, H], or of these rows of it."""
+        """Logits of the last layer's output [T, H], or of some rows of it."""
         if rows is not None:
             x = x.index_select(0, rows)
         if self._after is not None:
@@ -215,7 +221,7 @@ class PagedModel:
         return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
 
     def _known_positions(self) -> list[int]:
-        """Rows of the tables that are read by position: behind the last one is memory of somebody else."""
+        """Rows of the tables that are read by position: a read beyond the last row is out of bounds."""
         learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
         return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
 
@@ -230,7 +236,7 @@ def _kind(layer: FusedLayer, table: Table, slopes: Tensor | None) -> Hashable:
 
 
 def check_paged(model: nn.Module, policy: Policy, config: Any, max_positions: int) -> ModelRoles:
-    """Refuse a model that cannot run over pages with so many positions, without a look at its weights."""
+    """Raise for a model that cannot run over pages with so many positions. Does not look at weights."""
     roles = policy.model
     if roles is None:
         raise ModelError("injection: this family has no paged form")
@@ -242,10 +248,11 @@ def check_paged(model: nn.Module, policy: Policy, config: Any, max_positions: in
 
 
 @dataclass(frozen=True, slots=True)
-class _PagedAttention:
+class _FusedAttention:
     """Attention of a batch over the pages of one layer."""
 
     batch: Batch
+    plans: DecodePlans
     keys: Tensor
     values: Tensor
     scales: Tensor | None
@@ -273,25 +280,18 @@ class _PagedAttention:
             q, keys, values, batch.block_table, batch.seq_lens, batch.cu_q, batch.max_q,
             scale=settings.scale, window=settings.window, softcap=settings.softcap,
             alibi_slopes=self.slopes, sinks=layer.sinks, scales=self.scales, max_len=batch.max_len, mixed=batch.mixed,
+            plans=self.plans,
         )  # fmt: skip
         return attended.reshape(qkv.shape[0], -1)
 
 
 def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:
-    """q and k under layer norms, which the rotary kernel does not take."""
+    """Layer norms of q and k, which the rotary kernel does not compute."""
     if layer.q_norm is None or layer.k_norm is None or layer.q_norm.kind == "rms" or layer.policy.qk_norm_over == "all":
         return qkv
     settings = layer.settings
     q, k, v = split_qkv(qkv, settings.num_heads, settings.num_kv_heads, settings.head_dim)
     return layer.q_norm(q), layer.k_norm(k), v
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """torch's own attention over one sequence. q, k, v: [T, heads, D]."""
-    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-    groups = q.shape[1] != k.shape[1]
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups)
-    return attended[0].transpose(0, 1)
 
 
 def _qk_norms(layer: FusedLayer) -> dict[str, Any]:

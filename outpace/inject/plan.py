@@ -1,4 +1,4 @@
-"""What injection will replace, checked in full before anything is changed."""
+"""The plan of an injection, checked in full before anything is changed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,31 +9,31 @@ from torch import nn
 from outpace.errors import ModelError, NotSupported
 from outpace.inject.modules import FusedLayer
 from outpace.inject.parts import Parts
-from outpace.inject.policy import Policy, Settings
+from outpace.inject.policy import LayerSettings, Policy
 from outpace.kernels.activation import activation_kind
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer that a policy knows, and how the fused one in its place computes."""
+    """A layer with its policy, and the numbers of the fused layer that replaces it."""
 
     path: str
     layer: nn.Module
     policy: Policy
-    settings: Settings
+    settings: LayerSettings
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers to replace; none: no policy knows this model."""
+    """All layers to replace; empty: no policy knows this model."""
 
     config: Any
-    """The config of the part of the model that holds the layers."""
+    """Config of the part of the model with the layers."""
     layers: list[PlannedLayer]
 
 
 def make_plan(model: nn.Module, policies: Mapping[str, Policy], *, experts: bool = True) -> Plan:
-    """Find the layers, and refuse what would be lost or wrong in fused ones. experts: False leaves these alone."""
+    """Find the layers. Raises for what fused layers would lose or compute wrong. experts: False keeps experts."""
     if any(isinstance(module, FusedLayer) for module in model.modules()):
         raise ModelError("model: its layers are fused already; use the engine that fused them, or load the model anew")
     config = config_of(model)
@@ -50,14 +50,14 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], *, experts: bool
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Whether somebody hooked a module; hooks of Hugging Face, which record outputs, and our own do not count."""
+    """Whether a module has hooks, other than Hugging Face's, which record outputs, and ours."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     known = ("transformers.", "outpace.inject.staged")
     return any(not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
 
 
 def _check(planned: PlannedLayer) -> None:
-    """Every role is played by a module whose computation the fused layer knows, and nobody listens to it."""
+    """Every role must be a module that the fused layer can compute, without hooks."""
     policy, layer = planned.policy, planned.layer
     part = Parts(layer)
     for path in _roles(policy):
@@ -73,7 +73,7 @@ def _check(planned: PlannedLayer) -> None:
         if module is not layer and not any(module is other for other in kept) and foreign_hooks(module):
             raise ModelError(f"injection: {planned.path}.{path} has a hook, which a fused layer never calls; remove it")
     if policy.mlp is None:
-        activation_kind(planned.settings.activation)  # unknown ones raise here, not in the first forward
+        activation_kind(planned.settings.activation)  # raises for an unknown one now, not in the first forward
 
 
 def _roles(policy: Policy) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _roles(policy: Policy) -> Iterator[str]:
 
 
 def _of_layer(policy: Policy, layer: nn.Module, experts: bool) -> Policy:
-    """The policy of one layer: of families with experts, some layers have none."""
+    """The policy of one layer: in families with experts, some layers have none."""
     moe, part = policy.moe, Parts(layer)
     if moe is None:
         return policy
@@ -103,16 +103,16 @@ def _of_layer(policy: Policy, layer: nn.Module, experts: bool) -> Policy:
 
 
 def _is_stock(kind: type[nn.Module], layer: type[nn.Module]) -> bool:
-    """From torch, from transformers, or from where the layer itself comes."""
+    """Whether a class comes from torch, from transformers, or from the package of the layer."""
     roots = {"torch", "transformers", layer.__module__.partition(".")[0]}
     return kind.__module__.partition(".")[0] in roots
 
 
 def _check_sharing(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Layers or weights that stand in two places would be taken from one of them."""
+    """Raise for layers or weights that are used in two places: injection would replace one of them."""
     places = [module for _, module in model.named_modules(remove_duplicate=False)]
     if any(sum(place is layer for place in places) > 1 for layer in layers):
-        raise ModelError("injection: a layer of the model stands in two places; leave kernel injection off")
+        raise ModelError("injection: a layer of the model is used in two places; leave kernel injection off")
     owners: dict[int, nn.Module] = {}
     for layer in layers:
         for parameter in layer.parameters():
@@ -121,21 +121,21 @@ def _check_sharing(model: nn.Module, layers: list[nn.Module]) -> None:
 
 
 def _resolved(model: nn.Module, config: Any, kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy:
-    """The policy of a class of layers as this config wants it, or the reason why it cannot be right."""
+    """The policy of a class of layers for this config. Raises if the config cannot be run right."""
     family = _policy_of(kind, policies)
-    assert family is not None, "the layers were found by it"
+    assert family is not None, "the layers were found by their policy"
     if reason := family.refuses(config):
         raise NotSupported(f"injection: {type(model).__name__} {reason}")
     return family.of(config)
 
 
 def _policy_of(kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy | None:
-    """A policy for this very class before one for any class of its name."""
+    """A policy with the module's name comes before one with the class name alone."""
     return policies.get(f"{kind.__module__}.{kind.__name__}") or policies.get(kind.__name__)
 
 
 def config_of(model: nn.Module) -> Any:
-    """The config that the layers were made from: of the model, or of its text part."""
+    """The config of the layers: of the model, or of its text part."""
     config: Any = getattr(model, "config", None)
     text: Callable[[], Any] | None = getattr(config, "get_text_config", None)
     return text() if callable(text) else config

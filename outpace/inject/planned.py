@@ -1,5 +1,5 @@
 """Models that keep their own layers over ranks: which modules are cut, by Hugging Face's plan or by the caller's names,
-and what takes their place."""
+and their replacements."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from outpace.inject.rank_plan import Cut, Kind, RankPlan, no_linear
 from outpace.inject.ranks import RankFeatures, RankLinear, RankTable
 from outpace.inject.split import check_heads, generic, hugging_face_plan, split_stack
 from outpace.log import chosen, size_text
-from outpace.parallel.spans import Spans, Split, even, halves, scaled
+from outpace.parallel.spans import Split, even_split
 
 _STYLES: Mapping[str, Cut] = {
     "colwise": Cut("column"),
@@ -30,17 +30,17 @@ _STYLES: Mapping[str, Cut] = {
     "embedding_rowwise": Cut("vocabulary"),
     "embedding_colwise": Cut("features", whole=True),
 }
-"""Hugging Face's names for ways to split a module."""
+"""Hugging Face's styles of splitting a module."""
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts")
-"""Those under which every rank has all of it. Stacks of experts are found by what they are."""
+"""Styles that leave a module whole on every rank. Stacked experts are found by their attributes instead."""
 
 
 def plan_ranks(
     model: nn.Module, names: Mapping[type[nn.Module], Sequence[str]], ranks: int, *, without: Sequence[str] = ()
 ) -> RankPlan:
-    """By the caller's names of linears whose outputs are added up, or else by Hugging Face's plan.
+    """Cut by the caller's names of linears whose outputs are summed, or else by Hugging Face's plan.
 
-    Nothing is cut where neither says anything, where there is one rank, and in the modules at the paths `without`.
+    Nothing is cut without either, with one rank, and inside the paths `without`.
     """
     plan = RankPlan()
     if ranks == 1:
@@ -62,7 +62,7 @@ def plan_ranks(
 
 
 def add_stacks(model: nn.Module, plan: RankPlan, ranks: int, *, asked: bool) -> None:
-    """Add the stacks of experts that our kernels can run. asked: others are refused; else they stay whole."""
+    """Add the stacked experts that our kernels can run. asked: raise for others, which else stay whole."""
     for path, module in model.named_modules():
         if not is_stack(module):
             continue
@@ -76,7 +76,7 @@ def add_stacks(model: nn.Module, plan: RankPlan, ranks: int, *, asked: bool) -> 
 
 
 def put_in(model: nn.Module, plan: RankPlan, make: Maker) -> None:
-    """Replace what is cut by the part of this rank, empty, with recipes."""
+    """Replace each cut module by this rank's part: empty, with recipes."""
     places = list(model.named_modules(remove_duplicate=False))
     by_path = dict(places)
     made: dict[int, nn.Module] = {}
@@ -87,7 +87,7 @@ def put_in(model: nn.Module, plan: RankPlan, make: Maker) -> None:
         made[id(stack)] = make.stack(stack, stack_roles(stack), act_of(stack) or "silu")
     kept = [(by_path[owner], leaf) for owner, _, leaf in (name.rpartition(".") for name in plan.values)]
     values = [(module, leaf, make.values(module.get_parameter(leaf))) for module, leaf in kept]
-    for path, module in places:  # a module may stand in several places
+    for path, module in places:  # a module may be used in several places
         if (ours := made.get(id(module))) is None:
             continue
         if isinstance(module, nn.Embedding) and type(module) is not nn.Embedding:
@@ -105,7 +105,7 @@ def put_in(model: nn.Module, plan: RankPlan, make: Maker) -> None:
 
 
 def report_whole(model: nn.Module, splits: Mapping[str, Split | None], more: Sequence[str] = ()) -> None:
-    """Log the weights that every rank holds in full, once for each kind. more: modules that are shared otherwise."""
+    """Log the weights that every rank holds whole, once for each kind. more: paths that are shared in other ways."""
     found: dict[str, list[Tensor]] = {}
     for name, tensor in model.named_parameters():
         if tensor.dim() > 1 and splits.get(name) is None and not _inside(name, more):
@@ -120,7 +120,7 @@ def _inside(path: str, places: Sequence[str]) -> bool:
 
 
 def _part(make: Maker, path: str, module: nn.Module, cut: Cut) -> nn.Module:
-    """The part of this rank, behind the call of the whole module."""
+    """This rank's part, with the forward of the whole module."""
     if cut.kind in ("vocabulary", "features"):
         table = make.embedding(module, 1.0)
         return RankFeatures(table, make.outputs(module)) if cut.whole else table
@@ -131,10 +131,10 @@ def _part(make: Maker, path: str, module: nn.Module, cut: Cut) -> nn.Module:
 
 
 def _replace_parameter(module: nn.Module, name: str, ours: nn.Module, *bases: type[nn.Module]) -> None:
-    """Let a module find the part of this rank where it looks for its parameter. bases: come after its own class."""
+    """Make a module read this rank's part as its parameter. bases: come after its own class."""
     own, kind = f"{name}_of_rank", type(module)
     if module._parameters.pop(name, None) is None:
-        return  # it stands in several places
+        return  # done before: it is used in several places
     module.add_module(own, ours.eval())
     found = property(lambda self: getattr(self, own).weight)
     module.__class__ = type(kind.__name__, (kind, *bases), {name: found, "__module__": kind.__module__})
@@ -142,14 +142,14 @@ def _replace_parameter(module: nn.Module, name: str, ours: nn.Module, *bases: ty
 
 @torch.no_grad()
 def try_out(model: Any) -> None:
-    """Call a generative model with two tokens: refuse one whose code needs what other ranks have."""
+    """Call a generative model with two tokens. Raises if its code needs what other ranks have."""
     if getattr(model, "main_input_name", None) != "input_ids":
         return
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     try:
         model(input_ids=ids, **more)
-    except Exception as cause:  # somebody's code, called in a way it did not expect
+    except Exception as cause:  # the model's own code, with fewer heads than it expects
         raise NotSupported(
             f"tensor parallelism: {type(model).__name__} cannot run with a part of its heads ({type(cause).__name__}: "
             f"{cause}); run it on one rank, or write a policy (docs/adding-a-model.md)"
@@ -161,14 +161,11 @@ def _splits(module: nn.Module, cut: Cut, path: str, ranks: int) -> Iterator[tupl
     assert weight is not None, "linears and tables have one"
     column, row = (1, 0) if is_transposed(module) else (0, 1)
     dim = {"row": row, "vocabulary": 0, "features": 1}.get(cut.kind, column)
-    size = weight.shape[dim] // (2 if cut.kind == "packed" else 1)
-    rows = even(size, ranks, f"{'the inputs' if cut.kind == 'row' else 'the outputs'} of {path}")
-    spans: tuple[Spans, ...] = tuple((span,) for span in rows)
-    if cut.kind == "packed":
-        spans = tuple(scaled(halves(span, size), 1) for span in rows)
-    yield weight, Split(dim, spans)
+    what = f"{'the inputs' if cut.kind == 'row' else 'the outputs'} of {path}"
+    split = even_split(dim, weight.shape[dim], ranks, what, packed=cut.kind == "packed")
+    yield weight, split
     if bias is not None and cut.kind in ("column", "packed"):
-        yield bias, Split(0, spans)
+        yield bias, Split(0, split.spans)
 
 
 def _by_hugging_face(model: nn.Module, ranks: int, plan: RankPlan) -> None:
@@ -188,8 +185,7 @@ def _by_hugging_face(model: nn.Module, ranks: int, plan: RankPlan) -> None:
         used.add(generic(name))
         if style == "colwise" and parameter.dim() == 1 and not _inside(name, stacks):
             plan.values.append(name)
-            spans = even(len(parameter), ranks, f"the values of {name}")
-            plan.splits[name] = Split(0, tuple((span,) for span in spans))
+            plan.splits[name] = even_split(0, len(parameter), ranks, f"the values of {name}")
     for rule in rules.keys() - used:
         chosen(f"rule {rule} of Hugging Face's plan", "not used", f"{type(model).__name__} has no such module")
     _add_table(model, plan)
@@ -214,14 +210,14 @@ def _styled(path: str, module: nn.Module, style: str) -> Cut | None:
 
 
 def _is_table(module: nn.Module) -> bool:
-    """Whether a module is a table of tokens, or does something with the rows of one."""
+    """Whether a module is an embedding, or a subclass that only changes its rows."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     return type(module) is nn.Embedding or "super().forward(" in inspect.getsource(type(module).forward)
 
 
 def _add_table(model: Any, plan: RankPlan) -> None:
-    """Cut the table of tokens too where the head is cut, so that both can be one tensor."""
+    """Cut the embedding if the head is cut, so that both can share one tensor."""
     heads = [path for path, cut in plan.modules.items() if cut == Cut("column", whole=True)]
     ends = getattr(model, "get_output_embeddings", lambda: None)(), getattr(model, "get_input_embeddings", None)
     if ends[0] is None or ends[1] is None or not any(model.get_submodule(path) is ends[0] for path in heads):

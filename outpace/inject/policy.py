@@ -1,4 +1,4 @@
-"""A policy is data: which module of somebody's layer plays which role, and how that layer computes."""
+"""A policy is data: which module of a layer has which role, and how the layer computes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ Reader = Callable[[Any, int], Any]
 """Reads a setting of layer number `int` from the model's config."""
 
 Refusal = Callable[[Any], str | None]
-"""Why a model with this config cannot be run this way; None: it can."""
+"""Why a model with this config cannot be run; None: it can."""
 
 
 def _named(*names: str) -> Reader:
-    """The first of these entries of the config that is there."""
+    """The first of these config entries that is set."""
 
     def read(config: Any, index: int) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -36,7 +36,7 @@ def _window(config: Any, index: int) -> int:
 
 
 def looks_ahead(config: Any) -> str | None:
-    """Pages hold what came before a token; a model that also sees what comes after it needs Hugging Face's masks."""
+    """Paged attention is causal. A model that sees later tokens needs Hugging Face's masks."""
     for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
         if getattr(config, name, None) is ahead:
             return f"sees later tokens ({name}={ahead})"
@@ -56,11 +56,11 @@ READERS: Mapping[str, Reader] = {
     "residual": lambda config, index: getattr(config, "residual_multiplier", None) or 1.0,
     "clip": lambda config, index: getattr(config, "clip_qkv", None) or 0.0,
 }
-"""Settings of a layer, and where most families keep them."""
+"""How to read each setting of a layer, for most families."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class LayerSettings:
     """The numbers of one layer."""
 
     num_heads: int
@@ -74,17 +74,17 @@ class Settings:
     rotary: bool
     alibi: bool
     residual: float
-    """What a block's result is multiplied with before it is added, where the placement says so."""
+    """Factor on the result of a block before it is added, with placement "scaled"."""
     clip: float
-    """Bound of what q, k and v may be; 0: none."""
+    """q, k and v are clamped to plus and minus this; 0: they are not."""
 
 
-Slopes = Callable[[Settings, int], list[float]]
-"""ALiBi's slope of each head of a layer, for that many positions."""
+Slopes = Callable[[LayerSettings, int], list[float]]
+"""ALiBi's slope of each head, for so many positions."""
 
 
-def power_slopes(settings: Settings, positions: int) -> list[float]:
-    """The paper's slopes: powers of 2 ** (-8 / heads), and between them where the heads are no power of two."""
+def power_slopes(settings: LayerSettings, positions: int) -> list[float]:
+    """The paper's slopes: powers of 2 ** (-8 / heads), with values between them if heads is not a power of two."""
     heads = settings.num_heads
     power = 2 ** math.floor(math.log2(heads))
     base, extra = (2 ** (-(2 ** -(math.log2(n) - 3))) for n in (power, 2 * power))
@@ -93,14 +93,14 @@ def power_slopes(settings: Settings, positions: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRoles:
-    """Where the parts around the layers are, as dotted paths from the model with its head."""
+    """The parts around the layers, as dotted paths from the model with its head."""
 
     embed: str
     layers: str
     norm: str | None
     head: str = "lm_head"
     rotary: str | None = None
-    """The module that makes cos and sin of all layers."""
+    """The module that makes cos and sin for all layers."""
     positions: str | None = None
     position_offset: int = 0
     embed_norm: str | None = None
@@ -110,112 +110,112 @@ class ModelRoles:
     logit_softcap: Callable[[Any], float] = lambda config: getattr(config, "final_logit_softcapping", None) or 0.0
     logit_scale: Callable[[Any], float] = lambda config: 1.0
     refuses: Refusal = looks_ahead
-    """What Hugging Face's loop can do and pages cannot."""
+    """Why a config needs Hugging Face's own generation loop; None: pages can run it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoERoles:
-    """Where the parts of a mixture of experts are, as dotted paths inside the layer, and how it computes."""
+    """The parts of a mixture of experts, as dotted paths inside the layer, and how it computes."""
 
     block: str
-    """The module that is the mixture, as a whole."""
+    """The module of the whole mixture."""
     router: str
     """A module with a weight [experts, hidden]."""
     correction: str | None = None
-    """A parameter or buffer [experts] that counts for the choice of experts and not for their weights."""
+    """A parameter or buffer [experts] added to the scores to choose experts, but not to weight them."""
     experts: str
-    """A module with stacks of weights, or a list of modules, each an expert."""
+    """A module with stacked weights, or a list with a module for each expert."""
     up: str | tuple[str, str] = "gate_up_proj"
-    """In a stack: gate and up of all experts. In an expert: as `Policy.up`."""
+    """Stacked: gate and up of all experts. Listed: as `Policy.up`."""
     down: str = "down_proj"
     gated: bool = True
     transposed: bool = False
     """Weights are stored [experts, in, out], or [in, out] in each expert."""
     paired: bool = False
-    """Gate and up of a stack are neighbours: gate, up, gate, up, .. (GPT-OSS)."""
+    """Gate and up rows alternate in a stack: gate, up, gate, up, .. (GPT-OSS)."""
     shared: str | None = None
-    """An MLP that every token runs through."""
+    """The shared expert: an MLP for every token."""
     shared_up: str | tuple[str, str] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str | None = None
-    """A linear whose sigmoid says how much of the shared MLP is added."""
+    """A linear whose sigmoid weights the shared MLP."""
     coefficient: str | None = None
-    """A linear whose softmax gives the shares of experts and shared MLP (DeepSpeed's residual experts)."""
+    """A linear whose softmax weights experts and shared MLP (DeepSpeed's residual experts)."""
     routing: Callable[[Any], Routing]
     in_float32: bool = False
-    """Whether the router computes its logits in float32 whatever the model's dtype."""
+    """The router computes its logits in float32 for any dtype of the model."""
     clamp: Callable[[Any], tuple[float, float] | None] = lambda config: None
     """(limit, alpha) of GPT-OSS's activation; None: the layer's activation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How one family's layer maps to the fused layer. Paths are dotted names inside the layer."""
+    """How the layer of a family maps to the fused layer. Paths are dotted names inside the layer."""
 
     layers: tuple[str, ...]
-    """Class names of the layers; with their module's name where the class name alone says too little."""
+    """Class names of the layers; with the module's name before it where the class name alone is ambiguous."""
     placement: Literal["pre", "post", "sandwich", "parallel", "normed", "scaled"] = "pre"
     """pre: x += f(norm(x)) · post: x = norm(x + f(x)) · sandwich: x += norm(f(norm(x))) · parallel: both from one x ·
     normed: x = n + f(n) with n = norm(x) · scaled: x += residual * f(norm(x))."""
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
-    """Added to the norms' weights: Gemma stores weight - 1."""
+    """Added to the weights of norms: Gemma stores weight - 1."""
     round_before_weight: bool = True
     """Llama rounds the normed value to the model's dtype before the weight; Gemma after it."""
     norm_eps: float | None = None
-    """None: the norms say it."""
+    """None: read from the norms."""
     attn_norm: str
     mlp_norm: str | None = None
-    """None with parallel placement: attention and MLP share a norm."""
+    """None with placement "parallel": attention and MLP share a norm."""
     attn_out_norm: str | None = None
     mlp_out_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
     qk_norm_over: Literal["head", "all"] = "head"
-    """Whether q and k are normed head by head, or all heads together."""
+    """Norm each head of q and k by itself, or all heads together."""
     qkv: str | tuple[str, str, str]
     qkv_layout: Literal["rows", "heads", "groups", "quarters"] = "rows"
-    """Rows of a fused qkv: all q, all k, all v · q, k, v of each head · the q's, k and v of each group · the q's, v's
-    and k's of each quarter of the heads."""
+    """Rows of a fused qkv. rows: all q, all k, all v · heads: q, k, v of each head · groups: q's, k, v of each group ·
+    quarters: q's, v's, k's of each quarter of the heads."""
     out: str
     up: str | tuple[str, str] | None = None
-    """(gate, up), a fused gate_up, or the one projection of a plain MLP."""
+    """(gate, up), a fused gate_up, or the first projection of a plain MLP."""
     gated: bool = True
     down: str | None = None
     mlp: str | None = None
-    """A module left as it is."""
+    """The MLP module, if it is kept as it is."""
     moe: MoERoles | None = None
-    """Experts. A layer that has none is a dense one, by `up` and `down`."""
+    """Experts. A layer of the family without experts is dense, with `up` and `down`."""
     transposed: bool = False
     """Weights are stored [in, out]."""
     interleaved: bool = False
-    """Rotary pairs are neighbours (GPT-J) and not halves."""
+    """Rotary pairs are neighbours (GPT-J), not halves of the head."""
     rotary_twice: bool = True
-    """The model's cos and sin hold each value twice, once for each of a pair; GPT-OSS's hold it once."""
+    """The model's cos and sin hold each value twice, for both of a pair; GPT-OSS holds it once."""
     rotary_table: str | None = None
-    """A buffer in each layer [positions, R], sin in its first half and cos in its second."""
+    """A buffer of each layer [positions, R]: sin in the first half, cos in the second."""
     own_window: bool = False
-    """The layer keeps to its window by itself: Hugging Face's mask knows of none."""
+    """The layer applies its window itself: Hugging Face's mask does not contain it."""
     mask_forbids: bool = False
-    """True in Hugging Face's mask is a key that a query must not see."""
+    """True in Hugging Face's mask means masked out."""
     alibi_in_mask: bool = False
-    """Hugging Face's mask brings the biases of ALiBi."""
+    """Hugging Face's mask contains the biases of ALiBi."""
     slopes: Slopes = power_slopes
-    """Of the heads, where `alibi` is set."""
+    """Of the heads, if the setting `alibi` is true."""
     sinks: str | None = None
-    """A logit for each head that takes probability and has no value."""
+    """Attention sinks: a parameter with one more logit for each head, without a value."""
     causal: bool = True
     returns_tuple: bool = False
     readers: Mapping[str, Reader] = field(default_factory=dict)
-    """Settings this family keeps elsewhere than most."""
+    """How to read the settings that this family keeps in another place."""
     variant: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    """Fields of the policy that depend on the config."""
+    """Fields of this policy that depend on the config."""
     model: ModelRoles | None = None
-    """None: an encoder, which needs no paged decoding."""
+    """None: an encoder, without paged decoding."""
     refuses: Refusal = lambda config: None
 
     def once(self, table: Tensor) -> Tensor:
-        """The model's cos or sin [..., R] with each value once: [..., R / 2]."""
+        """cos or sin of the model [..., R] with each value once [..., R / 2]."""
         if not self.rotary_twice:
             return table
         return table[..., ::2] if self.interleaved else table[..., : table.shape[-1] // 2]
@@ -224,7 +224,7 @@ class Policy:
         """This policy for one config."""
         return replace(self, **self.variant(config))
 
-    def settings(self, config: Any, index: int) -> Settings:
+    def settings(self, config: Any, index: int) -> LayerSettings:
         """The numbers of layer `index`."""
         readers = {**READERS, **self.readers}
-        return Settings(**{name: read(config, index) for name, read in readers.items()})
+        return LayerSettings(**{name: read(config, index) for name, read in readers.items()})

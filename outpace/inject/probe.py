@@ -1,4 +1,4 @@
-"""What a model asks of its attention, found out by one forward of two tokens and not guessed from its config."""
+"""What a model needs of its attention, found by one forward of two tokens instead of guessing from its config."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from outpace.errors import NotSupported
-from outpace.inject.attention import KEYWORD, PROBE, AttentionLayer, Mask, MaskFunction, switched
+from outpace.inject.attention_interface import KEYWORD, PROBE, AttentionLayer, Mask, MaskFunction, switched
 
 KNOWN = frozenset(
     {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "output_attentions"}
 )
-"""What attention may be given beside q, k, v and the mask: what is known here, and what changes nothing."""
-REACH = 1 << 15  # places of queries at which a mask is asked
+"""Keywords of attention that are supported, or change nothing."""
+REACH = 1 << 15  # positions of queries at which masks are evaluated
 DISTANCES = (-1000, -2, -1, *(1 << power for power in range(15)))
 
 
 def probe(model: nn.Module, configs: Sequence[Any], num_layers: int) -> dict[int, AttentionLayer]:
-    """Every layer by its number; a model that pages cannot serve is refused."""
+    """The attention of each layer by number. Raises for a model that pages cannot run."""
     recorder = _Recorder()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     places = torch.arange(2, device=ids.device)[None]
@@ -34,7 +34,7 @@ def probe(model: nn.Module, configs: Sequence[Any], num_layers: int) -> dict[int
 
 
 def _check_cache(model: Any, layers: Mapping[int, AttentionLayer]) -> None:
-    """Some models see everything, and their cache forgets it: generate gives other tokens than their forward."""
+    """Raise if the mask sees more than the cache keeps: then generate and forward differ."""
     for index, kept in enumerate(DynamicCache(config=model.config).layers[: len(layers)]):
         size = getattr(kept, "sliding_window", None)
         if size is not None and not 0 < layers[index].window <= size:
@@ -42,7 +42,7 @@ def _check_cache(model: Any, layers: Mapping[int, AttentionLayer]) -> None:
 
 
 class _Recorder:
-    """Attends in the place of the model's attention, writes down what it sees and returns zeros."""
+    """Called as attention: records its arguments and returns zeros."""
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionLayer] = {}
@@ -81,7 +81,7 @@ def _check_options(module: Any, options: dict[str, Any]) -> None:
 
 
 def window_of(function: MaskFunction, candidates: Iterable[Any]) -> int | None:
-    """The window that a mask keeps to, 0 for none; None: the mask is something else, as chunks and prefixes are."""
+    """The window of a mask, 0 for plain causal; None: another kind of mask, such as chunks or prefixes."""
     windows = sorted({size for size in candidates if isinstance(size, int) and size > 0})
     distances = sorted({*DISTANCES, 0, *(size + step for size in windows for step in (-1, 0, 1))})
     query = torch.arange(max(REACH, 2 * max(windows, default=0)))
@@ -93,7 +93,7 @@ def window_of(function: MaskFunction, candidates: Iterable[Any]) -> int | None:
 
 
 def _sees(function: MaskFunction, query: Tensor, distance: int) -> bool | None:
-    """Whether every query sees the key at this distance before it; None: some do and some do not."""
+    """Whether queries see the key at this distance before them; None: only some do."""
     query = query[max(distance, 0) :]
     sees = torch.as_tensor(function(0, 0, query, query - distance))
     return True if bool(sees.all()) else None if bool(sees.any()) else False

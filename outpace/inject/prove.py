@@ -1,4 +1,4 @@
-"""What somebody's own experts compute, found out by numbers: every guess is compared with what their code gives."""
+"""What unknown experts compute, found by trying: every guess is compared with the results of their own code."""
 
 import copy
 import inspect
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.kernels.activation import ACTIVATIONS, bias_act_ref
-from outpace.kernels.routing import Routing, route_ref
+from outpace.kernels.activation import ACTIVATIONS, bias_act_torch
+from outpace.kernels.routing import Routing, route_torch
 
 TOKENS = 24
 MOST_CHOSEN = 16
-LIMIT = 1e-5  # of what is largest, in float32
+LIMIT = 1e-5  # largest relative error, in float32
 ROUGH = 3e-2  # in 16 bits
-LARGEST = 1 << 30  # bytes of a mixture without weights that is tried with random ones
+LARGEST = 1 << 30  # bytes of random weights for the trial of a mixture on the meta device
 
 
 @dataclass(frozen=True)
-class Form:
-    """The MLP that an expert is: names of its linears, as in `MoERoles`."""
+class ExpertForm:
+    """The kind of MLP of an expert, with names of its linears as in `MoERoles`."""
 
     up: str | tuple[str, str]
     down: str
@@ -39,24 +39,24 @@ def linears(expert: nn.Module) -> dict[str, nn.Linear] | None:
 
 
 @torch.no_grad()
-def expert_form(expert: nn.Module, width: int, likely: Form | None = None) -> Form | None:
-    """Which MLP an expert of this width is; None: none that is known. likely: what is tried first."""
+def expert_form(expert: nn.Module, width: int, likely: ExpertForm | None = None) -> ExpertForm | None:
+    """The kind of MLP of an expert; None: unknown. likely: tried first."""
     names = linears(expert)
     if names is None:
         return None
     tried = real(expert).float().eval()
     x = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0)).to(next(tried.parameters()).device)
-    errors: dict[Form, float] = {}
+    errors: dict[ExpertForm, float] = {}
     for up, down, gated in _shapes(names, width):
         if likely is not None and (up, down, gated) != (likely.up, likely.down, likely.gated):
             continue
         first = tried.get_submodule(up if isinstance(up, str) else up[0])
-        scaled = x * (3 / float(first(x).std().clamp(min=1e-6)))  # where activations differ
+        scaled = x * (3 / float(first(x).std().clamp(min=1e-6)))  # large enough to tell activations apart
         want = _called(tried, scaled)
         if want is None:
             return None
         for act in dict.fromkeys(ACTIVATIONS.values()) if likely is None else (likely.act,):
-            form = Form(up, down, gated, act)
+            form = ExpertForm(up, down, gated, act)
             errors[form] = _error(_mlp(tried, form, scaled), want)
     best = min(errors, key=lambda form: errors[form], default=None)
     if best is not None and errors[best] <= LIMIT:
@@ -77,11 +77,11 @@ def _shapes(names: dict[str, nn.Linear], width: int) -> Iterator[tuple[str | tup
             yield (ups[0], ups[1]), down, True
 
 
-def _mlp(expert: nn.Module, form: Form, x: Tensor) -> Tensor:
+def _mlp(expert: nn.Module, form: ExpertForm, x: Tensor) -> Tensor:
     names = (form.up,) if isinstance(form.up, str) else form.up
     inner = torch.cat([expert.get_submodule(name)(x) for name in names], dim=-1)
     gate, up = inner.chunk(2, dim=-1) if form.gated else (inner, None)
-    activated = bias_act_ref(gate, None, form.act)
+    activated = bias_act_torch(gate, None, form.act)
     result: Tensor = expert.get_submodule(form.down)(activated if up is None else activated * up)
     return result
 
@@ -103,7 +103,7 @@ class Proven:
 
 @torch.no_grad()
 def routing_of(block: nn.Module, gate: nn.Linear, experts: Sequence[nn.Module]) -> Proven | str:
-    """How somebody's mixture routes; or why that is not known."""
+    """How a mixture routes; or why that is unknown."""
     if len(inspect.signature(block.forward).parameters) != 1:
         return "its forward takes more than hidden states"
     if any(parameter.is_meta for parameter in block.parameters()):
@@ -118,7 +118,7 @@ def routing_of(block: nn.Module, gate: nn.Linear, experts: Sequence[nn.Module]) 
     with _quiet(block):
         try:
             result: Any = block(x[None])
-        except Exception as error:  # somebody's code, called in a way that it may not expect
+        except Exception as error:  # a stranger's code may expect anything
             return f"its forward does not take hidden states [batch, tokens, width] ({type(error).__name__}: {error})"
         logits: Tensor = gate(x)
         answers = torch.stack([_answer(expert(x)) for expert in experts])  # [E, T, H]
@@ -141,13 +141,13 @@ def _candidates(experts: int) -> Iterator[Routing]:
 
 
 def _mixed(logits: Tensor, answers: Tensor, routing: Routing) -> Tensor:
-    weights, chosen = route_ref(logits, routing)
+    weights, chosen = route_torch(logits, routing)
     tokens = torch.arange(len(chosen), device=chosen.device)[:, None]
     return (answers[chosen.long(), tokens].float() * weights[:, :, None]).sum(1)
 
 
 def _returned(result: Any, x: Tensor, logits: Tensor) -> tuple[Tensor, int] | None:
-    """The hidden states of a result, and the dimensions of the logits beside them."""
+    """The hidden states of a result, and the number of dimensions of its logits; 0: it has none."""
     if isinstance(result, Tensor):
         return (result[0], 0) if result.shape == (1, *x.shape) else None
     if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(part, Tensor) for part in result):
@@ -164,14 +164,14 @@ def _answer(result: Any) -> Tensor:
 
 
 def _error(found: Tensor, want: Tensor) -> float:
-    """Of the largest; infinite where one of them is no number."""
+    """Relative to the largest value; infinite for NaN."""
     error = float((found.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-12))
     return error if error == error else float("inf")
 
 
 @contextmanager
 def _quiet(block: nn.Module) -> Iterator[None]:
-    """For the time of a trial: no dropout, and nobody's random numbers are used up."""
+    """During a trial: no dropout, and no change of random generators."""
     training = [module for module in block.modules() if module.training]
     block.eval()
     try:
@@ -183,7 +183,7 @@ def _quiet(block: nn.Module) -> Iterator[None]:
 
 
 def real(module: nn.Module) -> nn.Module:
-    """A copy with random weights in place of those that are on the meta device."""
+    """A copy with random weights instead of those on the meta device."""
     made = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)
     for each in made.modules():

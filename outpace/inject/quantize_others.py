@@ -1,4 +1,4 @@
-"""Quantized linears and experts in the place of those that injection leaves alone: plain modules, encoders, level 0."""
+"""Quantizes the linears and experts that injection does not replace: in plain models, encoders, level 0."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,18 +8,18 @@ from torch import nn
 from outpace.errors import ConfigError, NotSupported
 from outpace.inject.apply import refuse_to_save, stand_in
 from outpace.inject.experts_interface import act_of, computes_otherwise, is_stack, stack_roles
+from outpace.inject.injection import Injection
 from outpace.inject.linears import is_linear, is_transposed, role_of
 from outpace.inject.make import Maker
 from outpace.inject.quantized import PackedExperts, StandInExperts
 from outpace.inject.recipe import Recipe
-from outpace.inject.start import Injection
 from outpace.kernels.dispatch import Kernels
 from outpace.log import chosen
 from outpace.quant.rules import KEEP, Role, Rules
 
 
 def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels, rules: Rules) -> None:
-    """Raise if a rule cannot be followed, or if nothing follows it. Nothing is changed."""
+    """Raise if a rule cannot be followed, or applies to nothing. Does not change the model."""
     if rules is KEEP:
         return
     make = _tried(model, injection, kernels, rules)
@@ -58,12 +58,12 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
 def weights_of(
     model: nn.Module, injection: Injection | None, kernels: Kernels
 ) -> Mapping[tuple[str, ...], tuple[Role, Recipe]]:
-    """The weights that rules speak of, by the names of what each is made of. Nothing is changed."""
+    """Role and recipe of each weight that rules may quantize, by the names of its parts. Does not change the model."""
     return _tried(model, injection, kernels, KEEP).weights
 
 
 def _tried(model: nn.Module, injection: Injection | None, kernels: Kernels, rules: Rules) -> Maker:
-    """What has made all modules that the rules ask for, and let go of them."""
+    """A maker that has made all modules by the rules once, and dropped them."""
     make = Maker(model, kernels, rules)
     if injection is not None:
         injection.check(make)
@@ -77,7 +77,7 @@ def _tried(model: nn.Module, injection: Injection | None, kernels: Kernels, rule
 
 
 def _check_experts(model: nn.Module, make: Maker, rules: Rules) -> None:
-    """Raise if a rule wants experts of a form that nothing here knows."""
+    """Raise if a rule applies to experts of an unknown form."""
     for name, parameter in model.named_parameters():
         stacked = parameter.dim() == 3 and "experts" in name.split(".")
         if stacked and name not in make.schemes and rules.of("experts", [name], tuple(parameter.shape)) is not None:
@@ -92,9 +92,9 @@ def _unable(what: str, reason: str) -> NotSupported:
 
 
 def quantize_others(model: nn.Module, make: Maker) -> None:
-    """Swap every linear and every stack of experts that is still the model's own, if a rule wants it.
+    """Replace every linear and stack of experts that is still the model's own and that a rule quantizes.
 
-    make: from before injection, which moves modules: weights are known by the names that they had.
+    make: made before injection, which moves modules: it knows weights by their old names.
     """
     if make.rules is KEEP:
         return
@@ -108,14 +108,14 @@ def quantize_others(model: nn.Module, make: Maker) -> None:
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The model's own stacks of experts, by all their names."""
+    """The model's own stacked experts, by all their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         if is_stack(module) and not in_fp32(model, path):
             yield path, module
 
 
 def _quantized_stack(make: Maker, path: str, module: Any) -> nn.Module | None:
-    """The module that takes the place of a stack; None: it stays."""
+    """The replacement of a stack of experts; None: it is kept."""
     experts = make.experts(module, stack_roles(module), None, act_of(module) or "silu")
     if not isinstance(experts, PackedExperts):
         return None
@@ -125,10 +125,8 @@ def _quantized_stack(make: Maker, path: str, module: Any) -> nn.Module | None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model's own, by all their names, but those that it wants in fp32.
-
-    Torch's encoder layer reads the weights of its linears itself.
-    """
+    """The model's own linears by all their names, without those in fp32 and those of torch's encoder layer, which
+    reads their weights itself."""
     for path, module in model.named_modules(remove_duplicate=False):
         if in_fp32(model, path):
             continue
@@ -138,11 +136,11 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_fp32(model: nn.Module, path: str) -> bool:
-    """Whether the model wants what is at this path in fp32."""
+    """Whether the model keeps the module at this path in fp32."""
     return bool(set(getattr(model, "_keep_in_fp32_modules", None) or ()) & set(path.split(".")))
 
 
 def _quantized(make: Maker, path: str, module: nn.Module) -> nn.Module | None:
-    """The module that takes the place of a linear; None: it stays."""
+    """The replacement of a linear; None: it is kept."""
     made = make.linear([module], role_of(path), transposed=is_transposed(module))
     return None if made.recipes["weight"].scheme is None else made.eval()

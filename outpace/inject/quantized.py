@@ -1,4 +1,4 @@
-"""Linears and experts whose weights are quantized: they bring products of their own, the rest stays as it is."""
+"""Linears, experts and embeddings with quantized weights."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outpace.errors import ModelError
 from outpace.inject.experts import Experts
-from outpace.inject.modules import Before, Embedding, Linear, Made, Norm, fused_norm
+from outpace.inject.modules import Embedding, Linear, Made, Norm, Prologue, fused_norm
 from outpace.inject.recipe import Recipe
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
@@ -24,7 +24,7 @@ from outpace.quant.rounding import as_packed
 
 
 class PackedLinear(Linear):
-    """A linear whose weight is kept by a scheme."""
+    """A linear with a quantized weight."""
 
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter | None
@@ -40,21 +40,21 @@ class PackedLinear(Linear):
 
     @property
     def packed(self) -> Packed | Tiles:
-        """The weight as the kernels take it. Groups may be put in tiles at the first use, and stay so."""
+        """The weight as kernels take it. The first use may reorder it in tiles for good."""
         if self._packed is None or self._packed.values is not self.weight:
             self._packed = self._arranged()
         return self._packed
 
     def arrange(self) -> None:
-        """Put the weight in its order now, and forget what was made of it: it is about to move."""
-        assert self.packed is not None, "put in order"
+        """Reorder the weight now, and drop cached views: the weight is about to move."""
+        assert self.packed is not None, "reorders"
         self._packed = None
 
-    @torch.inference_mode(False)  # what is kept must serve outside of it too
+    @torch.inference_mode(False)  # the result is cached, and used outside of inference mode too
     def _arranged(self) -> Packed | Tiles:
-        weight = self.weight.detach()  # another thread may put it in tiles meanwhile
+        weight = self.weight.detach()  # another thread may reorder it meanwhile
         shape, zero = (self.out_features, self.in_features), self.weight_zero
-        if weight.dim() == 3:  # in tiles: by this linear, or by another that shares the weight
+        if weight.dim() == 3:  # in tiles already, by this linear or another one with the same weight
             return Tiles.again(self.weight, self.weight_scale, zero, shape, self.scheme.group or self.in_features)
         tensors = {"": weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
         packed = as_packed(tensors, self.scheme, shape)
@@ -72,14 +72,14 @@ class PackedLinear(Linear):
                 f"quant: a linear of {self.in_features} columns got rows of {x.dtype}: the model casts them to the "
                 "dtype of a weight, which is quantized; name other linears in quant.weight.post_init_quant"
             )
-        if options.get("norm") is None and x.shape[-1] != self.in_features:  # a gated activation halves its rows
+        if options.get("norm") is None and x.shape[-1] != self.in_features:  # a gated activation halves the columns
             raise ModelError(f"model: a quantized linear of {self.in_features} columns got rows of {x.shape[-1]}")
         return super().forward(x, **options)
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """With the weight as it is kept."""
+        """See `Linear`."""
         if self.rows_kind is not None and self.rounds(len(x)):
             values, scales = self._kernels.quantize_rows(x, self.rows_kind)
             return self._scaled(values, scales, x.dtype, bias, add, out)
@@ -87,9 +87,9 @@ class PackedLinear(Linear):
         return result
 
     def at_once(
-        self, x: Tensor, before: Before | None, act: str | None, gated: bool, add: Tensor | None
+        self, x: Tensor, before: Prologue | None, act: str | None, gated: bool, add: Tensor | None
     ) -> Tensor | None:
-        """Rows quantized by what comes before, or few rows in one kernel."""
+        """Input quantized by the kernel of the prologue, or one kernel for few rows."""
         if self.rows_kind is not None and self.rounds(len(x)):
             if before is None or act is not None:
                 return None
@@ -104,12 +104,12 @@ class PackedLinear(Linear):
         return result
 
     def rounds(self, rows: int) -> bool:
-        """See `Linear`. A single row is left as it is where one kernel does all with it: that is faster, and exact."""
+        """See `Linear`. A single row is not quantized if one kernel does everything: faster, and exact."""
         alone = rows == 1 and self._kernels.gemv is not None and self._few(1)
         return self.rows_kind is not None and not alone
 
     def _few(self, rows: int) -> bool:
-        """Whether one kernel does all with so many rows."""
+        """Whether one kernel does everything for so many rows."""
         return isinstance(self.packed, Packed) and packed_choice(rows, self.packed) == "few"
 
     def _scaled(
@@ -121,38 +121,36 @@ class PackedLinear(Linear):
         add: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The product of quantized rows."""
+        """The product with quantized rows."""
         result: Tensor = self._kernels.scaled_linear(
             values, scales, self.packed, bias=bias, add=add, out=out, dtype=dtype
         )
         return result
 
     def extra_repr(self) -> str:
-        """What is printed of it."""
+        """Printed."""
         return f"{self.in_features} -> {self.out_features}, {self.scheme}"
 
 
 class PackedExperts(Experts):
-    """Experts of which both stacks, or one of them, are kept by a scheme."""
+    """Experts with one or both stacks quantized."""
 
     def __init__(self, *args: Any, **activation: Any) -> None:
         super().__init__(*args, **activation)
         kinds = {None if recipe.scheme is None else recipe.scheme.activations for recipe in self._stacks()}
         self.rows_kind = kinds.pop() if len(kinds) == 1 else None
-        """What rows may be rounded to in steps of many tokens."""
         self._packed: dict[str, Packed] = {}
 
     def arrange(self) -> None:
-        """Forget what was made of the weights: they are about to move."""
+        """Drop cached views: the weights are about to move."""
         self._packed.clear()
 
     def _stacks(self) -> list[Recipe]:
         return [self.recipes[name] for name in ("gate_up", "down")]
 
     def stack(self, name: str) -> Tensor | Packed:
-        """The weights of all experts as the kernels take them."""
-        weight, recipe = self._parameters[name], self.recipes[name]
-        assert weight is not None, "both stacks have weights"
+        """See `Experts`."""
+        weight, recipe = super().stack(name), self.recipes[name]
         if recipe.scheme is None:
             return weight
         found = self._packed.get(name)
@@ -163,34 +161,25 @@ class PackedExperts(Experts):
             found = self._packed[name] = as_packed(kept, recipe.scheme, (rows, columns))
         return found
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
-        """See `Experts`."""
-        more = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias, "add": add, "out": add}
-        stacks = self.stack("gate_up"), self.stack("down")
-        result: Tensor = self._kernels.experts(
-            x, *stacks, weights, chosen, rows=self.rows_kind, **self.activation, **more
-        )
-        return result
-
     def extra_repr(self) -> str:
-        """What is printed of it."""
+        """Printed."""
         schemes = (f"{name} {self.recipes[name].scheme or 'as it was'}" for name in ("gate_up", "down"))
         return f"{self.num_experts} experts, {', '.join(schemes)}"
 
 
 class StandInExperts(nn.Module):
-    """Our experts, quantized ones or those of a rank, behind the call of one of Hugging Face's stacks."""
+    """Our experts, quantized or of one rank, with the forward of the stack of Hugging Face's that they replace."""
 
     def __init__(self, experts: Experts, where: Callable[[Tensor], Tensor] | None = None, group: Group = ALONE) -> None:
         super().__init__()
         self.experts = experts
         self.where = where
-        """From choices to its experts: others may be on other ranks. None: they are all here."""
+        """Maps choices to this rank's experts; None: all experts are on this rank."""
         self.group = group
-        """Ranks that have the same tokens, and other experts or other parts of them: their results are added up."""
+        """Ranks with the same tokens and other (parts of) experts: their results are summed."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[..., H] -> [..., H]: what the chosen experts make of each token, by their weights."""
+        """[..., H] -> [..., H]: the weighted sum of the chosen experts."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen = top_k_index.int()
         chosen = chosen if self.where is None else self.where(chosen)
@@ -199,7 +188,7 @@ class StandInExperts(nn.Module):
 
 
 class PackedEmbedding(Embedding):
-    """Rows of a table that is kept by a scheme."""
+    """Rows of a quantized table."""
 
     weight_scale: nn.Parameter
     weight_zero: nn.Parameter | None
@@ -214,15 +203,15 @@ class PackedEmbedding(Embedding):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its rows."""
+        """The dtype of a row."""
         return self._dtype
 
     def rows(self, ids: Tensor, **options: Any) -> Tensor:
-        """Only the rows that are asked for are dequantized."""
+        """See `Embedding`. Dequantizes these rows only."""
         tensors = {"": self.weight, "_scale": self.weight_scale}
         if self.weight_zero is not None:
             tensors["_zero"] = self.weight_zero
-        tiled = self.weight.dim() == 3  # by a head that shares it
+        tiled = self.weight.dim() == 3  # reordered by a head with the same weight
         taken = {"": rows_of_tiles(self.weight, ids, self._width)} if tiled else {}
         for end, tensor in tensors.items():
             if end not in taken:
@@ -233,26 +222,26 @@ class PackedEmbedding(Embedding):
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Numbers of 8 bits as bytes: not every device takes rows of float8."""
+    """float8 as bytes: not every device can index float8."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedReport:
     """What was quantized in a model."""
 
     schemes: tuple[str, ...]
-    """The one that most weights have first."""
+    """The most frequent first."""
     weights: int
     before: int
     """Bytes of these weights in the model's dtype."""
     after: int
     plan: QuantPlan | None = None
-    """What each weight got and why, where that was measured, now or before."""
+    """Scheme of each weight and why, if they were measured."""
 
     @classmethod
-    def of(cls, model: nn.Module, dtype: torch.dtype, plan: QuantPlan | None = None) -> "Quantized | None":
-        """Looks at a model; None: nothing was."""
+    def of(cls, model: nn.Module, dtype: torch.dtype, plan: QuantPlan | None = None) -> "QuantizedReport | None":
+        """The report of a model; None: nothing is quantized."""
         made = [module for module in model.modules() if isinstance(module, Made)]
         every = [recipe for module in made for recipe in module.recipes.values() if recipe.scheme is not None]
         recipes = list(dict.fromkeys(every))  # a head and an embedding may share one

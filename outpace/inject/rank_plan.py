@@ -1,4 +1,4 @@
-"""What of a model that keeps its own layers is cut over ranks, and how."""
+"""The plan of a model that keeps its own layers over ranks: what is cut, and how."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,35 +9,34 @@ from outpace.errors import NotSupported
 from outpace.parallel.spans import Split
 
 Kind = Literal["column", "packed", "row", "vocabulary", "features"]
-"""Of a linear: by its outputs, by those of both halves (gate and up), or by its inputs. Of a table: by tokens, or by
-columns."""
+"""A linear by outputs, by outputs in both halves (gate and up), or by inputs; an embedding by tokens or by columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a linear or a table is cut over ranks."""
+    """How a linear or an embedding is cut over ranks."""
 
     kind: Kind
     whole: bool = False
-    """Whether the model around it has the inputs and outputs of all ranks: outputs are gathered, an input is cut."""
+    """The model passes the inputs of all ranks, or expects their outputs: inputs are cut, outputs are gathered."""
 
 
 @dataclass
 class RankPlan:
-    """What of a model is cut over ranks, everything by its path or name before anything is changed."""
+    """By paths and names before anything is changed."""
 
     modules: dict[str, Cut] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     """Vectors with a value for each head."""
     stacks: list[str] = field(default_factory=list)
-    """Stacks of experts of Hugging Face's."""
+    """Stacked experts of Hugging Face."""
     numbers: list[tuple[str, str, int]] = field(default_factory=list)
-    """Attributes of modules that count what each rank has a part of: path, name, what it becomes."""
+    """Attributes of modules that count something cut, such as heads: path, name, new value."""
     splits: dict[str, Split | None] = field(default_factory=dict)
 
 
 def no_linear(path: str, module: nn.Module) -> NotSupported:
-    """The error for a module that should be cut, and that nobody knows how to."""
+    """The error for a module that should be cut and is no linear."""
     kind = type(module)
     return NotSupported(
         f"tensor parallelism: {path} is a {kind.__module__}.{kind.__name__}, and only linears and embeddings can be "

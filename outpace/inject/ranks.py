@@ -1,4 +1,4 @@
-"""Modules of which each rank has a part: what they tell each other, they tell each other here."""
+"""Modules of which each rank has a part, with their communication."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outpace.inject.modules import Attend, Before, Embedding, FusedLayer, Linear, Made, Norm
+from outpace.inject.modules import Attend, Embedding, FusedLayer, Linear, Made, Norm, Prologue
 from outpace.inject.recipe import Recipe
 from outpace.kernels.dispatch import Kernels
 from outpace.parallel.group import Group
@@ -15,7 +15,7 @@ from outpace.parallel.vocabulary import Vocabulary
 
 
 class SummedLinear(Linear):
-    """A linear of which each rank has some columns: products are added up over ranks, then bias and `add` come."""
+    """A linear cut by columns: products are summed over ranks, then bias and `add` are added."""
 
     def __init__(self, inner: Linear, bias: Recipe | None, group: Group, kernels: Kernels) -> None:
         Made.__init__(self, {"bias": bias})
@@ -28,7 +28,7 @@ class SummedLinear(Linear):
         self,
         x: Tensor,
         *,
-        norm: Before | None = None,
+        norm: Prologue | None = None,
         act: str | None = None,
         gated: bool = False,
         add: Tensor | None = None,
@@ -38,13 +38,13 @@ class SummedLinear(Linear):
         assert act is None, "nothing comes between a product and its sum over ranks"
         return self.whole(self.partial(x, norm=norm), add)
 
-    def partial(self, x: Tensor, *, norm: Before | None = None, add: Tensor | None = None) -> Tensor:
-        """This rank's share of the product, plus its share of something else that is added up with it."""
+    def partial(self, x: Tensor, *, norm: Prologue | None = None, add: Tensor | None = None) -> Tensor:
+        """This rank's share of the product, plus a share `add` of another sum."""
         found: Tensor = self.inner(x, norm=norm, add=add, reuse=add is not None)
         return found
 
     def whole(self, share: Tensor, add: Tensor | None = None) -> Tensor:
-        """The sum of the shares of all ranks, with bias and `add`."""
+        """The sum of all ranks' shares, with bias and `add`."""
         y = self.group.sum(share)
         y = y if self.bias is None else y.add_(self.bias)
         return y if add is None else y.add_(add)
@@ -54,20 +54,20 @@ class SummedLinear(Linear):
         return self.inner.rounds(rows)
 
     def extra_repr(self) -> str:
-        """What is printed of it."""
+        """Printed."""
         return f"added up over {self.group.size} ranks"
 
 
 class RankLinear(nn.Module):
-    """A linear of which each rank has a part, behind the call of a model that keeps its own layers."""
+    """This rank's part of a linear, for a model that keeps its own layers."""
 
     def __init__(self, inner: Linear, takes: Span | None = None, gives: Vocabulary | None = None) -> None:
         super().__init__()
         self.inner = inner
         self.takes = takes
-        """The columns of this rank where the input is that of all ranks; None: it is this rank's own."""
+        """This rank's columns of an input of all ranks; None: the input is this rank's own."""
         self.gives = gives
-        """How the outputs of all ranks are put together; None: each goes on with its own, or with the sum."""
+        """How the outputs of all ranks are joined; None: they are not, or they are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -76,17 +76,17 @@ class RankLinear(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of this rank: models look at its dtype and device."""
+        """This rank's part: models read its dtype and device."""
         return self.inner.inner.weight if isinstance(self.inner, SummedLinear) else self.inner.weight
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """Of this rank, or of all of them where their outputs are added up."""
+        """This rank's part, or the whole bias if outputs are summed."""
         return self.inner.bias
 
 
 class RankTable(nn.Embedding):
-    """Comes after a subclass of torch's table, which does something with the rows that it finds (Gemma scales them)."""
+    """A base for subclasses of nn.Embedding that change its rows, such as Gemma's, which scales them."""
 
     weight_of_rank: nn.Module
 
@@ -97,7 +97,7 @@ class RankTable(nn.Embedding):
 
 
 class RankFeatures(nn.Module):
-    """A table of which each rank has some columns, which are put together again."""
+    """An embedding cut by columns; outputs are joined."""
 
     def __init__(self, inner: Embedding, gives: Vocabulary) -> None:
         super().__init__()
@@ -110,15 +110,15 @@ class RankFeatures(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of this rank."""
+        """This rank's part."""
         return self.inner.weight
 
 
 def summed_once(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
-    """A layer whose attention and MLP both come from x: their shares are added up over ranks together."""
+    """A layer with parallel placement: one sum over ranks for attention and MLP together."""
     out, down = layer.out, layer.down
-    assert isinstance(out, SummedLinear), "ranks share it"
-    assert isinstance(down, SummedLinear), "ranks share it"
+    assert isinstance(out, SummedLinear), "it is cut by columns"
+    assert isinstance(down, SummedLinear), "it is cut by columns"
     own = layer.mlp_norm is not None
     normed = x if own else layer.attn_norm(x)
     share = out.partial(layer.attended(normed, layer.attn_norm if own else None, attend))
@@ -128,12 +128,12 @@ def summed_once(layer: FusedLayer, x: Tensor, attend: Attend) -> Tensor:
 
 
 class SplitEmbedding(Embedding):
-    """A table of which each rank has the rows of some tokens."""
+    """An embedding of which each rank has the rows of some tokens."""
 
     def __init__(self, weight: Recipe, kernels: Kernels, scale: float, first: int, group: Group) -> None:
         super().__init__(weight, kernels, scale)
         self.first = first
-        """The token of its first row."""
+        """Token id of its first row."""
         self.group = group
 
     def rows(self, ids: Tensor, **options: Any) -> Tensor:
@@ -149,7 +149,7 @@ class SplitEmbedding(Embedding):
 
 
 class SplitNorm(Norm, Made):
-    """A norm over heads of which each rank has some: over all of them together, or of each with weights of its own."""
+    """A norm of this rank's heads: over all heads of all ranks together, or of each head with its own weights."""
 
     def __init__(self, norm: Norm, weight: Recipe, bias: Recipe | None) -> None:
         Made.__init__(self, {"weight": weight, "bias": bias})
@@ -157,12 +157,13 @@ class SplitNorm(Norm, Made):
         self.round_before_weight = norm.round_before_weight
         self._kernels = norm._kernels
         self.shares: tuple[Group, int, int] | None = None
-        """Over all heads: the ranks, the width of all of them, and how many ranks have this one's heads."""
+        """For a norm over all heads: the ranks, the width of all heads, and how many ranks have the same heads."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """See `Norm`."""
         if self.shares is None:
-            return super().forward(x)
+            return super().forward(x, add)
+        assert add is None, "norms of heads add nothing"
         assert self.kind == "rms", "no family has a layer norm over all heads"
         assert self.weight is not None, "it has a recipe"
         group, width, copies = self.shares
@@ -174,7 +175,7 @@ class SplitNorm(Norm, Made):
 
 
 class Values(Made):
-    """A vector of the model with a value for each head: attention sinks."""
+    """A vector with a value for each head: attention sinks."""
 
     weight: nn.Parameter
 

@@ -1,4 +1,4 @@
-"""What a weight is made of: tensors of the model by their names, and where each of them goes."""
+"""How a weight is made: tensors of the model by name, and where each goes."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 from outpace.quant.scheme import Scheme
 
 Order = Literal["heads", "groups", "quarters"]
-"""Rows of a fused qkv that is not stored as all q, all k, all v (see `Policy.qkv_layout`)."""
+"""Other orders of the rows of a fused qkv than all q, all k, all v (see `Policy.qkv_layout`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Slice:
 
 
 class Ordering(Protocol):
-    """Which row of the weight each row of what is taken of a tensor is."""
+    """Maps rows of a tensor to rows of the weight."""
 
     def rows(self) -> Tensor:
         """[N]: for each row of the tensor, its row in the weight."""
@@ -49,7 +49,7 @@ class RowOrder:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rows that are stored as gate, up, gate, up, ..: all gates come first in the weight, then all ups."""
+    """Rows stored as gate, up, gate, up, ..: in the weight all gates come first, then all ups."""
 
     count: int
 
@@ -60,13 +60,13 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Some rows of an order, as the rows of a smaller weight: those of a rank, in the order of the whole weight."""
+    """A rank's rows of an order, as rows of a smaller weight, in the order of the whole weight."""
 
     whole: Ordering
     spans: tuple[tuple[int, int], ...]
-    """Which rows of the tensor the weight has."""
+    """Rows of the tensor that the weight has."""
     span: int
-    """Which of the spans these rows are."""
+    """Index of the span of these rows."""
 
     def rows(self) -> Tensor:
         """See `Ordering`."""
@@ -82,24 +82,24 @@ class Part:
     """One tensor of the model in a weight."""
 
     name: str
-    """The model's own, as before injection."""
+    """Its name in the model before injection."""
     shape: tuple[int, ...]
-    """As the model has it, whole."""
+    """Of the whole tensor, as stored."""
     start: int = 0
-    """The first row of the weight that it fills."""
+    """Its first row in the weight."""
     transposed: bool = False
-    """The model keeps it [in, out], or [experts, in, out]."""
+    """Stored [in, out], or [experts, in, out]."""
     order: Ordering | None = None
     slices: tuple[Slice, ...] = ()
-    """What is taken of it, each along another dimension; none: the whole tensor."""
+    """The part that is taken, one slice per dimension; none: the whole tensor."""
     expert: int | None = None
-    """The index in a stack of weights at which it stands or begins; None: the weight is no stack, or all of one."""
+    """Its (first) index in stacked weights; None: the weight is not stacked, or the tensor is the whole stack."""
     dim: int = 0
-    """Which dimension of what it fills are the rows that `start` and `order` speak of: 1 in a stack."""
+    """The dimension of `start` and `order` in the filled part: 1 in stacked weights."""
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of what is taken of it."""
+        """The shape of the part that is taken."""
         sizes = list(self.shape)
         for each in self.slices:
             sizes[each.dim] = each.length
@@ -107,39 +107,39 @@ class Part:
 
     @property
     def shape_in_weight(self) -> tuple[int, ...]:
-        """The shape of what it fills."""
+        """The shape of the part that it fills."""
         sizes = self.stored
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
 
     @property
     def rows_dim(self) -> int:
-        """The dimension of the tensor that holds the rows of the weight."""
+        """The dimension of the tensor that becomes the rows of the weight."""
         last = len(self.shape) - 1
         return last + last - 1 - self.dim if self.transposed and self.dim >= last - 1 else self.dim
 
     def place(self, weight: Tensor) -> Tensor:
-        """What it fills, seen in the shape that it comes in."""
+        """A view of the part of the weight that it fills, in the stored shape."""
         place = weight
-        if self.expert is not None:  # some of a tensor of all experts, or a tensor of one
+        if self.expert is not None:  # a slice of all experts, or the tensor of one expert
             several = len(self.shape) == weight.dim()
             place = weight.narrow(0, self.expert, self.stored[0]) if several else weight[self.expert]
-        if place.dim() and self.order is None:  # a tensor whose rows have an order may be anywhere in the weight
+        if place.dim() and self.order is None:  # ordered rows may go anywhere in the weight
             place = place.narrow(self.dim, self.start, self.shape_in_weight[self.dim])
         return place.transpose(-1, -2) if self.transposed else place
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A weight. Rows that no part fills are zero."""
+    """How a weight is made. Rows without a part are zero."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     scheme: Scheme | None = None
-    """What it becomes once it is whole; None: it stays in the model's dtype."""
+    """How the whole weight is quantized; None: not at all."""
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> "Recipe":
-        """A weight that is a tensor of the model."""
+        """A weight that is one tensor of the model."""
         return cls(shape, (Part(name, shape),))
 
     @classmethod
@@ -150,7 +150,7 @@ class Recipe:
         transposed: bool = False,
         order: Ordering | None = None,
     ) -> "Recipe":
-        """Tensors one below the other; a number instead of one: so many rows of zeros."""
+        """Tensors one below the other. A number stands for so many rows of zeros."""
         parts: list[Part] = []
         start, rest = 0, tuple[int, ...]()
         for tensor in tensors:
@@ -166,25 +166,25 @@ class Recipe:
     def stack(
         cls, name: str, shape: tuple[int, ...], *, transposed: bool = False, order: Ordering | None = None
     ) -> "Recipe":
-        """A weight of all experts [E, out, in], or a bias [E, out], that is a tensor of the model."""
+        """Stacked weights [E, out, in], or biases [E, out], that are one tensor of the model."""
         part = Part(name, shape, transposed=transposed and len(shape) > 2, order=order, dim=1 if order else 0)
         return cls(part.shape_in_weight, (part,))
 
     @classmethod
     def stacked(cls, experts: list[list[tuple[str, tuple[int, ...]] | int]], *, transposed: bool = False) -> "Recipe":
-        """The same of tensors that each expert has for itself, in every expert one below the other (see `joined`)."""
+        """The same from separate tensors of each expert, joined as in `joined`."""
         each = [cls.joined(tensors, transposed=transposed) for tensors in experts]
         parts = [replace(part, expert=number) for number, recipe in enumerate(each) for part in recipe.parts]
         return cls((len(each), *each[0].shape), tuple(parts))
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a tensor of the model, unchanged."""
+        """Whether it is one tensor of the model, unchanged."""
         return self == Recipe.whole(self.parts[0].name, self.shape) if len(self.parts) == 1 else False
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some rows are nobody's."""
+        """Whether some rows have no part."""
         return sum(math.prod(part.stored) for part in self.parts) < math.prod(self.shape)
 
 

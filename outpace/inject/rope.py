@@ -1,4 +1,4 @@
-"""Positions as the model's own code computes them: cos and sin of every position, slopes of ALiBi."""
+"""Positions: tables of cos and sin, made by the model's own rotary module, and slopes of ALiBi."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope_tables(model: nn.Module, injected: Injected, count: int) -> list[Table]:
-    """For each layer the table of `count` positions, asked of the model's own rotary module: any rope type is right."""
+    """The table of `count` positions for each layer. The model's own rotary module makes it, so any rope type works."""
     roles = injected.policy.model
     if injected.policy.rotary_table is not None:
         return [(layer.cos, layer.sin) if layer.settings.rotary else (None, None) for layer in injected.layers]
@@ -37,7 +37,7 @@ def rope_tables(model: nn.Module, injected: Injected, count: int) -> list[Table]
 
 
 def alibi_slopes(layer: FusedLayer, count: int, device: torch.device) -> Tensor | None:
-    """The slope of each head, for a model that biases by distance."""
+    """ALiBi's slope of each head; None: the layer has no ALiBi."""
     if not layer.settings.alibi:
         return None
     slopes = torch.tensor(layer.policy.slopes(layer.whole, count), dtype=torch.float32, device=device)
@@ -53,7 +53,7 @@ def _table(rotary: Any, kind: str | None, count: int, policy: Policy) -> Table:
 
 
 def _rotary_kind(rotary: Any, config: Any, index: int) -> str | None:
-    """Gemma 3 has a table for each kind of layer."""
+    """Kind of a layer for rotary modules with a table for each kind (Gemma 3)."""
     types = getattr(rotary, "layer_types", None)
     return None if types is None else config.layer_types[index]
 
@@ -64,13 +64,13 @@ def rope_types(config: Any) -> set[str]:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """One for each kind of layer, or one for all."""
+    """Rope parameters of each kind of layer, or of all."""
     given = getattr(config, "rope_parameters", None) or {}
     return [value for value in given.values() if isinstance(value, dict)] or [given]
 
 
 def check_length(config: Any, count: int) -> None:
-    """Refuse a rope type whose table is not the same for all of `count` positions."""
+    """Raise for a rope type whose table changes within `count` positions."""
     for rope in _ropes(config):
         names = ("original_max_position_embeddings", "max_position_embeddings")
         limit: Any = rope.get(names[0]) or next((n for name in names if (n := getattr(config, name, None))), count)

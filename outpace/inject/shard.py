@@ -1,11 +1,11 @@
-"""What a rank holds of each weight: recipes of whole weights cut to its part of them."""
+"""A rank's part of each weight: recipes of whole weights, cut."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from outpace.errors import ConfigError
-from outpace.inject.policy import Settings
+from outpace.inject.policy import LayerSettings
 from outpace.inject.recipe import Part, Portion, Recipe, Slice
 from outpace.inject.split import Splits
 from outpace.parallel.copies import Held, place_experts
@@ -16,52 +16,52 @@ from outpace.parallel.spans import Heads, Span, split_heads
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a model that one rank runs."""
+    """The part of a model on one rank."""
 
     mesh: Mesh
     splits: Splits
-    """How each tensor of the model is cut over the ranks that share its layers."""
+    """How each tensor is cut over the ranks of tensor parallelism."""
     same_tokens: bool = False
-    """Whether all ranks that share the experts have the same tokens at the same time."""
+    """Whether all ranks that share experts have the same tokens."""
     expert_splits: Splits = field(default_factory=dict)
-    """How each expert is cut over the ranks that have the same ones."""
+    """How each expert is cut over ranks with the same experts."""
     hot_experts: int = 0
-    """Copies of other ranks' experts that this one holds in each layer."""
+    """Number of other ranks' experts that this rank holds copies of, in each layer."""
     load: tuple[tuple[float, ...], ...] = ()
-    """Tokens of each expert, of each layer that has experts: what is copied, follows from them."""
+    """Tokens of each expert, for each layer with experts: decides what is copied."""
 
     @property
     def ranks(self) -> Group:
-        """Those that run the same batches."""
+        """The ranks that run the same batches."""
         return self.mesh.ep if self.same_tokens and self.mesh.ep.size > self.mesh.tp.size else self.mesh.tp
 
     @property
     def tp(self) -> Group:
-        """The ranks that share each layer."""
+        """The ranks of tensor parallelism."""
         return self.mesh.tp
 
     def spans(self, name: str) -> tuple[int, tuple[Span, ...]] | None:
-        """The dimension along which a tensor is cut, and what this rank has of it; None: it has all of it."""
+        """The dimension along which a tensor is cut, and this rank's spans of it; None: the tensor is whole."""
         split = self.splits.get(name)
         return None if split is None or self.tp.size == 1 else (split.dim, split.spans[self.tp.rank])
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """What each rank has of a tensor that is cut."""
+        """Size of each rank's part of a cut tensor."""
         split = self.splits[name]
         assert split is not None, "it is cut"
         return split.sizes()
 
     def cut(self, recipe: Recipe) -> Recipe:
-        """The weight of this rank."""
+        """This rank's part of a weight."""
         if self.tp.size == 1:
             return recipe
         parts = tuple(part for same in _by_expert(recipe.parts) for part in self._cut_all(same))
         return recipe if parts == recipe.parts else replace(recipe, shape=_shape(parts, recipe), parts=parts)
 
     def cut_bias(self, bias: Recipe, whole: Recipe, own: Recipe) -> Recipe:
-        """The bias of this rank: `whole` is the weight beside which it stands, `own` this rank's part of that.
+        """This rank's part of a bias. whole: its weight; own: this rank's part of the weight.
 
-        A tensor of the weight that has none leaves a gap as wide as this rank's part of the tensor.
+        A part of the weight without a bias leaves a gap of its width.
         """
         if own.shape == whole.shape:
             return bias
@@ -79,7 +79,7 @@ class Shard:
         return replace(bias, shape=own.shape[:-1], parts=tuple(parts))
 
     def _cut_all(self, parts: list[Part]) -> Iterator[Part]:
-        """The parts of one weight, one below the other."""
+        """This rank's parts of one weight, one below the other."""
         start = 0
         for part in parts:
             made = list(self._cut(part, start))
@@ -87,7 +87,7 @@ class Shard:
             start += sum(each.shape_in_weight[0] for each in made if each.dim == 0)
 
     def adds_up(self, recipe: Recipe) -> bool:
-        """Whether the products of all ranks with their parts of this weight must be added up."""
+        """Whether products with this weight are summed over ranks: it is cut by columns."""
         found = self.spans(recipe.parts[0].name)
         if found is None:
             return False
@@ -95,16 +95,16 @@ class Shard:
 
     @property
     def of_one_expert(self) -> "Shard":
-        """What this rank has of each of its experts."""
+        """This rank's part of each of its experts."""
         return Shard(Mesh(tp=self.mesh.expert_tp), self.expert_splits)
 
     @property
     def exchanges(self) -> bool:
-        """Whether tokens have to go to other ranks, and come back."""
+        """Whether tokens are sent to other ranks for their experts."""
         return self.mesh.ep.size > 1 and not self.same_tokens
 
     def held_experts(self, count: int, layer: int) -> Held:
-        """The experts of each rank; layer: its number among those that have experts."""
+        """The experts of each rank. layer: number among the layers with experts."""
         if not self.hot_experts:
             return place_experts(count, self.mesh.ep.size)
         if layer >= len(self.load) or len(self.load[layer]) != count:
@@ -116,7 +116,7 @@ class Shard:
         return place_experts(count, self.mesh.ep.size, self.hot_experts, self.load[layer])
 
     def cut_experts(self, recipe: Recipe, count: int, layer: int) -> Recipe:
-        """The stack of this rank's experts."""
+        """This rank's part of stacked experts."""
         if self.mesh.ep.size == 1:
             return self.cut(recipe)
         if self.mesh.expert_tp.size > 1 and self.expert_splits:
@@ -124,7 +124,7 @@ class Shard:
         return self.of_experts(recipe, count, layer)
 
     def of_experts(self, recipe: Recipe, count: int, layer: int) -> Recipe:
-        """The stack, or the bias, of this rank's experts, each of them whole."""
+        """The weights, or biases, of this rank's experts, each expert whole."""
         held = self.held_experts(count, layer)[self.mesh.ep.rank]
         places = {expert: place for place, expert in enumerate(held)}
         parts: list[Part] = []
@@ -135,29 +135,29 @@ class Shard:
             for first, last in _runs(held):
                 taken = Slice(0, first, last - first)
                 parts.append(replace(part, expert=places[first], slices=(*part.slices, taken)))
-        if len(parts) == len(recipe.parts):  # one run: it is all of the weight
+        if len(parts) == len(recipe.parts):  # one run of experts fills the whole weight
             parts = [part if each.expert is not None else replace(part, expert=None)
                      for part, each in zip(parts, recipe.parts, strict=True)]  # fmt: skip
         return replace(recipe, shape=(len(held), *recipe.shape[1:]), parts=tuple(parts))
 
-    def heads(self, whole: Settings) -> Heads:
-        """The heads of this rank."""
+    def heads(self, whole: LayerSettings) -> Heads:
+        """This rank's heads."""
         return split_heads(whole.num_heads, whole.num_kv_heads, self.tp.size)[self.tp.rank]
 
-    def copies(self, whole: Settings) -> int:
-        """How many ranks hold the key heads of this one."""
+    def copies(self, whole: LayerSettings) -> int:
+        """How many ranks have the same key heads as this one."""
         every = split_heads(whole.num_heads, whole.num_kv_heads, self.tp.size)
         return sum(each.kv == every[self.tp.rank].kv for each in every)
 
-    def settings(self, whole: Settings) -> Settings:
-        """The numbers of a layer of this rank."""
+    def settings(self, whole: LayerSettings) -> LayerSettings:
+        """The numbers of this rank's part of a layer."""
         if self.tp.size == 1:
             return whole
         heads = self.heads(whole)
         return replace(whole, num_heads=heads.query[1] - heads.query[0], num_kv_heads=heads.kv[1] - heads.kv[0])
 
     def _cut(self, part: Part, start: int, *, columns: bool = True) -> Iterator[Part]:
-        """This rank's rows, or columns, of a tensor; its rows begin at `start` of the weight. A bias has no columns."""
+        """This rank's rows or columns of a tensor. start: its first row in the weight. A bias has no columns."""
         found = self.spans(part.name)
         if found is None:
             yield replace(part, start=start) if part.dim == 0 else part
@@ -181,7 +181,7 @@ def _slice(dim: int, span: Span) -> Slice:
 
 
 def _in_weight(part: Part, dim: int) -> int:
-    """Which dimension of the weight a dimension of a tensor is."""
+    """A dimension of a tensor as a dimension of the weight."""
     last = len(part.shape) - 1
     return last + last - 1 - dim if part.transposed and dim >= last - 1 else dim
 
@@ -194,7 +194,7 @@ def _by_expert(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def _runs(numbers: tuple[int, ...]) -> Iterator[Span]:
-    """Ascending numbers as spans of consecutive ones."""
+    """Ascending numbers as spans of consecutive numbers."""
     first = numbers[0]
     for number, after in zip(numbers, (*numbers[1:], None), strict=True):
         if after != number + 1:
@@ -203,10 +203,10 @@ def _runs(numbers: tuple[int, ...]) -> Iterator[Span]:
 
 
 def _shape(parts: tuple[Part, ...], whole: Recipe) -> tuple[int, ...]:
-    """Of a weight that is full of these parts."""
+    """The shape of a weight that these parts fill."""
     one = [part for part in parts if part.expert == parts[0].expert]
     inner, dim = list(one[0].shape_in_weight), one[0].dim
     inner[dim] = sum(part.shape_in_weight[dim] for part in one)
     experts = () if parts[0].expert is None else (whole.shape[0],)
-    assert math.prod(inner) > 0, "every rank has something of each weight that is cut"
+    assert math.prod(inner) > 0, "no rank's part is empty"
     return (*experts, *inner)

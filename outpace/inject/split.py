@@ -1,4 +1,4 @@
-"""How a model is cut over ranks for tensor parallelism, tensor by tensor, as its policy or Hugging Face's plan says."""
+"""How each tensor of a model is cut over ranks, by its policy or by Hugging Face's plan."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,10 @@ from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, PlannedLayer, make_plan
 from outpace.inject.policies import by_class
 from outpace.inject.policy import ModelRoles, Policy
-from outpace.parallel.spans import LAYOUTS, Spans, Split, even, halves, scaled, split_heads
+from outpace.parallel.spans import LAYOUTS, Spans, Split, even_split, scaled, split_heads
 
 Splits = Mapping[str, Split | None]
-"""By the names of the model's state dict; None: whole on every rank."""
+"""By names of the state dict; None: whole on every rank."""
 Named = Iterator[tuple[str, Split | None]]
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -22,7 +22,7 @@ _EXPERT_ROLES: Mapping[str, str] = {
     "gate_proj": "up", "up_proj": "up", "gate_up_proj": "gate_up", "input_linear": "gate_up", "down_proj": "down",
     "output_linear": "down",
 }  # fmt: skip
-"""What a linear of an expert is, by its name."""
+"""Role of a linear of an expert, by its name."""
 _STYLES: Mapping[str, str | None] = {
     **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output"), "column"),
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), "row"),
@@ -35,7 +35,7 @@ _STYLES: Mapping[str, str | None] = {
          "moe_tp_experts", "moe_identity_expert"),
     ),
 }  # fmt: skip
-"""What Hugging Face's names for ways to split mean for a weight; None: it stays whole."""
+"""How Hugging Face's styles cut a weight; None: it stays whole."""
 _BY_HEADS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 """Linears whose outputs are heads."""
 
@@ -45,8 +45,8 @@ def split_model(
 ) -> Splits:
     """How each tensor of a model's state dict is cut over the ranks; the model may be on the meta device.
 
-    grain: parts of MLP and head are multiples of it, where there are enough of them. A part of a fused qkv has the
-    layout of the whole, with the heads of the rank ("quarters": where ranks divide 4).
+    grain: parts of MLP and head are multiples of it, if they are large enough. A part of a fused qkv has the layout of
+    the whole, with the rank's heads (with "quarters", if ranks divide 4).
     """
     if ranks < 1:
         raise ConfigError(f"tensor parallelism: expected at least one rank, got {ranks}")
@@ -64,7 +64,7 @@ def split_model(
 
 
 def known_splits(model: nn.Module, ranks: int) -> Splits:
-    """The same of a model that may not be known: nothing is, then."""
+    """`split_model`; empty for a model without a policy or plan."""
     try:
         return split_model(model, ranks)
     except (ConfigError, ModelError, NotSupported):
@@ -72,7 +72,7 @@ def known_splits(model: nn.Module, ranks: int) -> Splits:
 
 
 def _check(name: str, tensor: Tensor, split: Split | None) -> None:
-    """A policy, or a config, that does not describe the tensor."""
+    """Raise if the policy or the config does not fit the tensor."""
     if split is None:
         return
     size, stop = tensor.shape[split.dim], max(spans[-1][1] for spans in split.spans)
@@ -93,8 +93,8 @@ def _vocabulary(part: Parts, roles: ModelRoles, ranks: int, grain: int) -> Named
     for path in (roles.embed, roles.head):
         module = part.optional(path)
         if module is not None:
-            rows = even(_weight(module, path).shape[0], ranks, f"the rows of {path}", grain)
-            yield from _linear(path, 0, tuple((span,) for span in rows))
+            split = even_split(0, _weight(module, path).shape[0], ranks, f"the rows of {path}", grain=grain)
+            yield from _linear(path, 0, split.spans)
 
 
 def _layer(item: PlannedLayer, ranks: int, grain: int) -> Named:
@@ -121,7 +121,7 @@ def _layer(item: PlannedLayer, ranks: int, grain: int) -> Named:
 
 
 def _blocks(policy: Policy) -> Iterator[str]:
-    """The modules of a layer that hold experts, or a plain MLP in their place."""
+    """The modules of a layer with experts, or its plain MLP instead."""
     if policy.mlp is not None:
         yield policy.mlp
     if policy.moe is not None:
@@ -131,7 +131,7 @@ def _blocks(policy: Policy) -> Iterator[str]:
 
 
 def _own_roles(policy: Policy) -> Mapping[str, str]:
-    """What a part of a mixture is, by the names that its policy gives."""
+    """Role of each part of a mixture, by the names of its policy."""
     moe = policy.moe
     if moe is None:
         return {}
@@ -149,22 +149,21 @@ def _mlp(policy: Policy, part: Parts, ranks: int, grain: int) -> Named:
     assert policy.up is not None, "checked by the caller"
     assert policy.down is not None, "a policy that names one names both"
     size = _weight(part(policy.down), policy.down).shape[row]
-    rows = even(size, ranks, f"the intermediate size of {policy.down}", grain)
-    packed = policy.gated and isinstance(policy.up, str)
-    spans = tuple(scaled(halves(span, size), 1) if packed else (span,) for span in rows)
+    packed, what = policy.gated and isinstance(policy.up, str), f"the intermediate size of {policy.down}"
+    up = even_split(column, 2 * size if packed else size, ranks, what, packed=packed, grain=grain)
     for path in (policy.up,) if isinstance(policy.up, str) else policy.up:
-        yield from _linear(path, column, spans)
-    yield f"{policy.down}.weight", Split(row, tuple((span,) for span in rows))
+        yield from _linear(path, column, up.spans)
+    yield f"{policy.down}.weight", even_split(row, size, ranks, what, grain=grain)
 
 
 def _linear(path: str, dim: int, spans: tuple[Spans, ...]) -> Named:
-    """A linear cut along its outputs; its bias, a vector, with them."""
+    """A linear cut along its outputs, with its bias."""
     yield f"{path}.weight", Split(dim, spans)
     yield f"{path}.bias", Split(0, spans)
 
 
 def _experts(mlp: nn.Module, where: str, ranks: int, own: Mapping[str, str]) -> Named:
-    """A module of experts, or the plain MLP of a layer without: each expert is cut along its intermediate size."""
+    """A module of experts, or a plain MLP: each is cut along its intermediate size."""
     roles = {**_EXPERT_ROLES, **own}
     for name, tensor in mlp.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -184,7 +183,7 @@ def _experts(mlp: nn.Module, where: str, ranks: int, own: Mapping[str, str]) -> 
 
 
 class _Stacked:
-    """What Hugging Face's stacked experts say of their layout."""
+    """The layout of Hugging Face's stacked experts, as their attributes say."""
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts = experts
@@ -198,15 +197,12 @@ class _Stacked:
 
 
 def _cut(tensor: Tensor, dim: int, ranks: int, what: str, *, packed: bool = False, width: int = 1) -> Split:
-    """Evenly along a dimension: in both halves of it (packed), or in units of `width`."""
     dim %= tensor.dim()
-    size = tensor.shape[dim] // (2 if packed else width)
-    rows = even(size, ranks, f"dimension {dim} of {what}")
-    return Split(dim, tuple(scaled(halves(span, size) if packed else [span], width) for span in rows))
+    return even_split(dim, tensor.shape[dim], ranks, f"dimension {dim} of {what}", packed=packed, width=width)
 
 
 def _norms(item: PlannedLayer, part: Parts, query: tuple[Spans, ...], kv: tuple[Spans, ...]) -> Named:
-    """Norms of q and k that know every head: ranks compute one over all heads together. One for any head stays."""
+    """Norms of q and k over all heads together are cut, and computed by all ranks. Norms of single heads are not."""
     for path, spans in ((item.policy.q_norm, query), (item.policy.k_norm, kv)):
         weight = None if path is None else getattr(part(path), "weight", None)
         if not isinstance(weight, Tensor) or weight.numel() == item.settings.head_dim:
@@ -214,7 +210,7 @@ def _norms(item: PlannedLayer, part: Parts, query: tuple[Spans, ...], kv: tuple[
         if item.policy.qk_norm_over != "all" or weight.numel() != spans[-1][-1][1]:
             raise NotSupported(
                 f"tensor parallelism: {item.path}.{path} is a norm with {weight.numel()} values and "
-                f"{item.settings.head_dim} a head, which nobody knows how to split"
+                f"{item.settings.head_dim} a head, which cannot be split"
             )
         yield f"{path}.weight", Split(0, spans)
 
@@ -227,7 +223,7 @@ def _weight(module: nn.Module, path: str) -> Tensor:
 
 
 def _by_hugging_face(model: nn.Module, config: Any, ranks: int) -> Named:
-    """A model that no policy knows, by the plan that Hugging Face has of it."""
+    """A model without a policy, by Hugging Face's plan."""
     plan = hugging_face_plan(model)
     if not plan:
         raise NotSupported(
@@ -242,18 +238,18 @@ def _by_hugging_face(model: nn.Module, config: Any, ranks: int) -> Named:
 
 
 def hugging_face_plan(model: nn.Module) -> Mapping[str, str]:
-    """How Hugging Face would split a model, by paths without numbers; empty: it does not know."""
+    """Hugging Face's plan (tp_plan): styles by paths without numbers; empty: there is none."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     return plan if any("*" in rule for rule in plan) else {}
 
 
 def generic(path: str) -> str:
-    """A path without the numbers of layers, as plans write it."""
+    """A path with * for numbers, as in plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def check_heads(model: nn.Module, config: Any, plan: Mapping[str, str], ranks: int) -> None:
-    """Refuse a plan that would cut a head in two; where it gathers the heads again, any cut is right."""
+    """Raise for a plan that would cut through a head, unless it gathers the heads again."""
     if not any(style == "colwise" and _last(rule) in _BY_HEADS for rule, style in plan.items()):
         return
     for entry in ("num_attention_heads", "num_key_value_heads"):
@@ -266,7 +262,7 @@ def check_heads(model: nn.Module, config: Any, plan: Mapping[str, str], ranks: i
 
 
 def split_stack(stack: nn.Module, path: str, ranks: int) -> Named:
-    """How a stack of experts of Hugging Face's is cut over the ranks, by the names of the model."""
+    """How stacked experts of Hugging Face are cut over ranks, by the names of the model."""
     for name, split in _experts(stack, path, ranks, {}):
         yield f"{path}.{name}", split
 

@@ -1,7 +1,7 @@
-"""A model cut to the layers of one stage. Its own code still runs it, as if it had no others.
+"""A model cut to the layers of one pipeline stage. The model's own code runs it, as if it had no other layers.
 
-The first layer of a stage takes what the stage before sends instead of what the model gives it, and the last layer's
-output goes to the stage after; what the model makes of it then is nobody's. The results of the last stage go to all.
+The first layer of a stage takes the output of the stage before instead of its own input. The output of the last layer
+goes to the next stage; what the model then computes from it is ignored. The results of the last stage go to all stages.
 """
 
 import copy
@@ -25,45 +25,45 @@ from outpace.parallel.spans import Span
 from outpace.parallel.stages import FIELD, as_asked, balanced
 from outpace.parallel.vocabulary import ALL
 
-PARTS = 4  # of a batch, for each stage
+PARTS = 4  # micro-batches per stage
 _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
-class End:
-    """A table before the layers, or behind them."""
+class EndTable:
+    """The embedding before the layers, or the head after them."""
 
     path: str
     width: int
-    """Of what it gives."""
+    """Of its output."""
     embeds: bool
-    """Of token ids."""
+    """Its input is token ids."""
 
 
-Ends = tuple[End | None, End | None]
+Ends = tuple[EndTable | None, EndTable | None]
 
 
 @dataclass
-class Cut:
-    """Which layers of a model a stage has."""
+class StageCut:
+    """The layers of one stage."""
 
     model: nn.Module
     stage: Stage
     span: Span
     path: str
-    """Of the list of layers."""
+    """Path of the list of layers."""
     ends: Ends
-    """The tables at both ends, where the model names them."""
+    """Embedding and head, if the model names them."""
     beside: Group = ALONE
-    """Ranks with other rows that share the experts of this one: they make as many calls."""
+    """Ranks with other rows that share experts with this one: they must make as many calls."""
     dtype: torch.dtype = torch.float32
-    """Of what stages hand on."""
+    """Of the rows between stages."""
     problems: list[Exception | None] | None = None
-    """What went wrong in each of several calls that are made one after the other; None: each is settled by itself."""
+    """Errors of each micro-batch, raised after the last one; None: a call raises its own error."""
     _awaited: bool = False
-    """Whether the stage before has something for the call that is made now,"""
+    """The running call has yet to receive from the stage before."""
     _owed: bool = False
-    """and whether the stage after waits for something of it."""
+    """The running call has yet to send to the next stage."""
 
     @property
     def layers(self) -> nn.Module:
@@ -72,11 +72,11 @@ class Cut:
 
     @property
     def device(self) -> torch.device:
-        """Where its layers run."""
+        """Of its layers."""
         return next(self.layers.parameters()).device
 
     def apply(self, dtype: torch.dtype) -> None:
-        """Let go of all layers but these, and of a table at an end that is in another stage. Names stay the same."""
+        """Drop all other layers, and embedding or head if another stage has it. Names stay the same."""
         layers, self.dtype = self.layers, dtype
         for place, name in enumerate([*layers._modules]):
             if not self.span[0] <= place < self.span[1]:
@@ -86,7 +86,7 @@ class Cut:
                 self.model.set_submodule(end.path, Blank(end, dtype))
 
     def settle(self) -> None:
-        """Once the layers have their weights: they are numbered from 0, as caches and configs have it."""
+        """After loading: number the layers from 0, as caches and configs expect; hook the first and the last one."""
         layers, first = self.layers, self.span[0]
         layers._modules = {str(place): layer for place, layer in enumerate(layers._modules.values())}
         for module in layers.modules():
@@ -107,7 +107,7 @@ class Cut:
         self.model.forward = forward
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int | None) -> Any:
-        """Call the model in micro-batches: while one is in the stage after, the next is here."""
+        """Call the model in micro-batches: while one is in the next stage, the following one is here."""
         config = getattr(self.model, "config", None)
         self.refuse_outputs(lambda name: getattr(config, name, None) if kwargs.get(name) is None else kwargs[name])
         parts = PARTS * self.stage.count if parts is None else parts
@@ -121,7 +121,7 @@ class Cut:
         return joined(outputs)
 
     def _call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of the model. Whatever happens in it, the other stages get what they wait for."""
+        """One call of the model. After an error the other stages still get what they wait for."""
         self._awaited, self._owed = not self.stage.is_first, not self.stage.is_last
         output, problem = None, None
         try:
@@ -138,7 +138,7 @@ class Cut:
         return output
 
     def _make_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """After an error: take what the stage before sends, and give the stage after zeros, so that neither waits."""
+        """After an error: receive from the stage before and send zeros to the next one, so that neither waits."""
         given = kwargs.get("inputs_embeds", kwargs.get("input_ids", args[0] if args else None))
         if not isinstance(given, Tensor):
             return
@@ -151,19 +151,19 @@ class Cut:
             self.stage.link.send(torch.zeros_like(x))
 
     def _share(self, outputs: Sequence[Any], problems: Sequence[Exception | None]) -> None:
-        """The last stage's results, to all; or an error on all of them."""
+        """Send the last stage's results to all stages; or raise an error on all of them."""
         found = next((problem for problem in problems if problem is not None), None)
         good = self.stage.everyone.least(int(found is None), self.device)
         self.stage.link.flush()
         if found is not None:
             raise found
         if not good:
-            raise ModelError("forward: another stage of the pipeline failed in this call, and says why on its rank")
+            raise ModelError("forward: another stage of the pipeline failed in this call; the log of its rank says why")
         for finish in [self.stage.peers.start_from_first(each) for each in _tensors(outputs)]:
             finish()
 
     def refuse_outputs(self, setting: Callable[[str], object]) -> None:
-        """Refuse a call that asks for something of every layer: each stage has that of its own alone."""
+        """Raise if a call asks for something of every layer: a stage only has its own."""
         asked = [name for name in _OF_ALL_LAYERS if setting(name)]
         if asked:
             raise NotSupported(
@@ -172,7 +172,7 @@ class Cut:
             )
 
     def _take_in(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the stage before gives, instead of the first argument."""
+        """Replace the first argument by the output of the stage before."""
         own, handed = args[0] if args else kwargs["hidden_states"], self.stage.handed
         x = None if handed is None else handed.given
         if handed is None:
@@ -184,7 +184,7 @@ class Cut:
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     def _hand_on(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """What the last layer gives, to the stage after."""
+        """Send the output of the last layer to the next stage."""
         x = output if isinstance(output, Tensor) else output[0]
         if (handed := self.stage.handed) is not None:
             handed.taken = x
@@ -193,20 +193,20 @@ class Cut:
             self.stage.link.end(x)
 
 
-def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> Cut | None:
-    """How a whole model, before injection, is cut to a stage; None: there is one stage."""
+def plan_cut(model: nn.Module, mesh: Mesh, asked: tuple[int, ...] | None) -> StageCut | None:
+    """The cut of a whole model, before injection; None: there is one stage."""
     stage, beside = mesh.stage, ALONE if mesh.experts_like_layers else mesh.ep
     if stage.count == 1:
         return None
     path, ends, spans = stages_of(model, stage.count, asked)
     each = ", ".join(str(stop - start) for start, stop in spans)
-    why = "asked for" if asked else "the slowest stage is as fast as can be"
+    why = "asked for" if asked else "balanced by weights"
     chosen("layers of each stage", each, f"{why}; this is stage {stage.number}")
-    return Cut(model, stage, spans[stage.number], path, ends, beside)
+    return StageCut(model, stage, spans[stage.number], path, ends, beside)
 
 
 def stages_of(model: nn.Module, count: int, asked: tuple[int, ...] | None) -> tuple[str, Ends, tuple[Span, ...]]:
-    """The list of layers of a whole model, its tables, and the layers of each stage; refuses what cannot be cut."""
+    """Path of the list of layers, the ends, and the layers of each stage. Raises for a model that cannot be cut."""
     found = find_layers(model)
     lists = {path.rpartition(".")[0] for path, _ in found}
     lists = {path for path in lists if "expert" not in path.rpartition(".")[2].lower()}  # experts are not layers
@@ -224,7 +224,7 @@ def stages_of(model: nn.Module, count: int, asked: tuple[int, ...] | None) -> tu
 
 
 def _check(model: Any, layer: nn.Module) -> None:
-    """Refuse what depends on more than the layers of a stage."""
+    """Raise for a model whose layers depend on other stages."""
     config = getattr(model, "config", None)
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and not isinstance(layer, FusedLayer):
         raise NotSupported(f"{FIELD}: its layers scale by their number (scale_attn_by_inverse_layer_idx); leave it out")
@@ -234,15 +234,15 @@ def _check(model: Any, layer: nn.Module) -> None:
         raise NotSupported(f"{FIELD}: {type(model).__name__} shares keys between layers; use tensor parallelism")
 
 
-def _end(model: Any, name: str, dim: int) -> End | None:
-    """The table that a model of Hugging Face names at one of its ends; `dim` of its weight is what it gives."""
+def _end(model: Any, name: str, dim: int) -> EndTable | None:
+    """Embedding or head, as Hugging Face's method names it. dim: of its weight, the size of the output."""
     try:
         table = getattr(model, name)()
     except (AttributeError, NotImplementedError):
         return None
     path = next((path for path, module in model.named_modules() if module is table), None)
     weight = getattr(table, "weight", None)
-    return None if path is None or weight is None else End(path, weight.shape[dim], embeds=dim == 1)
+    return None if path is None or weight is None else EndTable(path, weight.shape[dim], embeds=dim == 1)
 
 
 def _size(module: nn.Module) -> int:
@@ -250,7 +250,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _shorten(model: nn.Module, span: Span) -> None:
-    """Let configs speak of the layers of a stage alone: copies of them, since other models may have the same ones."""
+    """Cut configs to the layers of a stage. Copies them, because other models may share them."""
     start, stop = span
     memo: dict[int, Any] = {}
     configs: dict[int, Any] = {}
@@ -268,13 +268,13 @@ def _shorten(model: nn.Module, span: Span) -> None:
 
 
 class Blank(nn.Module):
-    """Stands for a table that another stage has; what it gives has the shape of it."""
+    """Replaces embedding or head if another stage has it; its output has the same shape."""
 
-    def __init__(self, end: End, dtype: torch.dtype) -> None:
+    def __init__(self, end: EndTable, dtype: torch.dtype) -> None:
         super().__init__()
         self.end = end
         self.dtype = dtype
-        """Of what it gives."""
+        """Of its output."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., width] of zeros, for ids [...] or rows [..., any]."""
@@ -283,7 +283,7 @@ class Blank(nn.Module):
 
 
 def width(head: Any) -> int:
-    """Tokens that a head gives logits of, on whatever rank and stage."""
+    """Width of all logits of a head, on any rank and stage."""
     if isinstance(head, Blank):
         return head.end.width
     vocabulary = getattr(head, "vocabulary", ALL)
@@ -291,7 +291,7 @@ def width(head: Any) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output; caches are each stage's own."""
+    """The tensors of a model's output, without caches, which each stage has."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Activations: the gated product of two halves of a row, and an activation behind a bias."""
+"""Activations: the gated product of two halves of a row, and an activation after a bias."""
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Callable, Mapping
@@ -6,8 +6,10 @@ from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from outpace.errors import NotSupported
+from outpace.kernels.launch_options import few_overlap, pdl_options
 from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile, whole_row
 from outpace.kernels.triton_stub import tl, triton
 
@@ -31,7 +33,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_TORCH: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+_TORCH: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -51,38 +53,26 @@ def activation_kind(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def gated_act_ref(
-    x: torch.Tensor,
-    kind: str,
-    *,
-    out: torch.Tensor | None = None,
-    interleaved: bool = False,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """act(gate) * up of x: [T, 2I] → [T, I]; gate and up are halves, or even and odd columns when interleaved.
+def gated_act_torch(x: Tensor, kind: str, *, out: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+    """act(gate) * up of x: [T, 2I] → [T, I], gate columns first.
 
     With scales [T, 1] the result is written quantized: out holds int8 or fp8 (see quantize.py).
     """
-    gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=1)
+    gate, up = x.chunk(2, dim=1)
     y = (_TORCH[activation_kind(kind)](gate.float()) * up.float()).to(x.dtype)
     return _write(y, out, scales)
 
 
-def bias_act_ref(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    kind: str,
-    *,
-    out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """act(x + bias). x: [T, I], bias: [I]; scales: as gated_act_ref."""
+def bias_act_torch(
+    x: Tensor, bias: Tensor | None, kind: str, *, out: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
+    """act(x + bias). x: [T, I], bias: [I]; scales: as gated_act_torch."""
     x32 = x.float() if bias is None else x.float() + bias.float()
     y = _TORCH[activation_kind(kind)](x32).to(x.dtype)
     return _write(y, out, scales)
 
 
-def _write(y: torch.Tensor, out: torch.Tensor | None, scales: torch.Tensor | None) -> torch.Tensor:
+def _write(y: Tensor, out: Tensor | None, scales: Tensor | None) -> Tensor:
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
         return quantize_into(y, out, scales)
@@ -138,22 +128,18 @@ def _quantized(
 
 @triton.jit
 def _gated_act_kernel(
-    x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
+    x_ptr: tl.tensor, out_ptr: tl.tensor, scales_ptr: tl.tensor, width: tl.tensor, x_stride: tl.tensor,
     out_stride: tl.tensor,
-    kind: tl.constexpr,
-    interleaved: tl.constexpr,
-    largest: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    kind: tl.constexpr, largest: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+) -> None:  # fmt: skip
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * block + tl.arange(0, block)  # [I]
     mask = col < width
-    gate_ptr = x_ptr + row * x_stride + (2 * col if interleaved else col)
-    up_ptr = gate_ptr + (1 if interleaved else width)
+    gate_ptr = x_ptr + row * x_stride + col
+    up_ptr = gate_ptr + width
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr, mask=mask, other=0.0).to(tl.float32)
     y = activate(gate, kind) * up
@@ -163,17 +149,13 @@ def _gated_act_kernel(
 
 @triton.jit
 def _bias_act_kernel(
-    x_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    kind: tl.constexpr,
-    largest: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor, scales_ptr: tl.tensor, width: tl.tensor,
+    x_stride: tl.tensor, out_stride: tl.tensor,
+    kind: tl.constexpr, largest: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+) -> None:  # fmt: skip
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * block + tl.arange(0, block)  # [I]
     mask = col < width
@@ -185,13 +167,12 @@ def _bias_act_kernel(
     tl.store(out_ptr + row * out_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def act_config(width: int, interleaved: bool = False) -> dict[str, int]:
+def act_config(width: int) -> dict[str, int]:
     """Tile of the element-wise kernels: one row, up to 1024 columns."""
-    # H200, bf16, interleaved [8192, 28672]: 191 us with 8 warps, 249 us with 4; halves: 169 us with 4.
-    return {"block": min(1024, triton.next_power_of_2(width)), "num_warps": 8 if interleaved else 4}
+    return {"block": min(1024, triton.next_power_of_2(width)), "num_warps": 4}
 
 
-def _check(x: torch.Tensor, out: torch.Tensor | None, width: int, scales: torch.Tensor | None) -> torch.Tensor:
+def _check(x: Tensor, out: Tensor | None, width: int, scales: Tensor | None) -> Tensor:
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
         assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
@@ -204,44 +185,43 @@ def _check(x: torch.Tensor, out: torch.Tensor | None, width: int, scales: torch.
 
 
 def gated_act_triton(
-    x: torch.Tensor,
+    x: Tensor,
     kind: str,
     *,
-    out: torch.Tensor | None = None,
-    interleaved: bool = False,
-    scales: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
     config: Mapping[str, int] | None = None,
-) -> torch.Tensor:
-    """gated_act_ref in one kernel."""
+) -> Tensor:
+    """gated_act_torch in one kernel."""
     kind = activation_kind(kind)
     assert x.shape[1] % 2 == 0, f"{x.shape[1]} columns have no two halves"
     width = x.shape[1] // 2
     out = _check(x, out, width, scales)
     if out.numel() == 0:
         return out
-    meta = {**(act_config(width, interleaved) if scales is None else whole_row(width)), **(config or {})}
+    meta = {**(act_config(width) if scales is None else whole_row(width)), **(config or {})}
     grid = (x.shape[0], triton.cdiv(width, meta["block"]))
     largest = None if scales is None else LARGEST[out.dtype]
     _gated_act_kernel[grid](
         *(x, out, scales, width, x.stride(0), out.stride(0)),
         kind=kind,
-        interleaved=interleaved,
         largest=largest,
         **meta,
+        **pdl_options(few_overlap(len(x), x)),
     )
     return out
 
 
 def bias_act_triton(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    bias: Tensor | None,
     kind: str,
     *,
-    out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
     config: Mapping[str, int] | None = None,
-) -> torch.Tensor:
-    """bias_act_ref in one kernel; out may be x."""
+) -> Tensor:
+    """bias_act_torch in one kernel; out may be x."""
     kind = activation_kind(kind)
     width = x.shape[1]
     out = _check(x, out, width, scales)
@@ -251,5 +231,11 @@ def bias_act_triton(
     meta = {**(act_config(width) if scales is None else whole_row(width)), **(config or {})}
     grid = (x.shape[0], triton.cdiv(width, meta["block"]))
     largest = None if scales is None else LARGEST[out.dtype]
-    _bias_act_kernel[grid](x, bias, out, scales, width, x.stride(0), out.stride(0), kind=kind, largest=largest, **meta)
+    _bias_act_kernel[grid](
+        *(x, bias, out, scales, width, x.stride(0), out.stride(0)),
+        kind=kind,
+        largest=largest,
+        **meta,
+        **pdl_options(few_overlap(len(x), x)),
+    )
     return out

@@ -1,4 +1,4 @@
-"""Attention in torch that meets the keys of a sequence page by page: for many decodes, and for invariant results.
+"""Attention in torch over the keys of a sequence page by page: for many decodes, and for invariant results.
 
 A tile is `block` queries in a row of one sequence; a tile and a page make an item, and all items are one batched
 product. Each item has a softmax of its own, and the items of a tile are combined at the end. So nothing is padded to
@@ -12,15 +12,30 @@ order of their pages.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from outpace.kernels.attention_tile import Scoring
 from outpace.kernels.kv_quant import Stored
 
 SLICE_BYTES = 2 << 20  # keys or values copied at a time
 GROUP_BYTES = 64 << 20  # scores and sums of the items at a time
 LOWEST = -1.0e30  # finite, so that a row that sees no key of a page never computes inf - inf
+
+
+class PagedSequences(NamedTuple):
+    """The sequences of a batch."""
+
+    table: Tensor  # [n, M]
+    lens: Tensor  # [n] keys
+    starts: Tensor  # [n] rows of the first queries
+    q_lens: Tensor  # [n] queries
+
+    def some(self, index: Tensor) -> "PagedSequences":
+        """These of them."""
+        return PagedSequences(*(part[index] for part in self))
 
 
 def _runs(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,22 +45,10 @@ def _runs(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_by_page(
-    block: int,
-    q: Tensor,  # [T, Hq, D]
-    k_pages: Stored,  # [N, bs, Hkv, D]
-    v_pages: Stored,  # [N, bs, Hkv, Dv]
-    table: Tensor,  # [n, M]
-    lens: Tensor,  # [n] keys, at least one
-    starts: Tensor,  # [n] rows of the first queries
-    q_lens: Tensor,  # [n] queries, at least one
-    scale: float,
-    window: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,  # [T, Hq, Dv]
+    block: int, q: Tensor, k_pages: Stored, v_pages: Stored, seqs: PagedSequences, how: Scoring, out: Tensor
 ) -> None:
-    """Write the rows of n sequences to `out`."""
+    """Write the rows of n sequences, each with a key and a query or more, to `out` [T, Hq, Dv]. q: [T, Hq, D]."""
+    (table, lens, starts, q_lens), window = seqs, how.window
     size, kv_heads = k_pages.shape[1:3]
     old = lens - q_lens  # position of the first query
     seq, number = _runs(old // block, (lens - 1) // block - old // block + 1)  # [I] tiles
@@ -61,18 +64,18 @@ def attend_by_page(
         pos = number[tiles, None] * block + torch.arange(block, device=q.device)  # [I, Q]
         real = (pos >= low[tiles, None]) & (pos <= high[tiles, None])
         rows = row_0[tiles, None] + torch.clamp(pos, low[tiles, None], high[tiles, None])
-        x = q[rows].to(torch.promote_types(q.dtype, torch.float32)) * scale  # [I, Q, Hq, D]
+        x = q[rows].to(torch.promote_types(q.dtype, torch.float32)) * how.scale  # [I, Q, Hq, D]
         x = x.unflatten(2, (kv_heads, -1)).transpose(1, 2)  # [I, Hkv, Q, G, D]
         keys = page[:, None] * size + torch.arange(size, device=q.device)  # [J, bs]
         ids = table[seq[tiles][tile], page]
         scores = _scores(x.flatten(2, 3), tile, k_pages, ids)  # [J, Hkv, Q * G, bs]
         distance = keys[:, None] - pos[tile][:, :, None]  # [J, Q, bs]
-        scores = _shape(scores.view(-1, *x.shape[1:4], size), distance, window, softcap, alibi_slopes)
+        scores = _shape(scores.view(-1, *x.shape[1:4], size), distance, how)
         top = scores.amax(-1).clamp_(min=LOWEST)  # [J, Hkv, Q, G]
         weights = scores.sub_(top[..., None]).exp_()
         exists = (keys >= first[tiles][tile, None]) & (keys <= high[tiles][tile, None])
         found = _sums(weights.flatten(2, 3), v_pages, ids, exists)  # [J, Hkv, Q * G, Dv]
-        found = _combine(found.view(*top.shape, -1), top, weights.sum(-1), tile, len(tiles), sinks)
+        found = _combine(found.view(*top.shape, -1), top, weights.sum(-1), tile, len(tiles), how.sinks)
         out[rows[real]] = found.transpose(1, 2).flatten(2, 3)[real].to(out.dtype)
 
 
@@ -102,12 +105,11 @@ def _sums(weights: Tensor, pages: Stored, ids: Tensor, exists: Tensor) -> Tensor
     return out
 
 
-def _shape(scores: Tensor, distance: Tensor, window: int, softcap: float, alibi_slopes: Tensor | None) -> Tensor:
+def _shape(scores: Tensor, distance: Tensor, how: Scoring) -> Tensor:
     """What scores [J, Hkv, Q, G, bs] go through, in place; `distance` is [J, Q, bs]."""
-    if softcap > 0:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if alibi_slopes is not None:
-        scores += alibi_slopes.view(scores.shape[1], 1, -1, 1) * distance[:, None, :, None]
+    scores, window = how.capped(scores), how.window
+    if how.alibi_slopes is not None:
+        scores += how.alibi_slopes.view(scores.shape[1], 1, -1, 1) * distance[:, None, :, None]
     hidden = (distance > 0) | (distance <= -window) if window else distance > 0
     return scores.masked_fill_(hidden[:, None, :, None], float("-inf"))
 

@@ -2,7 +2,6 @@
 
 A tile of rows is some query tokens of one sequence times the query heads of one KV head, so that a decode among
 prefills fills as many rows as its group has heads. The host counts tiles by a bound, the device finds them by a search.
-Scores are kept in log2 units: `exp2` then needs no factor.
 
 Invariant launches give a query the same bits in every batch, chunk and row of a tile. Tiles have one size, and a key
 has one place in them: key n is column n % block_n of key tile n // block_n, and tiles are added in ascending order.
@@ -15,17 +14,15 @@ between. So these launches are compiled without fma's of that kind.
 """
 # mypy: disallow-untyped-decorators=False
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from outpace.kernels.kv_quant import as_numbers, two_values
+from outpace.kernels.attention_tile import LOG2E, LOWEST, Scoring, attend, kernel_constants
 from outpace.kernels.triton_stub import tl, triton
 
-LOG2E = tl.constexpr(1.4426950408889634)
 INVARIANT_ROWS = 64  # of a tile, in every batch: the fewest that Hopper's wide products take
-LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet never computes inf - inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,169 +43,12 @@ def prefill_tiles(
     group_rows = triton.next_power_of_2(group)
     if itemsize > 2:  # no tensor cores: small tiles
         return PrefillTiles(max(16, group_rows), 32 if width <= 128 else 16, 4, 2)
-    rows = max(16, group_rows, min(128, triton.next_power_of_2(max_q * group)))
+    most = 128 if quantized or width > 128 else 64
+    rows = max(16, group_rows, min(most, triton.next_power_of_2(max_q * group)))
+    if width > 128 and rows >= 128 and not quantized:
+        return PrefillTiles(rows, 64, 8, 2)
     many_warps = rows >= 128 or (quantized and width > 128)  # keys are converted in registers
     return PrefillTiles(rows, 64 if width <= 128 else 32, 8 if many_warps else 4, 3)
-
-
-def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """The two numbers `shape_scores` takes, from the natural scale and cap."""
-    log2e = math.log2(math.e)
-    return (2.0 * log2e * scale / softcap, log2e * softcap) if softcap > 0 else (log2e * scale, 0.0)
-
-
-def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scales: Tensor | None) -> dict[str, int]:
-    """What both attention kernels are compiled for: strides and sizes, so that the compiler sees every alignment."""
-    assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1
-    names = ("q_row", "q_head", "out_row", "out_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head")
-    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3])
-    dim, v_dim = k_pages.shape[3], v_pages.shape[3]
-    return dict(zip(names, strides, strict=True)) | {
-        "dim": dim,
-        "v_dim": v_dim,
-        "block_d": max(16, triton.next_power_of_2(dim)),
-        "block_dv": max(16, triton.next_power_of_2(v_dim)),
-        "page_size": k_pages.shape[1],
-        "group": q.shape[1] // k_pages.shape[2],
-        "s_page": 0 if scales is None else scales.stride(0),
-        "s_value": 0 if scales is None else scales.stride(1),
-    }
-
-
-@triton.jit
-def shape_scores(
-    s: tl.tensor, distance: tl.tensor, slopes: tl.tensor, scale: tl.tensor, cap: tl.tensor, has_cap: tl.constexpr
-) -> tl.tensor:
-    """Raw q·k to log2 units: scale, cap c (`scale` is then 2·log2e·scale/c and `cap` c·log2e), bias. s: [M, N]."""
-    s = s * scale
-    if has_cap:
-        s = cap - 2.0 * cap / (1.0 + tl.exp2(s))  # c * tanh(x) = c - 2c / (1 + exp(2x))
-    if slopes is not None:
-        s += slopes[:, None] * distance
-    return s
-
-
-@triton.jit
-def _load_rows(
-    ptr: tl.tensor, at: tl.tensor, exists: tl.tensor, dim: tl.constexpr, block: tl.constexpr, masked: tl.constexpr
-) -> tl.tensor:
-    """Rows of `dim` elements, padded to `block` with zeros; zeros also for rows that do not exist. [N, block]."""
-    d = tl.arange(0, block)
-    ptrs = ptr + at[:, None] + d[None, :]
-    if masked:
-        rows = tl.load(ptrs, mask=exists[:, None] & (d < dim)[None, :], other=0.0)
-    elif dim < block:
-        rows = tl.load(ptrs, mask=(d < dim)[None, :], other=0.0)
-    else:
-        rows = tl.load(ptrs)
-    return rows
-
-
-@triton.jit
-def attend(
-    acc: tl.tensor,  # [M, Dv]
-    m_i: tl.tensor,  # [M]
-    l_i: tl.tensor,  # [M]
-    q: tl.tensor,  # [M, D]
-    pos: tl.tensor,  # [M]: the position of each row's query
-    slopes: tl.tensor,  # [M] or None
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    s_ptr: tl.tensor,  # scales of the keys where these are quantized, or None
-    table_ptr: tl.tensor,
-    first: tl.tensor,  # keys from first to last are seen by some row
-    last: tl.tensor,
-    begin: tl.tensor,  # tiles from begin to end are to be added
-    end: tl.tensor,
-    window: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    k_page: tl.constexpr,
-    k_row: tl.constexpr,
-    v_page: tl.constexpr,
-    v_row: tl.constexpr,
-    s_page: tl.constexpr,
-    s_value: tl.constexpr,
-    dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    block_n: tl.constexpr,
-    block_d: tl.constexpr,
-    block_dv: tl.constexpr,
-    has_window: tl.constexpr,
-    has_cap: tl.constexpr,
-    masked: tl.constexpr,
-    paired: tl.constexpr,
-) -> tl.tensor:
-    """Add key tiles to a running softmax. Unless `masked`, every row sees every key of these tiles.
-
-    Quantized keys and values are multiplied as they are stored; the scale of a key goes to its scores, the scale of a
-    value to its probabilities. These are then bf16, unless q is fp32: the product with a small scale would be a
-    denormal fp16. `paired`: values are read in pairs, and products are of fp16, which takes half of the instructions;
-    rows of q and of probabilities are divided by their largest number, so that fp16 holds them.
-    """
-    n = begin * block_n + tl.arange(0, block_n)  # key positions
-    exists = (n >= first) & (n < last)
-    page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
-    if paired:
-        exact: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
-        q_size = tl.max(tl.where(q == q, tl.abs(q.to(tl.float32)), 0.0), 1)  # a row of padding may be NaN
-        q_size = tl.where(q_size > 0.0, q_size, 1.0)
-        q = (q.to(tl.float32) / q_size[:, None]).to(exact)
-        even, odd = tl.split(tl.reshape(acc, [acc.shape[0], block_dv // 2, 2]))
-        v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
-    for _ in range(begin, end):
-        k = _load_rows(k_ptr, page * k_page + n % page_size * k_row, exists, dim, block_d, masked)
-        if paired:
-            at = page * (v_page // 2) + n % page_size * (v_row // 2)
-            pairs = _load_rows(v_ptr, at, exists, v_dim // 2, block_dv // 2, masked)
-        else:
-            v = _load_rows(v_ptr, page * v_page + n % page_size * v_row, exists, v_dim, block_dv, masked)
-        if s_ptr is not None:
-            s_at = s_ptr + page * s_page + n % page_size
-            if masked:
-                k_scale = tl.load(s_at, mask=exists, other=0.0)
-                v_scale = tl.load(s_at + s_value, mask=exists, other=0.0)
-            else:
-                k_scale = tl.load(s_at)
-                v_scale = tl.load(s_at + s_value)
-            k = as_numbers(k, q.dtype)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-        if paired:
-            s = s * (k_scale[None, :] * q_size[:, None])
-        elif s_ptr is not None:
-            s = s * k_scale[None, :]
-        s = shape_scores(s, n[None, :] - pos[:, None], slopes, scale, cap, has_cap)
-        if masked:
-            sees = n[None, :] <= pos[:, None]
-            if has_window:
-                sees = sees & (n[None, :] > pos[:, None] - window)
-            s = tl.where(sees, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        if s_ptr is not None:
-            p = p * v_scale[None, :]
-        if paired:
-            largest = tl.maximum(tl.max(p, 1), 1e-37)[:, None]  # of each row: no row depends on another
-            p = (p / largest).to(exact)
-            low, high = two_values(pairs, k_ptr.dtype.element_ty == tl.int8, exact)
-            even = even * alpha[:, None] + tl.dot(p, low, input_precision="ieee") * largest
-            odd = odd * alpha[:, None] + tl.dot(p, high, input_precision="ieee") * largest
-        else:
-            if s_ptr is not None:
-                v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)  # here: until now it takes no registers
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m_i = m_new
-        n += block_n
-        exists = (n >= first) & (n < last)
-        page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(
-            tl.int64
-        )  # one step ahead: the pipeliner refuses two
-    if paired:
-        acc = tl.reshape(tl.join(even, odd), [acc.shape[0], block_dv])
-    return acc, m_i, l_i
 
 
 @triton.jit
@@ -238,39 +78,15 @@ def _prefill_kernel(
     cu_q_ptr: tl.tensor,  # [B + 1]
     slopes_ptr: tl.tensor,  # [Hq] or None
     sinks_ptr: tl.tensor,  # [Hq] or None
-    rows: tl.tensor,
-    batch: tl.tensor,
-    num_tiles: tl.tensor,
-    table_stride: tl.tensor,
-    window: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    q_row: tl.constexpr,
-    q_head: tl.constexpr,
-    out_row: tl.constexpr,
-    out_head: tl.constexpr,
-    k_page: tl.constexpr,
-    k_row: tl.constexpr,
-    k_head: tl.constexpr,
-    v_page: tl.constexpr,
-    v_row: tl.constexpr,
-    v_head: tl.constexpr,
-    s_page: tl.constexpr,
-    s_value: tl.constexpr,
-    dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    block_q: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_d: tl.constexpr,
-    block_dv: tl.constexpr,
-    has_window: tl.constexpr,
-    has_cap: tl.constexpr,
-    mixed: tl.constexpr,
-) -> None:
+    rows: tl.tensor, batch: tl.tensor, num_tiles: tl.tensor, table_stride: tl.tensor, window: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor,
+    q_row: tl.constexpr, q_head: tl.constexpr, out_row: tl.constexpr, out_head: tl.constexpr,
+    k_page: tl.constexpr, k_row: tl.constexpr, k_head: tl.constexpr, v_page: tl.constexpr,
+    v_row: tl.constexpr, v_head: tl.constexpr, s_page: tl.constexpr, s_value: tl.constexpr, dim: tl.constexpr,
+    v_dim: tl.constexpr, page_size: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
+    block_q: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr,
+    block_dv: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, mixed: tl.constexpr,
+) -> None:  # fmt: skip
     kv_head = tl.program_id(0) % kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // kv_heads  # the late tiles of a sequence see most keys: they start first
     seq, start, tile = _find_sequence(cu_q_ptr, batch, tile, block_q)
@@ -322,7 +138,8 @@ def _prefill_kernel(
         # fmt: off
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q, pos, slopes, k_ptr, v_ptr, s_ptr, table_ptr, first, last,
-            lead if phase == 0 else begin if phase == 1 else end, begin if phase == 0 else end if phase == 1 else tail,
+            lead if phase == 0 else begin if phase == 1 else end,
+            begin if phase == 0 else end if phase == 1 else tail,
             window, scale, cap, k_page, k_row, v_page, v_row, s_page, s_value, dim, v_dim, page_size,
             block_n, block_d, block_dv, has_window, has_cap, phase != 1, False,
         )
@@ -341,22 +158,19 @@ def paged_attention_prefill(
     cu_q: Tensor,
     max_q: int,
     *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     out: Tensor | None = None,
     scales: Tensor | None = None,
     mixed: bool = False,
     invariant: bool = False,
     tiles: PrefillTiles | None = None,
+    **scoring: Any,
 ) -> Tensor:
     """`paged_attention` for any mix of query lengths. `max_q` only chooses the tiles, and not if `invariant`.
 
     When `mixed`, the rows of sequences with one query are left alone.
     """
     (rows, num_heads, dim), (_, _, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
+    how = Scoring(**scoring)
     out = q.new_empty(rows, num_heads, v_dim) if out is None else out
     if rows == 0:
         return out
@@ -367,15 +181,15 @@ def paged_attention_prefill(
     block_q = tiles.block_m // group
     num_tiles = rows // block_q + batch + 1  # each sequence, and the padding, may end in a tile of its own
     _prefill_kernel[(num_tiles * kv_heads,)](
-        *(out, q, k_pages, v_pages, scales, block_table, seq_lens, cu_q, alibi_slopes, sinks),
-        *(rows, batch, num_tiles, block_table.stride(0), window, *score_scales(scale, softcap)),
+        *(out, q, k_pages, v_pages, scales, block_table, seq_lens, cu_q, how.alibi_slopes, how.sinks),
+        *(rows, batch, num_tiles, block_table.stride(0), how.window, *how.in_log2),
         **constants,
         kv_heads=kv_heads,
         block_q=block_q,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
-        has_window=window > 0,
-        has_cap=softcap > 0,
+        has_window=how.window > 0,
+        has_cap=how.softcap > 0,
         mixed=mixed,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -19,7 +19,7 @@ WORDS: Mapping[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 1: torch.uin
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where the pieces of every block lie, and where in a row of bytes they go."""
+    """Where the pieces of every block are, and where in a row of bytes they go."""
 
     tensors: tuple[Tensor, ...]
     """Each [num_blocks, ...], contiguous within a block."""
@@ -35,7 +35,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], row_bytes: int) -> "Pieces":
-        """The pieces of these tensors, for rows that are so many bytes apart."""
+        """The pieces of these tensors, for rows of `row_bytes` bytes."""
         kept = tuple(tensor for tensor in tensors if tensor[0].numel())
         sizes = [tensor[0].nbytes for tensor in kept]
         places = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -49,7 +49,7 @@ class Pieces:
         return cls(kept, table, word, max(sizes) // word, sum(sizes))
 
 
-def gather_blocks_ref(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
+def gather_blocks_torch(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
     """Write block blocks[i] to rows[i]: [N], bytes [N, R]."""
     begin = 0
     for tensor in pieces.tensors:
@@ -58,7 +58,7 @@ def gather_blocks_ref(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
         begin += data.shape[1]
 
 
-def scatter_blocks_ref(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
+def scatter_blocks_torch(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
     """Write rows[i] to block blocks[i], each of which is named once."""
     begin = 0
     for tensor in pieces.tensors:
@@ -69,14 +69,10 @@ def scatter_blocks_ref(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
 
 @triton.jit
 def _copy_blocks_kernel(
-    table_ptr: tl.tensor,
-    blocks_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    row_words: tl.tensor,
+    table_ptr: tl.tensor, blocks_ptr: tl.tensor, rows_ptr: tl.tensor, row_words: tl.tensor,
     num_pieces: tl.tensor,
-    gather: tl.constexpr,
-    chunk: tl.constexpr,
-) -> None:
+    gather: tl.constexpr, chunk: tl.constexpr,
+) -> None:  # fmt: skip
     """One chunk of one piece of one block."""
     piece = tl.program_id(1)
     index = tl.program_id(2).to(tl.int64)
@@ -96,12 +92,12 @@ def _copy_blocks_kernel(
 
 
 def gather_blocks_triton(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
-    """gather_blocks_ref in one kernel."""
+    """gather_blocks_torch in one kernel."""
     _launch(pieces, blocks, rows, gather=True)
 
 
 def scatter_blocks_triton(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
-    """scatter_blocks_ref in one kernel."""
+    """scatter_blocks_torch in one kernel."""
     _launch(pieces, blocks, rows, gather=False)
 
 
@@ -119,13 +115,3 @@ def _launch(pieces: Pieces, blocks: Tensor, rows: Tensor, *, gather: bool, chunk
     _copy_blocks_kernel[grid](
         pieces.table, blocks, words, words.stride(0), len(pieces.tensors), gather=gather, chunk=chunk, num_warps=4
     )
-
-
-def gather_blocks(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
-    """gather_blocks_ref, on a GPU in one kernel."""
-    (gather_blocks_triton if rows.device.type == "cuda" else gather_blocks_ref)(pieces, blocks, rows)
-
-
-def scatter_blocks(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
-    """scatter_blocks_ref, on a GPU in one kernel."""
-    (scatter_blocks_triton if rows.device.type == "cuda" else scatter_blocks_ref)(pieces, blocks, rows)

@@ -1,8 +1,9 @@
 """Kernels compiled by several processes before they are first launched: Triton's front end is Python and holds the GIL.
 
 The steps that will launch them run once while Triton is told to launch nothing, which says what there is to compile.
-Processes compile it into Triton's own cache on disk, where a launch then finds it. Whatever goes wrong here loses
-nothing: a kernel that is not there is compiled when it is first launched, which also reports its errors.
+Processes compile it into Triton's own cache on disk, where a launch then finds it; the first begin while other steps
+are still looked through. Whatever goes wrong here loses nothing: a kernel that is not there is compiled when it is
+first launched, which also reports its errors.
 """
 
 import gc
@@ -12,12 +13,14 @@ import os
 import select
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from io import FileIO
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from outpace.kernels.triton_stub import HAS_TRITON
 from outpace.log import chosen, logger
 
-MOST = 16  # processes
+MOST = 16  # processes that begin at once
 FEW = 4  # kernels that are not worth any process
 PATIENCE = 60.0  # seconds without a kernel that is done, before the processes are given up
 UNINITIALISED = frozenset(
@@ -79,25 +82,67 @@ class Source:
         driver.active.launcher_cls(self.source, made.metadata)
 
 
-def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
-    """Compile what these steps launch and neither memory nor disk has.
+@cache
+def getting_ready() -> tuple[threading.Thread, ...]:
+    """Threads that do what Triton does once, on the host alone, before its first kernel."""
+    threads = tuple(threading.Thread(target=run, name="triton", daemon=True) for run in (_hash_library, _make_driver))
+    for thread in threads if HAS_TRITON else ():
+        thread.start()
+    return threads if HAS_TRITON else ()
+
+
+def _hash_library() -> None:
+    """What Triton calls its own version: the hash of a library of 400 MB, 0.6 s."""
+    with suppress(Exception):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def _make_driver() -> None:
+    """Where its cache is empty, Triton compiles a part of its driver with the C compiler."""
+    with suppress(Exception):
+        from triton.runtime import driver
+
+        _ = driver.active.utils
+
+
+def compile_ahead(steps: Iterable[Callable[[], object]], meanwhile: Callable[[], object] = bool) -> float:
+    """Compile what these steps launch and neither memory nor disk has; the seconds in which there was only to wait.
 
     The steps must not look at what they compute, nor use other threads. If the first two need nothing, the others are
-    taken to need nothing either.
+    taken to need nothing either. Those with the kernels that take longest should come first. `meanwhile` is called
+    once, in any case: while the processes compile, if there are any.
     """
     if not HAS_TRITON or not _can_collect():
-        return
+        meanwhile()
+        return 0.0
+    *_, driver = getting_ready()
+    driver.join()
+    with _Processes() as processes:
+        try:
+            _look_through(steps, processes)
+        except Exception as error:
+            logger.debug("kernels are compiled when they are first launched (%s: %s)", type(error).__name__, error)
+        meanwhile()
+        begin = time.perf_counter()
+        processes.wait()
+        return time.perf_counter() - begin
+
+
+def _look_through(steps: Iterable[Callable[[], object]], processes: "_Processes") -> None:
     seen: set[Seen] = set()
     missing: list[Source] = []
-    try:
-        for number, step in enumerate(steps):
-            missing += [source for source in collect(step, seen) if not source.on_disk()]
-            if number == 1 and not missing:
-                return
-        if len(missing) > FEW:
-            compile_in_processes(missing)
-    except Exception as error:
-        logger.debug("kernels are compiled when they are first launched (%s: %s)", type(error).__name__, error)
+    for number, step in enumerate(steps):
+        found = collect(step, seen)
+        for thread in getting_ready():
+            thread.join()
+        missing += [source for source in found if not source.on_disk()]
+        if number == 1 and not missing and not processes:
+            return
+        if len(missing) > FEW or (missing and processes):
+            processes.begin(missing)
+            missing = []
 
 
 def _can_collect() -> bool:
@@ -120,6 +165,13 @@ def collect(step: Callable[[], object], seen: set[Seen]) -> list[Source]:
     with _hooked(hook), _Zeros():
         step()
     return found
+
+
+@contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Inside, kernels that are not in memory are neither compiled nor launched: what is computed means nothing."""
+    with _hooked(lambda **_: True) if HAS_TRITON else nullcontext(), _Zeros():
+        yield
 
 
 @contextmanager
@@ -164,25 +216,54 @@ class _Zeros(TorchFunctionMode):
         return made.zero_() if func in UNINITIALISED else made
 
 
-def compile_in_processes(sources: Iterable[Source]) -> None:
-    """Compile all of them, the longest first: each process takes the next when it is done with one."""
-    todo = sorted(sources, key=lambda source: -len(source.source.fn.src))[:256]  # a number is one byte
-    count = min(MOST, len(os.sched_getaffinity(0)), len(todo))
-    chosen("processes that compile kernels", count, f"{len(todo)} are not in Triton's cache")
-    import triton.compiler.code_generator  # noqa: F401  once, and not by each process
+class _Processes:
+    """Processes that compile kernels, and end with this one's `with`."""
 
-    children: list[int] = []
-    with _pipe() as (wanted, numbers), _pipe() as (heard, tell):
-        try:
-            numbers.write(bytes(range(len(todo))))
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._children: list[int] = []
+        self._most = min(MOST, len(os.sched_getaffinity(0)))
+
+    def __enter__(self) -> Self:
+        read, write = os.pipe()
+        self._heard, self._tell = FileIO(read, "rb"), FileIO(write, "wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            _end(child)
+        self._heard.close()
+        self._tell.close()
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def begin(self, sources: Iterable[Source]) -> None:
+        """Compile these too, the longest first: each new process takes the next when it is done with one.
+
+        There may be twice as many processes as cores for a moment: most kernels take much less time than a few do.
+        """
+        import triton.compiler.code_generator  # noqa: F401  once, and not by each process
+
+        first = len(self._sources)
+        self._sources += sorted(sources, key=lambda source: -len(source.source.fn.src))
+        del self._sources[256:]  # a number is one byte
+        todo = range(first, len(self._sources))
+        count = min(len(todo), self._most, max(1, 2 * self._most - sum(map(_runs, self._children))))
+        with _pipe() as (wanted, numbers):
+            numbers.write(bytes(todo))
             numbers.close()
             for _ in range(count):
-                children.append(_fork(lambda: _compile_some(todo, wanted, heard, tell)))
-            tell.close()
-            _wait(heard, len(todo))
-        finally:
-            for child in children:
-                _end(child)
+                child = _fork(lambda: _compile_some(self._sources, wanted, self._heard, self._tell))
+                self._children.append(child)
+
+    def wait(self) -> None:
+        """Until all is compiled, or nothing happens any more."""
+        if self._children:
+            count, what = len(self._children), f"{len(self._sources)} are not in Triton's cache"
+            chosen("processes that compile kernels", count, what)
+            self._tell.close()
+            _wait(self._heard, len(self._sources))
 
 
 @contextmanager
@@ -235,6 +316,11 @@ def _wait(heard: FileIO, count: int) -> None:
         count -= len(done)
     if count > 0:
         logger.debug("%d kernels were not compiled ahead of their first launch", count)
+
+
+def _runs(child: int) -> bool:
+    """Whether a process has not ended; one that has stays to be waited for, so that its number is not used again."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def _end(child: int) -> None:

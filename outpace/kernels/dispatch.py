@@ -1,4 +1,8 @@
-"""Which implementation of each op runs: decided once, for a device, with a reason; never changed behind one's back."""
+"""Which implementation of each op runs: decided here, once for a device, with a reason; nowhere else, and never later.
+
+A table says which implementations an op has, by the names that users may ask for. Where the same name is another
+function with Triton than without, the table has both.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,77 +12,94 @@ from typing import Any
 import torch
 
 from outpace.errors import ConfigError
-from outpace.kernels.activation import bias_act_ref, bias_act_triton, gated_act_ref, gated_act_triton
-from outpace.kernels.attention import paged_attention, paged_attention_ref
-from outpace.kernels.embedding import embed_ref, embed_triton
-from outpace.kernels.experts import experts_invariant, experts_torch, experts_triton
-from outpace.kernels.gemv import gemv_triton
-from outpace.kernels.invariant import bias_act_invariant, gated_act_invariant
-from outpace.kernels.layer_norm import layer_norm_ref, layer_norm_triton
-from outpace.kernels.matmul import matmul_invariant, matmul_torch
-from outpace.kernels.packed_linear import (
-    packed_linear_invariant,
-    packed_linear_tiles,
-    packed_linear_torch,
-    packed_linear_triton,
+from outpace.kernels import (
+    activation,
+    attention,
+    attention_torch,
+    block_copy,
+    draw,
+    embedding,
+    experts,
+    invariant,
+    layer_norm,
+    likeliest,
+    matmul,
+    packed_linear,
+    quantize,
+    ragged,
+    rms_norm,
+    rotary,
+    routing,
+    scaled_linear,
 )
-from outpace.kernels.quantize import quantize_rows_ref, quantize_rows_triton
-from outpace.kernels.rms_norm import rms_norm_ref, rms_norm_triton
-from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton
-from outpace.kernels.routing import route_ref, route_triton
-from outpace.kernels.scaled_linear import scaled_linear_invariant, scaled_linear_torch, scaled_linear_triton
+from outpace.kernels.few_rows import Scratch, linear_few_rows
+from outpace.kernels.library import TunedLinear
 from outpace.kernels.triton_stub import HAS_TRITON
 from outpace.log import chosen
 
 Op = Callable[..., Any]
+ByDefault = Mapping[str, Op]
+"""An implementation for each default: "torch" and "triton"."""
 
 
-def _attention_ref(*args: Any, max_len: int = 0, **options: Any) -> torch.Tensor:
-    """The reference needs no bound on the lengths: it reads them."""
-    return paged_attention_ref(*args, **options)
+def _both(torch_op: Op, triton_op: Op, **others: Any) -> Mapping[str, Any]:
+    return {"torch": torch_op, "triton": triton_op, **others}
 
 
-IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | None]] = {
-    "rms_norm": {"torch": rms_norm_ref, "triton": rms_norm_triton},
-    "layer_norm": {"torch": layer_norm_ref, "triton": layer_norm_triton},
-    "gated_act": {"torch": gated_act_ref, "triton": gated_act_triton, "invariant": gated_act_invariant},
-    "bias_act": {"torch": bias_act_ref, "triton": bias_act_triton, "invariant": bias_act_invariant},
-    "rotary": {"torch": rope_and_cache_ref, "triton": rope_and_cache_triton},
-    "attention": {"torch": _attention_ref, "triton": paged_attention},
-    "embed": {"torch": embed_ref, "triton": embed_triton},
-    "linear": {"torch": matmul_torch, "invariant": matmul_invariant},
-    "gemv": {"torch": None, "triton": gemv_triton},
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | ByDefault | None]] = {
+    "rms_norm": _both(rms_norm.rms_norm_torch, rms_norm.rms_norm_triton),
+    "layer_norm": _both(layer_norm.layer_norm_torch, layer_norm.layer_norm_triton),
+    "gated_act": _both(
+        activation.gated_act_torch, activation.gated_act_triton, invariant=invariant.gated_act_invariant
+    ),
+    "bias_act": _both(activation.bias_act_torch, activation.bias_act_triton, invariant=invariant.bias_act_invariant),
+    "rotary": _both(rotary.rope_and_cache_torch, rotary.rope_and_cache_triton),
+    "attention": _both(attention_torch.paged_attention_torch, attention.paged_attention),
+    "embed": _both(embedding.embed_torch, embedding.embed_triton),
+    "linear": {
+        "torch": matmul.matmul_torch,
+        "invariant": _both(matmul.matmul_invariant_torch, matmul.matmul_invariant_triton),
+        "tuned": TunedLinear,
+    },
+    "gemv": {"torch": None, "triton": linear_few_rows},
     "packed_linear": {
-        "torch": packed_linear_torch,
-        "tiles": packed_linear_tiles,
-        "triton": packed_linear_triton,
-        "invariant": packed_linear_invariant,
+        "torch": packed_linear.packed_linear_torch,
+        "tiles": packed_linear.packed_linear_tiles,
+        "triton": packed_linear.packed_linear_triton,
+        "invariant": _both(packed_linear.packed_linear_invariant_torch, packed_linear.packed_linear_invariant_triton),
     },
-    "quantize_rows": {"torch": quantize_rows_ref, "triton": quantize_rows_triton},
-    "scaled_linear": {
-        "torch": scaled_linear_torch,
-        "triton": scaled_linear_triton,
-        "invariant": scaled_linear_invariant,
-    },
-    "route": {"torch": route_ref, "triton": route_triton},
-    "experts": {"torch": experts_torch, "triton": experts_triton, "invariant": experts_invariant},
+    "quantize_rows": _both(quantize.quantize_rows_torch, quantize.quantize_rows_triton),
+    "scaled_linear": _both(
+        scaled_linear.scaled_linear_torch,
+        scaled_linear.scaled_linear_triton,
+        invariant=_both(scaled_linear.scaled_linear_invariant_torch, scaled_linear.scaled_linear_invariant_triton),
+    ),
+    "route": _both(routing.route_torch, routing.route_triton),
+    "experts": _both(
+        experts.experts_torch,
+        experts.experts_triton,
+        invariant=_both(experts.experts_invariant_torch, experts.experts_invariant_triton),
+    ),
 }
-VARIANT = frozenset(
-    {
-        ("linear", "torch"),
-        ("gemv", "triton"),
-        ("packed_linear", "torch"),
-        ("packed_linear", "tiles"),
-        ("packed_linear", "triton"),
-        ("scaled_linear", "torch"),
-        ("scaled_linear", "triton"),
-        ("gated_act", "torch"),
-        ("bias_act", "torch"),
-        ("experts", "torch"),
-        ("experts", "triton"),
-    }
-)
-"""(op, name) of what computes a row in a way that depends on the number of rows or on its place among them."""
+"""What layers run. A model has one implementation of each: see `Kernels`."""
+OF_STEPS: Mapping[str, ByDefault] = {
+    "draw": _both(draw.draw_torch, draw.draw_triton),
+    "ragged_inputs": _both(ragged.ragged_inputs_torch, ragged.ragged_inputs_triton),
+    "write_likeliest": _both(likeliest.write_likeliest_torch, likeliest.write_likeliest_triton),
+    "gather_blocks": _both(block_copy.gather_blocks_torch, block_copy.gather_blocks_triton),
+    "scatter_blocks": _both(block_copy.scatter_blocks_torch, block_copy.scatter_blocks_triton),
+}
+"""What runs around the layers of a step. Only the device decides."""
+VARIANT: Mapping[str, frozenset[str]] = {
+    "linear": frozenset({"torch", "tuned"}),
+    "gemv": frozenset({"triton"}),
+    "packed_linear": frozenset({"torch", "tiles", "triton"}),
+    "scaled_linear": frozenset({"torch", "triton"}),
+    "gated_act": frozenset({"torch"}),
+    "bias_act": frozenset({"torch"}),
+    "experts": frozenset({"torch", "triton"}),
+}
+"""Implementations that compute a row in a way that depends on the number of rows, or on its place among them."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +138,9 @@ def choose_kernels(
     """
     asked = asked or {}
     default, reason = default_kernels(device)
-    _check(asked, default, deterministic)
+    _check(asked, device, default, deterministic)
     if deterministic and device.type == "cuda" and default == "torch":
-        raise ConfigError(f"deterministic: on a GPU it needs Triton ({reason}); install it, or leave it off")
+        raise ConfigError(f"deterministic: on a GPU it needs Triton ({reason}); install it, or turn deterministic off")
     for op, name in asked.items():
         chosen(f"kernel {op}", name, "asked for")
     if deterministic:
@@ -129,33 +150,48 @@ def choose_kernels(
     names = {op: asked.get(op) or _default(op, default, deterministic) for op in IMPLEMENTATIONS}
     if names["linear"] == "invariant":
         names["gemv"] = "torch"  # it would take few rows away
-    ops: dict[str, Any] = {op: IMPLEMENTATIONS[op][name] for op, name in names.items()}
+    ops: dict[str, Any] = {op: _implementation(IMPLEMENTATIONS[op][name], default) for op, name in names.items()}
+    if ops["gemv"] is not None:
+        ops["gemv"] = partial(ops["gemv"], scratch=Scratch())
+    if names["linear"] == "tuned":
+        ops["linear"] = TunedLinear()  # a table of its own for each model
     if deterministic:
         ops["attention"] = partial(ops["attention"], invariant=True)
     return Kernels(**ops)
 
 
+def for_device(op: str, device: torch.device) -> Op:
+    """The implementation of one of `OF_STEPS` on a device."""
+    return OF_STEPS[op][default_kernels(device)[0]]
+
+
+def _implementation(found: Op | ByDefault | None, default: str) -> Op | None:
+    return found[default] if isinstance(found, Mapping) else found
+
+
 def _default(op: str, default: str, deterministic: bool) -> str:
-    """The implementation of an op that nothing was asked for."""
+    """The implementation of an op for which the user asked nothing."""
     name = default if default in IMPLEMENTATIONS[op] else "torch"
     if (op, name) == ("packed_linear", "torch"):
         name = "tiles"
-    return "invariant" if deterministic and (op, name) in VARIANT and op != "gemv" else name
+    return "invariant" if deterministic and name in VARIANT.get(op, ()) and op != "gemv" else name
 
 
-def _check(asked: Mapping[str, str], default: str, deterministic: bool) -> None:
-    """Refuses what is not there, and what cannot be combined."""
+def _check(asked: Mapping[str, str], device: torch.device, default: str, deterministic: bool) -> None:
+    """Refuses implementations that do not exist, and ones that cannot be combined."""
     for op, name in asked.items():
         if op not in IMPLEMENTATIONS:
             raise ConfigError(f"kernels: no op is called {op!r}; there are {', '.join(IMPLEMENTATIONS)}")
         if name not in IMPLEMENTATIONS[op]:
             raise ConfigError(f"kernels.{op}: {name!r} is not one of {', '.join(IMPLEMENTATIONS[op])}")
         if name == "triton" and default != "triton":
-            raise ConfigError(f"kernels.{op}: Triton kernels need a GPU and Triton; leave it out, or give 'torch'")
-        if deterministic and (op, name) in VARIANT:
-            raise ConfigError(f"kernels.{op}: {name!r} is not deterministic; leave it out, or leave that off")
+            raise ConfigError(f"kernels.{op}: Triton kernels need a GPU and Triton; remove it, or give 'torch'")
+        if name == "tuned" and device.type != "cuda":
+            raise ConfigError(f"kernels.{op}: 'tuned' chooses among the algorithms of a GPU's library; remove it")
+        if deterministic and name in VARIANT.get(op, ()):
+            raise ConfigError(f"kernels.{op}: {name!r} is not deterministic; remove it, or turn deterministic off")
     if asked.get("linear") == "invariant" and asked.get("gemv") == "triton":
-        raise ConfigError("kernels.gemv: 'triton' would take few rows from the invariant linear; leave out one of them")
+        raise ConfigError("kernels.gemv: 'triton' would take few rows from the invariant linear; remove one of them")
 
 
 def default_kernels(device: torch.device) -> tuple[str, str]:

@@ -9,8 +9,10 @@ the cumulated mass, in the order of token ids, at a hash of the row's key and th
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from outpace.kernels.triton_stub import tl, triton
 
@@ -22,7 +24,7 @@ FACTOR_1 = tl.constexpr(SPLITMIX[1])
 FACTOR_2 = tl.constexpr(SPLITMIX[2])
 
 
-def hashed(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+def hashed(keys: Tensor, counters: Tensor) -> Tensor:
     """31 random bits for each (key, counter), by splitmix64. int64 in torch wraps round, and shifts with the sign."""
     step, *factors = (bits - 2**64 for bits in SPLITMIX)  # the three have the sign bit
     z = keys + (counters + 1) * step
@@ -31,22 +33,26 @@ def hashed(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     return ((z ^ ((z >> 31) & ((1 << 33) - 1))) >> 33) & (2**31 - 1)
 
 
-def draw_ref(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    keys: torch.Tensor,
-    counters: torch.Tensor,
-    *,
-    filtered: bool = True,
-) -> torch.Tensor:
-    """Token ids [S] int64 of logits [S, V]; the rest is [S]: int64 top_k, keys and counters, fp32 the others.
+class Drawing(NamedTuple):
+    """How each row of logits is drawn from. All [S]."""
 
-    temperature 0 is the first maximum, and so is a row whose maximum is infinite; NaN is never drawn. top_k 0 and
-    top_p 1 keep all. filtered=False says that no row has either.
-    """
+    temperature: Tensor
+    """fp32. 0: the first maximum, as of a row whose maximum is infinite. NaN is never drawn."""
+    top_k: Tensor
+    """int64. 0: all."""
+    top_p: Tensor
+    """fp32. 1: all."""
+    min_p: Tensor
+    """fp32"""
+    keys: Tensor
+    """int64, of the random numbers."""
+    counters: Tensor
+    """int64: tokens that the row has drawn."""
+
+
+def draw_torch(logits: Tensor, how: Drawing, *, filtered: bool = True) -> Tensor:
+    """Token ids [S] int64 of logits [S, V]. filtered=False says that no row has top_k or top_p."""
+    temperature, top_k, top_p, min_p, keys, counters = how
     x = logits.float()
     x = x.masked_fill(x.isnan(), float("-inf"))
     top, best = x.max(dim=1, keepdim=True)  # [S, 1]
@@ -56,8 +62,8 @@ def draw_ref(
     w = w.masked_fill(w.isnan(), 0.0)  # infinities
     floor = min_p[:, None]  # [S, 1]
     if filtered:
-        floor = _threshold_ref(w, floor, top_k[:, None], top_p[:, None])
-    ends = _mass_ref(w, floor).cumsum(dim=1)  # [S, V]
+        floor = _threshold_torch(w, floor, top_k[:, None], top_p[:, None])
+    ends = _mass_torch(w, floor).cumsum(dim=1)  # [S, V]
     total = ends[:, -1]
     random = hashed(keys, counters)
     goal = 2 * random * (total >> 32) + (
@@ -67,16 +73,16 @@ def draw_ref(
     return torch.where((temperature > 0) & (total > 0), drawn, best)
 
 
-def _mass_ref(w: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+def _mass_torch(w: Tensor, floor: Tensor) -> Tensor:
     return (w.masked_fill(w < floor, 0.0) * 2.0**40).long()
 
 
-def _threshold_ref(w: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _threshold_torch(w: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The least weight that is kept, [S, 1]. w: [S, V], the rest [S, 1]."""
     ordered = w.sort(dim=1, descending=True).values
     least = ordered.gather(1, top_k.clamp(1, w.shape[1]) - 1)
     floor = torch.where(top_k > 0, torch.maximum(floor, least), floor)
-    mass = _mass_ref(ordered, floor)
+    mass = _mass_torch(ordered, floor)
     ends = mass.cumsum(dim=1)
     wanted = (ends[:, -1:].double() * top_p).long()
     needed = (ends - mass < wanted).sum(dim=1, keepdim=True)  # tokens before which the mass does not suffice
@@ -106,7 +112,7 @@ def _mass(w: tl.tensor, kept: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _append(list_ptr: tl.tensor, count: tl.tensor, values: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """Puts the kept values behind the `count` of a list; how many there are then."""
+    """Append the kept values to a list of `count`; returns the new count."""
     kept = kept.to(tl.int32)
     place = count + tl.cumsum(kept, axis=0) - 1
     tl.debug_barrier()  # the values may come from this list: all are read before one is overwritten
@@ -116,15 +122,11 @@ def _append(list_ptr: tl.tensor, count: tl.tensor, values: tl.tensor, kept: tl.t
 
 @triton.jit
 def _gather(
-    x_ptr: tl.tensor,
-    list_ptr: tl.tensor,
-    width: tl.tensor,
-    top: tl.tensor,
-    cold: tl.tensor,
+    x_ptr: tl.tensor, list_ptr: tl.tensor, width: tl.tensor, top: tl.tensor, cold: tl.tensor,
     floor: tl.tensor,
     block: tl.constexpr,
-) -> tl.tensor:
-    """Lists the weights of a row at or above the floor; how many there are."""
+) -> tl.tensor:  # fmt: skip
+    """List the weights of a row at or above the floor; returns their number."""
     lane = tl.arange(0, block)
     count = tl.full((), 0, tl.int32)
     for start in range(0, width, block):
@@ -136,13 +138,9 @@ def _gather(
 
 @triton.jit
 def _select(
-    list_ptr: tl.tensor,
-    count: tl.tensor,
-    floor: tl.tensor,
-    wanted: tl.tensor,
-    by_mass: tl.constexpr,
-    block: tl.constexpr,
-) -> tl.tensor:
+    list_ptr: tl.tensor, count: tl.tensor, floor: tl.tensor, wanted: tl.tensor,
+    by_mass: tl.constexpr, block: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The largest t >= floor for which the listed weights >= t are `wanted` many, or have that mass; floor if none is.
 
     Bisects the bits of t. Weights that are decided leave the list, so it is soon short.
@@ -181,16 +179,10 @@ def _select(
 
 @triton.jit
 def _pick(
-    x_ptr: tl.tensor,
-    width: tl.tensor,
-    top: tl.tensor,
-    cold: tl.tensor,
-    floor: tl.tensor,
-    random: tl.tensor,
+    x_ptr: tl.tensor, width: tl.tensor, top: tl.tensor, cold: tl.tensor, floor: tl.tensor, random: tl.tensor,
     otherwise: tl.tensor,
-    tiles: tl.constexpr,
-    block: tl.constexpr,
-) -> tl.tensor:
+    tiles: tl.constexpr, block: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The token at random / 2**31 of the mass at or above the floor; `otherwise` if there is none."""
     lane = tl.arange(0, block)
     tile = tl.arange(0, tiles)
@@ -210,20 +202,11 @@ def _pick(
 
 @triton.jit
 def _draw_kernel(
-    x_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    top_k_ptr: tl.tensor,
-    top_p_ptr: tl.tensor,
-    min_p_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    counters_ptr: tl.tensor,
-    lists_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
-    tiles: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, temperature_ptr: tl.tensor, top_k_ptr: tl.tensor, top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor, keys_ptr: tl.tensor, counters_ptr: tl.tensor, lists_ptr: tl.tensor,
+    out_ptr: tl.tensor, width: tl.tensor, x_stride: tl.tensor,
+    tiles: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, block)  # [B]
     x_ptr += row * x_stride
@@ -273,41 +256,22 @@ def draw_config(width: int) -> dict[str, int]:
 
 
 def draw_triton(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    keys: torch.Tensor,
-    counters: torch.Tensor,
-    *,
-    filtered: bool = True,
-    config: Mapping[str, int] | None = None,
-) -> torch.Tensor:
-    """draw_ref in one kernel."""
+    logits: Tensor, how: Drawing, *, filtered: bool = True, config: Mapping[str, int] | None = None
+) -> Tensor:
+    """draw_torch in one kernel."""
     rows, width = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
     assert logits.stride(1) == 1 or width == 1, "rows must be contiguous"
-    assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (top_k, keys, counters))
-    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in (temperature, top_p, min_p))
+    assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (how.top_k, how.keys, how.counters))
+    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in (how.temperature, how.top_p, how.min_p))
     meta = {**draw_config(width), **(config or {})}
     tiles = triton.next_power_of_2(triton.cdiv(width, meta["block"]))
     # Without filters nothing is listed; the same kernel runs all the same, so that each row draws the same.
     lists = torch.empty((rows if filtered else 0, tiles * meta["block"]), dtype=torch.float32, device=logits.device)
     _draw_kernel[(rows,)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        keys,
-        counters,
-        lists,
-        out,
-        width,
-        logits.stride(0),
+        *(logits, *how, lists, out, width, logits.stride(0)),
         tiles=tiles,
         **meta,
     )

@@ -4,8 +4,8 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from outpace.kernels.gather import copy_config
 from outpace.kernels.triton_stub import tl, triton
 
 
@@ -14,16 +14,16 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return scale if scale == 1.0 else torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
-def embed_ref(
-    ids: torch.Tensor,
-    table: torch.Tensor,
+def embed_torch(
+    ids: Tensor,
+    table: Tensor,
     *,
-    positions: torch.Tensor | None = None,
-    position_table: torch.Tensor | None = None,
+    positions: Tensor | None = None,
+    position_table: Tensor | None = None,
     position_offset: int = 0,
     scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """table[ids] * scale (+ position_table[positions + offset]): [T] → [T, H]. Ids and positions are in range."""
     y = torch.nn.functional.embedding(ids, table)
     if scale != 1.0:
@@ -36,20 +36,11 @@ def embed_ref(
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    position_table_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: tl.tensor,
-    table_stride: tl.tensor,
-    position_stride: tl.tensor,
-    out_stride: tl.tensor,
-    position_offset: tl.tensor,
-    scale: tl.tensor,
-    scaled: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    ids_ptr: tl.tensor, table_ptr: tl.tensor, positions_ptr: tl.tensor, position_table_ptr: tl.tensor,
+    out_ptr: tl.tensor, width: tl.tensor, table_stride: tl.tensor, position_stride: tl.tensor,
+    out_stride: tl.tensor, position_offset: tl.tensor, scale: tl.tensor,
+    scaled: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * block + tl.arange(0, block)  # [H]
     mask = col < width
@@ -64,18 +55,23 @@ def _embed_kernel(
     tl.store(out_ptr + token * out_stride + col, y, mask=mask)
 
 
+def copy_config(width: int) -> dict[str, int]:
+    """Tile of a row copy: one row, up to 2048 columns."""
+    return {"block": min(2048, triton.next_power_of_2(width)), "num_warps": 4}
+
+
 def embed_triton(
-    ids: torch.Tensor,
-    table: torch.Tensor,
+    ids: Tensor,
+    table: Tensor,
     *,
-    positions: torch.Tensor | None = None,
-    position_table: torch.Tensor | None = None,
+    positions: Tensor | None = None,
+    position_table: Tensor | None = None,
     position_offset: int = 0,
     scale: float = 1.0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     config: Mapping[str, int] | None = None,
-) -> torch.Tensor:
-    """embed_ref in one kernel."""
+) -> Tensor:
+    """embed_torch in one kernel."""
     shape = (ids.shape[0], table.shape[1])
     out = torch.empty(shape, dtype=table.dtype, device=table.device) if out is None else out
     if out.numel() == 0:
@@ -91,17 +87,9 @@ def embed_triton(
         assert (position_table.shape[1], position_table.dtype) == (shape[1], table.dtype)
     meta = {**copy_config(shape[1]), **(config or {})}
     _embed_kernel[(shape[0], triton.cdiv(shape[1], meta["block"]))](
-        ids,
-        table,
-        None if position_table is None else positions,
-        position_table,
-        out,
-        shape[1],
-        table.stride(0),
-        0 if position_table is None else position_table.stride(0),
-        out.stride(0),
-        position_offset,
-        _rounded(scale, table.dtype),
+        *(ids, table, None if position_table is None else positions, position_table, out, shape[1]),
+        *(table.stride(0), 0 if position_table is None else position_table.stride(0), out.stride(0)),
+        *(position_offset, _rounded(scale, table.dtype)),
         scaled=scale != 1.0,
         **meta,
     )

@@ -7,12 +7,14 @@ are next to each other in the grid: those that share an expert find its weights 
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.kernels.activation import activate, activate_gated, activation_kind
-from outpace.kernels.gemv import has_pdl, row_stride
+from outpace.kernels.activation import activate, activate_gated
+from outpace.kernels.experts_call import Call
+from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.triton_stub import tl, triton
 
 
@@ -30,15 +32,9 @@ def _load_weights(
 
 @triton.jit
 def _add_products(
-    acc: tl.tensor,
-    w: tl.tensor,
-    x_ptrs: tl.tensor,
-    live: tl.tensor,
-    col: tl.tensor,
-    k: tl.tensor,
-    depth: tl.constexpr,
-    even: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tensor, w: tl.tensor, x_ptrs: tl.tensor, live: tl.tensor, col: tl.tensor, k: tl.tensor,
+    depth: tl.constexpr, even: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """acc + x * w, element by element."""
     if even:
         x = tl.load(x_ptrs + k, mask=live, other=0.0)
@@ -54,21 +50,11 @@ def _pair_up_kernel(
     bias_ptr: tl.tensor,  # [E, 2I] or [E, I], or None
     chosen_ptr: tl.tensor,  # int32 [T, K]
     out_ptr: tl.tensor,  # [T * K, I]
-    experts: tl.tensor,
-    inner: tl.tensor,
-    x_stride: tl.tensor,
-    expert_stride: tl.tensor,
+    experts: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, expert_stride: tl.tensor,
     row_stride: tl.tensor,
-    depth: tl.constexpr,
-    top_k: tl.constexpr,
-    activation: tl.constexpr,
-    gated: tl.constexpr,
-    limit: tl.constexpr,
-    alpha: tl.constexpr,
-    pdl: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> None:
+    depth: tl.constexpr, top_k: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr,
+    limit: tl.constexpr, alpha: tl.constexpr, pdl: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> None:  # fmt: skip
     # Tiles are [N, K]; a gated one holds gate and up rows in turn. Beyond the last row lies the last row again.
     tile_n: tl.constexpr = 2 * block_n if gated else block_n
     even: tl.constexpr = depth % block_k == 0
@@ -118,19 +104,11 @@ def _pair_down_kernel(
     chosen_ptr: tl.tensor,  # int32 [T, K]
     add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads what it writes, and no more
     out_ptr: tl.tensor,  # [T, H]
-    experts: tl.tensor,
-    outputs: tl.tensor,
-    expert_stride: tl.tensor,
-    row_stride: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-    depth: tl.constexpr,
-    top_k: tl.constexpr,
-    pdl: tl.constexpr,
-    block_p: tl.constexpr,
-    block_n: tl.constexpr,
+    experts: tl.tensor, outputs: tl.tensor, expert_stride: tl.tensor, row_stride: tl.tensor,
+    add_stride: tl.tensor, out_stride: tl.tensor,
+    depth: tl.constexpr, top_k: tl.constexpr, pdl: tl.constexpr, block_p: tl.constexpr, block_n: tl.constexpr,
     block_k: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     # Tiles are [P, N, K], P the experts of one token.
     even: tl.constexpr = depth % block_k == 0
     last: tl.constexpr = (depth - 1) // block_k * block_k
@@ -176,7 +154,7 @@ def _pair_down_kernel(
 
 
 def up_config(inner: int, depth: int, gated: bool) -> dict[str, int]:
-    """Tiles of the first kernel: gated ones the best of bench.experts_sweep on an H200, the others those of gemv."""
+    """Tiles of the first kernel: gated ones the best of a sweep on an H200, the others those of gemv."""
     width: int = triton.next_power_of_2(depth)
     if gated and 1024 < depth <= 2048:
         tile = (1, 1024, 4)
@@ -188,53 +166,40 @@ def up_config(inner: int, depth: int, gated: bool) -> dict[str, int]:
 
 
 def down_config(top_k: int, depth: int) -> dict[str, int]:
-    """Tiles of the second kernel: 2048 weights for four warps, the best of bench.experts_sweep for 2 and 8 experts."""
+    """Tiles of the second kernel: 2048 weights for four warps, the best of a sweep for 2 and 8 experts."""
     block_p = triton.next_power_of_2(top_k)
     block_k = min(triton.next_power_of_2(depth), max(128, 512 // block_p))
     return {"block_n": max(1, 2048 // (block_p * block_k)), "block_k": block_k, "num_warps": 4}
 
 
 def experts_few(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    *,
-    act: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    limit: float | None = None,
-    alpha: float | None = None,
-    gated: bool = True,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
+    *operands: Any,
     pdl: bool | None = None,
     up: Mapping[str, int] | None = None,
     down_tiles: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> Tensor:
-    """experts_ref in two kernels. up, down_tiles: tiles other than the default ones; pdl: as in gemv_triton."""
+    """A `Call` in two kernels. up, down_tiles: tiles other than the default ones; pdl: as in gemv_triton."""
+    call = Call(*operands, **options)
+    x, gate_up, down, chosen = call.x, call.gate_up, call.down, call.chosen
+    assert isinstance(gate_up, Tensor), "plain weights"
+    assert isinstance(down, Tensor), "plain weights"
     (tokens, hidden), (experts, _, inner), top_k = x.shape, down.shape, chosen.shape[1]
-    h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
-    pdl = pdl is not False and has_pdl(x.device)
-    both = {"top_k": top_k, "pdl": pdl, **({"launch_pdl": True} if pdl else {})}
-    meta = {**up_config(inner, hidden, gated), **(up or {})}
+    h, out = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device), call.empty_out()
+    both = {"top_k": top_k, **pdl_options(pdl is not False and has_pdl(x.device))}
+    meta = {**up_config(inner, hidden, call.gated), **(up or {})}
     _pair_up_kernel[(tokens * top_k, triton.cdiv(inner, meta["block_n"]))](
-        *(x, gate_up, gate_up_bias, chosen, h, experts, inner),
+        *(x, gate_up, call.gate_up_bias, chosen, h, experts, inner),
         *(row_stride(x), gate_up.stride(0), gate_up.stride(1)),
         depth=hidden,
-        activation=activation_kind(act),
-        gated=gated,
-        limit=limit,
-        alpha=alpha,
+        **call.after_up,
         **both,
         **meta,
     )
     meta = {**down_config(top_k, inner), **(down_tiles or {})}
     _pair_down_kernel[(tokens, triton.cdiv(hidden, meta["block_n"]))](
-        *(h, down, down_bias, weights, chosen, add, out, experts, hidden),
-        *(down.stride(0), down.stride(1), row_stride(add), row_stride(out)),
+        *(h, down, call.down_bias, call.weights, chosen, call.add, out, experts, hidden),
+        *(down.stride(0), down.stride(1), row_stride(call.add), row_stride(out)),
         depth=inner,
         block_p=triton.next_power_of_2(top_k),
         **both,

@@ -1,13 +1,17 @@
-"""Experts of few tokens with quantized weights: experts_few.py with the products of packed_gemv.py."""
+"""Experts of few tokens with quantized weights: experts_few.py with packed_product.py's products."""
 # mypy: disallow-untyped-decorators=False
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.kernels.activation import activate, activate_gated, activation_kind
-from outpace.kernels.gemv import has_pdl, row_stride
+from outpace.kernels.activation import activate, activate_gated
+from outpace.kernels.experts_call import Call
+from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_gemv import CHUNK, fitting_depth, packed_product, takes_chunks, words_of_chunk
+from outpace.kernels.packed_gemv import CHUNK, fitting_depth, takes_chunks, words_of_chunk
+from outpace.kernels.packed_product import packed_product
 from outpace.kernels.triton_stub import tl, triton
 
 
@@ -20,30 +24,14 @@ def _packed_up_kernel(
     bias_ptr: tl.tensor,  # [E, 2I] or [E, I], or None
     chosen_ptr: tl.tensor,  # int32 [T, K]
     out_ptr: tl.tensor,  # [T * K, I]
-    experts: tl.tensor,
-    inner: tl.tensor,
-    x_stride: tl.tensor,
-    values_expert: tl.tensor,
-    values_row: tl.tensor,
-    scale_expert: tl.tensor,
-    scale_row: tl.tensor,
-    zero_expert: tl.tensor,
+    experts: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, values_expert: tl.tensor,
+    values_row: tl.tensor, scale_expert: tl.tensor, scale_row: tl.tensor, zero_expert: tl.tensor,
     zero_row: tl.tensor,
-    depth: tl.constexpr,
-    group: tl.constexpr,
-    shared_rows: tl.constexpr,
-    default_zero: tl.constexpr,
-    top_k: tl.constexpr,
-    activation: tl.constexpr,
-    gated: tl.constexpr,
-    limit: tl.constexpr,
-    alpha: tl.constexpr,
-    pdl: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    chunk: tl.constexpr,
+    depth: tl.constexpr, group: tl.constexpr, shared_rows: tl.constexpr, default_zero: tl.constexpr,
+    top_k: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr,
+    alpha: tl.constexpr, pdl: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, chunk: tl.constexpr,
     words: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
     tile_n: tl.constexpr = 2 * block_n if gated else block_n
     if pdl:
@@ -67,15 +55,8 @@ def _packed_up_kernel(
             values_ptr + far * values_expert + n[:, :, :, :, None] * values_row,
             scale_ptr + far * scale_expert + n // shared_rows * scale_row,
             None if zero_ptr is None else zero_ptr + far * zero_expert + n // shared_rows * zero_row,
-            0.0,
-            depth,
-            group,
-            default_zero,
-            False,
-            block_k,
-            chunk,
-            words,
-        )
+            0.0, depth, group, default_zero, False, block_k, chunk, words,
+        )  # fmt: skip
         y = tl.reshape(y, [tile_n])
         if bias_ptr is not None:
             y += tl.load(bias_ptr + far * (2 * inner if gated else inner) + row).to(tl.float32)
@@ -102,28 +83,13 @@ def _packed_down_kernel(
     chosen_ptr: tl.tensor,  # int32 [T, K]
     add_ptr: tl.tensor,  # [T, H] or None
     out_ptr: tl.tensor,  # [T, H]
-    experts: tl.tensor,
-    outputs: tl.tensor,
-    values_expert: tl.tensor,
-    values_row: tl.tensor,
-    scale_expert: tl.tensor,
-    scale_row: tl.tensor,
-    zero_expert: tl.tensor,
-    zero_row: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-    depth: tl.constexpr,
-    group: tl.constexpr,
-    shared_rows: tl.constexpr,
-    default_zero: tl.constexpr,
-    top_k: tl.constexpr,
-    pdl: tl.constexpr,
-    block_p: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    chunk: tl.constexpr,
-    words: tl.constexpr,
-) -> None:
+    experts: tl.tensor, outputs: tl.tensor, values_expert: tl.tensor, values_row: tl.tensor,
+    scale_expert: tl.tensor, scale_row: tl.tensor, zero_expert: tl.tensor, zero_row: tl.tensor,
+    add_stride: tl.tensor, out_stride: tl.tensor,
+    depth: tl.constexpr, group: tl.constexpr, shared_rows: tl.constexpr, default_zero: tl.constexpr,
+    top_k: tl.constexpr, pdl: tl.constexpr, block_p: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, chunk: tl.constexpr, words: tl.constexpr,
+) -> None:  # fmt: skip
     # M are the experts of one token; beyond the last one lies the last one again, and a pair without an expert reads
     # the first: neither is added. With pdl `chosen` is read before the wait: see experts_few.py.
     token = tl.program_id(0)
@@ -141,15 +107,8 @@ def _packed_down_kernel(
         values_ptr + far[:, :, :, :, None] * values_expert + n[:, :, :, :, None] * values_row,
         scale_ptr + far * scale_expert + n // shared_rows * scale_row,
         None if zero_ptr is None else zero_ptr + far * zero_expert + n // shared_rows * zero_row,
-        0.0,
-        depth,
-        group,
-        default_zero,
-        pdl,
-        block_k,
-        chunk,
-        words,
-    )
+        0.0, depth, group, default_zero, pdl, block_k, chunk, words,
+    )  # fmt: skip
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + tl.where(found, expert, 0).to(tl.int64)[:, None] * outputs + row[None, :]
         y += tl.load(bias_ptrs).to(tl.float32)
@@ -164,7 +123,7 @@ def _packed_down_kernel(
 
 
 def few_packed_config(weight: Packed, block_p: int, gated: bool) -> dict[str, int]:
-    """The default tiles of either kernel. Not measured yet: bench/experts_sweep.py."""
+    """The default tiles of either kernel. Not measured yet: `scripts/bench kernels --only experts --sweep`."""
     width: int = max(CHUNK, triton.next_power_of_2(weight.shape[1]))
     block_k = min(2048 if block_p == 1 and weight.kind == "int4" else max(256, 1024 // block_p), width)
     warps = max(1, min(4, block_k // (32 * CHUNK)))
@@ -177,48 +136,34 @@ def takes_few_packed(*stacks: Packed) -> bool:
 
 
 def experts_few_packed(
-    x: Tensor,
-    gate_up: Packed,
-    down: Packed,
-    weights: Tensor,
-    chosen: Tensor,
-    *,
-    act: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    limit: float | None = None,
-    alpha: float | None = None,
-    gated: bool = True,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    pdl: bool | None = None,
+    *operands: Any,
     up: dict[str, int] | None = None,
     down_tiles: dict[str, int] | None = None,
+    **options: Any,
 ) -> Tensor:
-    """experts_ref in two kernels, both weights quantized; out may be add. up, down_tiles: see few_packed_config."""
+    """A `Call` in two kernels, both weights quantized. up, down_tiles: see few_packed_config."""
+    call = Call(*operands, **options)
+    x, gate_up, down, chosen = call.x, call.gate_up, call.down, call.chosen
+    assert isinstance(gate_up, Packed), "quantized weights"
+    assert isinstance(down, Packed), "quantized weights"
     assert takes_few_packed(gate_up, down), f"groups of columns are no multiples of {CHUNK}"
     (tokens, hidden), inner, top_k, experts = x.shape, down.shape[1], chosen.shape[1], down.experts
-    h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
-    pdl = pdl is not False and has_pdl(x.device)
-    both = {"top_k": top_k, "pdl": pdl, **({"launch_pdl": True} if pdl else {})}
-    values, form, meta = _read(gate_up, x.dtype, up or few_packed_config(gate_up, 1, gated))
+    h, out = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device), call.empty_out()
+    both = {"top_k": top_k, **pdl_options(has_pdl(x.device))}
+    values, form, meta = _read(gate_up, x.dtype, up or few_packed_config(gate_up, 1, call.gated))
     _packed_up_kernel[(tokens * top_k, triton.cdiv(inner, meta["block_n"]))](
-        *(x, values, gate_up.scale, gate_up.zero, gate_up_bias, chosen, h, experts, inner),
+        *(x, values, gate_up.scale, gate_up.zero, call.gate_up_bias, chosen, h, experts, inner),
         *(row_stride(x), *_strides(values, gate_up.scale, gate_up.zero)),
         **form,
-        activation=activation_kind(act),
-        gated=gated,
-        limit=limit,
-        alpha=alpha,
+        **call.after_up,
         **both,
         **meta,
     )
     block_p = triton.next_power_of_2(top_k)
     values, form, meta = _read(down, x.dtype, down_tiles or few_packed_config(down, block_p, False))
     _packed_down_kernel[(tokens, triton.cdiv(hidden, meta["block_n"]))](
-        *(h, values, down.scale, down.zero, down_bias, weights, chosen, add, out, experts, hidden),
-        *(*_strides(values, down.scale, down.zero), row_stride(add), row_stride(out)),
+        *(h, values, down.scale, down.zero, call.down_bias, call.weights, chosen, call.add, out, experts, hidden),
+        *(*_strides(values, down.scale, down.zero), row_stride(call.add), row_stride(out)),
         **form,
         block_p=block_p,
         **both,

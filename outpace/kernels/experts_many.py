@@ -1,10 +1,9 @@
 """Experts of many tokens: pairs of a token and an expert sorted by expert, then products of tiles of one expert each.
 
-Four or five kernels, and the host waits for none: how large each grid is depends on shapes alone, and a program that
-finds no work ends. `count` counts the pairs of each expert, where they are so many that `place` does not count them
-itself; `place` lists the pairs by expert, those of one in their order, so that the result is always the same, and says
-which rows each tile has; the two products gather their rows by that list; `add` takes the weighted sum of each token's
-experts. No row of a tile depends on another one: with fixed tiles each token is bit for bit as if it were alone.
+Four or five kernels, and the host waits for none: grid sizes depend on shapes alone, and a program that finds no work
+ends. One or two sort the pairs (`experts_sort`); the two products gather their rows by that list; `add` takes the
+weighted sum of each token's experts. No row of a tile depends on another one: with fixed tiles each token is bit for
+bit as if it were alone.
 
 With `rows` both products take rows that are rounded to int8 or fp8, like the weights, so that matrix units multiply
 both as they are: two more kernels round the tokens, and what is between the products.
@@ -12,18 +11,20 @@ both as they are: two more kernels round the tokens, and what is between the pro
 # mypy: disallow-untyped-decorators=False
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.kernels.activation import activate, activate_gated, activation_kind
-from outpace.kernels.gemv import has_pdl, row_stride
+from outpace.kernels.activation import activate, activate_gated
+from outpace.kernels.experts_call import Call, Stack, stack_shape
+from outpace.kernels.experts_sort import sort_pairs
+from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_tile import packed_step, scale_form, step_depth
 from outpace.kernels.quantize import quantize_rows_triton
 from outpace.kernels.triton_stub import tl, triton
 
-PLACE_BLOCKS = (256, 1024, 4096)  # pairs that a program looks at together; few sizes, since each is compiled
 ADD_BLOCK = 1024
 
 
@@ -41,9 +42,9 @@ class Tiles:
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype, kind: str | None = None) -> Tiles:
-    """Tiles by the pairs of an expert, if all had as many: the best of bench.experts_sweep on an H200.
+    """Tiles by the pairs of an expert, if all had as many: the best of a sweep on an H200 (bench/kernels.py).
 
-    kind: of quantized weights (int8, int4, fp8), whose tiles are not measured yet: bench.experts_sweep --kinds.
+    kind: of quantized weights (int8, int4, fp8), whose tiles are not measured yet.
 
     Up to 64 rows a tile is as fast as its weights are read. More than one tile for an expert would read them again.
     """
@@ -58,11 +59,11 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype, kind: str | None = N
 
 
 def scaled_tiles() -> Tiles:
-    """Tiles of rounded rows, of which there are many: not measured yet (bench.experts_sweep --kinds)."""
+    """Tiles of rounded rows, of which there are many: not measured yet."""
     return Tiles(128, 128, 128, 128, num_warps=8, num_stages=3)
 
 
-def takes_rounded(rows: str | None, *stacks: Tensor | Packed) -> bool:
+def takes_rounded(rows: str | None, *stacks: Stack) -> bool:
     """Whether both products can take rows of this kind: weights of the same kind, no zeros, scales for whole steps."""
     return all(
         isinstance(stack, Packed)
@@ -78,94 +79,17 @@ def fixed_tiles(dtype: torch.dtype) -> Tiles:
     return Tiles(16, 64, 32, 32, num_stages=2) if dtype == torch.float32 else Tiles(64, 128, 128)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(
-    chosen_ptr: tl.tensor,  # int32 [pairs]
-    counts_ptr: tl.tensor,  # int32 [E]
-    pairs: tl.tensor,
-    pdl: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.program_id(0)
-    lane = tl.arange(0, block)
-    found = tl.zeros([block], tl.int32)
-    for start in range(0, pairs, block):
-        ids = tl.load(chosen_ptr + start + lane, mask=start + lane < pairs, other=-1)
-        found += (ids == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(found, axis=0))
-
-
-@triton.jit(do_not_specialize=["pairs", "tiles"])
-def _place_kernel(
-    chosen_ptr: tl.tensor,  # int32 [pairs]
-    counts_ptr: tl.tensor,  # int32 [E]; None: all pairs fit in one block, and every program counts them
-    order_ptr: tl.tensor,  # int32 [pairs]: pairs by expert
-    tiles_ptr: tl.tensor,  # int32 [3, tiles]: expert (-1: none), first place in `order`, end of the expert's places
-    pairs: tl.tensor,
-    tiles: tl.tensor,
-    experts: tl.constexpr,
-    pdl: tl.constexpr,
-    block_m: tl.constexpr,
-    block_e: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    if pdl:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.program_id(0)
-    lane = tl.arange(0, block)
-    e = tl.arange(0, block_e)
-    if counts_ptr is None:
-        ids = tl.load(chosen_ptr + lane, mask=lane < pairs, other=-1)
-        real = (ids >= 0) & (ids < experts)
-        stray = block - tl.sum(real.to(tl.int32), axis=0)  # counted for the first expert, and taken off
-        counts = tl.histogram(tl.where(real, ids, 0), block_e) - tl.where(e == 0, stray, 0)
-    else:
-        counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
-    first = tl.sum(tl.where(e < expert, counts, 0), axis=0)
-    tile = tl.sum(tl.where(e < expert, (counts + block_m - 1) // block_m, 0), axis=0)
-    if expert == experts:  # one program more says which tiles have no rows
-        for start in range(tile, tiles, block):
-            tl.store(tiles_ptr + start + lane, -1, mask=start + lane < tiles)
-    else:
-        count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
-        own = (count + block_m - 1) // block_m
-        for start in range(0, own, block):
-            mask = start + lane < own
-            ptrs = tiles_ptr + tile + start + lane
-            tl.store(ptrs, expert, mask=mask)
-            tl.store(ptrs + tiles, first + (start + lane) * block_m, mask=mask)
-            tl.store(ptrs + 2 * tiles, first + count, mask=mask)
-        if count > 0:
-            place = first
-            for start in range(0, pairs, block):
-                ids = tl.load(chosen_ptr + start + lane, mask=start + lane < pairs, other=-1)
-                here = (ids == expert).to(tl.int32)
-                tl.store(order_ptr + place + tl.cumsum(here, axis=0) - 1, start + lane, mask=here != 0)
-                place += tl.sum(here, axis=0)
-
-
 @triton.jit
 def _packed_product(
     x_ptrs: tl.tensor,  # [M, K]
     live: tl.tensor,  # [M]
-    values_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
+    values_ptr: tl.tensor, scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,  # or None
     row: tl.tensor,  # [N]
-    values_row: tl.tensor,
-    scale_row: tl.tensor,
-    zero_row: tl.tensor,
-    depth: tl.tensor,
-    group: tl.constexpr,
-    shared_rows: tl.constexpr,
-    form: tl.constexpr,
-    even: tl.constexpr,
+    values_row: tl.tensor, scale_row: tl.tensor, zero_row: tl.tensor, depth: tl.tensor,
+    group: tl.constexpr, shared_rows: tl.constexpr, form: tl.constexpr, even: tl.constexpr,
     tile_n: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """x @ weight.T of these rows of a quantized weight: fp32 [M, N]."""
     block_k: tl.constexpr = x_ptrs.shape[1]
     row = row.to(tl.int64)[:, None]
@@ -232,35 +156,16 @@ def _grouped_kernel(
     scale_ptr: tl.tensor,  # of a quantized weight, or None
     zero_ptr: tl.tensor,  # as scale, or None
     bias_ptr: tl.tensor,  # [E, N] or [E, 2N], or None
-    order_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
+    order_ptr: tl.tensor, tiles_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [pairs, N]: in the order of the list if `gather`, else of the pairs
-    tiles: tl.tensor,
-    outputs: tl.tensor,
-    depth: tl.tensor,
-    x_stride: tl.tensor,
-    expert_stride: tl.tensor,
-    row_stride: tl.tensor,
-    scale_expert: tl.tensor,
-    scale_row: tl.tensor,
-    zero_expert: tl.tensor,
+    tiles: tl.tensor, outputs: tl.tensor, depth: tl.tensor, x_stride: tl.tensor, expert_stride: tl.tensor,
+    row_stride: tl.tensor, scale_expert: tl.tensor, scale_row: tl.tensor, zero_expert: tl.tensor,
     zero_row: tl.tensor,
-    group: tl.constexpr,
-    shared_rows: tl.constexpr,
-    form: tl.constexpr,
-    gather: tl.constexpr,
-    top_k: tl.constexpr,
-    activation: tl.constexpr,
-    gated: tl.constexpr,
-    limit: tl.constexpr,
-    alpha: tl.constexpr,
-    even: tl.constexpr,
-    pdl: tl.constexpr,
-    group_m: tl.constexpr,
-    block_m: tl.constexpr,
-    tile_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> None:
+    group: tl.constexpr, shared_rows: tl.constexpr, form: tl.constexpr, gather: tl.constexpr,
+    top_k: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr, limit: tl.constexpr,
+    alpha: tl.constexpr, even: tl.constexpr, pdl: tl.constexpr, group_m: tl.constexpr, block_m: tl.constexpr,
+    tile_n: tl.constexpr, block_k: tl.constexpr,
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -328,14 +233,9 @@ def _add_kernel(
     chosen_ptr: tl.tensor,  # int32 [T, K]
     add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads what it writes, and no more
     out_ptr: tl.tensor,  # [T, H]
-    experts: tl.tensor,
-    width: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-    top_k: tl.constexpr,
-    pdl: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    experts: tl.tensor, width: tl.tensor, add_stride: tl.tensor, out_stride: tl.tensor,
+    top_k: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -355,71 +255,15 @@ def _add_kernel(
     tl.store(out_ptr + token * out_stride + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
-def max_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """Tiles of `block_m` rows that `pairs` pairs can need: each expert that has any wastes less than one."""
-    return (pairs + min(pairs, experts) * (block_m - 1)) // block_m
-
-
-def sort_pairs(chosen: Tensor, experts: int, block_m: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """The pairs of chosen [T, K] by expert, each expert's in their order, and the tiles of `block_m` of them.
-
-    int32 [T * K], whose end is not written if there are pairs without an expert, and int32 [3, tiles]: the expert of
-    each tile (-1: no rows), its first place in the list, and the place where its expert ends.
-    """
-    pairs = chosen.numel()
-    tiles = max_tiles(pairs, experts, block_m)
-    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
-    places = torch.empty((3, tiles), dtype=torch.int32, device=chosen.device)
-    block = next((size for size in PLACE_BLOCKS if pairs <= size), PLACE_BLOCKS[-1])
-    both = {"pdl": pdl, "block": block, "num_warps": min(8, max(1, block // 256)), **_launch(pdl)}
-    counts = None if pairs <= block else torch.empty(experts, dtype=torch.int32, device=chosen.device)
-    if counts is not None:
-        _count_kernel[(experts,)](chosen, counts, pairs, **both)
-    block_e = max(2, triton.next_power_of_2(experts))
-    _place_kernel[(experts + 1,)](
-        *(chosen, counts, order, places, pairs, tiles), experts=experts, block_m=block_m, block_e=block_e, **both
-    )
-    return order, places
-
-
-def stack_shape(stack: Tensor | Packed) -> tuple[int, int, int]:
-    """(E, N, K) of a stack of weights."""
-    if isinstance(stack, Packed):
-        assert stack.experts is not None, "a single weight is no stack of experts"
-        return stack.experts, *stack.shape
-    experts, rows, columns = stack.shape
-    return experts, rows, columns
-
-
-def _strides(stack: Tensor | Packed | None) -> tuple[int, int]:
+def _strides(stack: Stack | None) -> tuple[int, int]:
     """Of experts and of rows."""
     return (stack.stride(0), stack.stride(1)) if isinstance(stack, Tensor) else (0, 0)
 
 
-def _launch(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}
-
-
-def experts_many(
-    x: Tensor,
-    gate_up: Tensor | Packed,
-    down: Tensor | Packed,
-    weights: Tensor,
-    chosen: Tensor,
-    *,
-    act: str,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    limit: float | None = None,
-    alpha: float | None = None,
-    gated: bool = True,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    rows: str | None = None,
-    tiles: Tiles | None = None,
-    pdl: bool | None = None,
-) -> Tensor:
-    """experts_ref in four or five kernels, with `rows` two more. pdl: as in gemv_triton; None: for few tokens."""
+def experts_many(*operands: Any, tiles: Tiles | None = None, pdl: bool | None = None, **options: Any) -> Tensor:
+    """A `Call` in four or five kernels, with `rows` two more. pdl: as in gemv_triton; None: for few tokens."""
+    call = Call(*operands, **options)
+    x, gate_up, down, chosen, rows = call.x, call.gate_up, call.down, call.chosen, call.rows
     assert rows is None or takes_rounded(rows, gate_up, down), f"these weights take no rows of {rows}"
     (tokens, hidden), (experts, _, inner), top_k = x.shape, stack_shape(down), chosen.shape[1]
     pairs = tokens * top_k
@@ -428,19 +272,16 @@ def experts_many(
     pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
     h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) if out is None else out
+    out = call.empty_out()
 
-    def product(
-        a: Tensor, weight: Tensor | Packed, bias: Tensor | None, into: Tensor, tile_n: int, first: bool
-    ) -> None:
+    def product(a: Tensor, weight: Stack, bias: Tensor | None, into: Tensor, tile_n: int, first: bool) -> None:
         """One of the two products; the first has rows of x, and the activation."""
         (width, depth), count = (into.shape[1], a.shape[1]), places.shape[1]
         a, a_scales = (a, None) if rows is None else quantize_rows_triton(a, rows)
-        halves = 2 if first and gated else 1
         packed = weight if isinstance(weight, Packed) else None
         values, scale, zero = (weight, None, None) if packed is None else (packed.values, packed.scale, packed.zero)
         block_k = tiles.block_k if packed is None else step_depth(packed, tiles.block_k)
-        _grouped_kernel[(count * triton.cdiv(width, tile_n // halves),)](
+        _grouped_kernel[(count * triton.cdiv(width, tile_n // (2 if first and call.gated else 1)),)](
             *(a, a_scales, values, scale, zero, bias, order, places, into, count, width, depth),
             *(row_stride(a), *_strides(values), *_strides(scale), *_strides(zero)),
             group=None if packed is None else min(packed.group, depth),
@@ -448,28 +289,23 @@ def experts_many(
             form=None if packed is None else scale_form(packed, block_k),
             gather=first,
             top_k=top_k,
-            activation=activation_kind(act) if first else None,
-            gated=first and gated,
-            limit=limit if first else None,
-            alpha=alpha if first else None,
+            **(call.after_up if first else {"activation": None, "gated": False, "limit": None, "alpha": None}),
             even=depth % block_k == 0,
-            pdl=pdl,
             group_m=tiles.group_m,
             block_m=tiles.block_m,
             tile_n=tile_n,
             block_k=block_k,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
-            **_launch(pdl),
+            **pdl_options(pdl),
         )
 
-    product(x, gate_up, gate_up_bias, h, tiles.up_n, True)
-    product(h, down, down_bias, y, tiles.down_n, False)
+    product(x, gate_up, call.gate_up_bias, h, tiles.up_n, True)
+    product(h, down, call.down_bias, y, tiles.down_n, False)
     _add_kernel[(tokens, triton.cdiv(hidden, ADD_BLOCK))](
-        *(y, weights, chosen, add, out, experts, hidden, row_stride(add), row_stride(out)),
+        *(y, call.weights, chosen, call.add, out, experts, hidden, row_stride(call.add), row_stride(out)),
         top_k=top_k,
-        pdl=pdl,
         block=ADD_BLOCK,
-        **_launch(pdl),
+        **pdl_options(pdl),
     )
     return out

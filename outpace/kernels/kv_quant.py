@@ -1,22 +1,20 @@
 """Keys and values of 8 bits in pages: how a vector becomes one, and how the torch paths read it back.
 
 A vector is a key or a value of one token and one KV head. It has one float32 scale: absmax / 127 for int8, absmax / 448
-for fp8 (e4m3). The scales of a layer are one tensor [N, 2, Hkv, bs] beside the pages [N, bs, Hkv, D]: keys' scales at
+for fp8 (e4m3). The scales of a layer are one tensor [N, 2, Hkv, bs] next to the pages [N, bs, Hkv, D]: keys' scales at
 0, values' at 1. The scales of one head and page are contiguous, as the attention kernels read them, and a page's scales
 are one piece of memory, so that a page can move.
 """
 # mypy: disallow-untyped-decorators=False
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outpace.kernels.quantize import LARGEST
 from outpace.kernels.triton_stub import NATIVE, tl, triton
 
-LIMITS: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Dtypes of quantized pages, and the largest number of each."""
 SMALLEST = tl.constexpr(2.0**-126)  # a smaller scale loses bits, or is 0: the vector is stored as zeros with scale 1
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 below 2**22 that has it added has no fraction any more
 
@@ -68,12 +66,7 @@ def two_values(pairs: tl.tensor, whole: tl.constexpr, dtype: tl.constexpr) -> tl
     """
     if NATIVE and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
-            INT8_PAIRS if whole else FP8_PAIRS,
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+            INT8_PAIRS if whole else FP8_PAIRS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
         kind: tl.constexpr = tl.int8 if whole else tl.float8e4nv
@@ -85,7 +78,7 @@ def two_values(pairs: tl.tensor, whole: tl.constexpr, dtype: tl.constexpr) -> tl
 def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Vectors [..., D] as numbers of `dtype` and float32 scales [...], rounded to the nearest, ties to even."""
     x = x.float()
-    scale = x.abs().amax(-1) / LIMITS[dtype]
+    scale = x.abs().amax(-1) / LARGEST[dtype]
     scale = torch.where(scale < SMALLEST.value, 1.0, scale)
     x = x / scale[..., None]
     return (x.round() if dtype == torch.int8 else x).to(dtype), scale
@@ -104,7 +97,7 @@ def write_tokens(x: Tensor, pages: Tensor, page: Tensor, offset: Tensor, scales:
 def check_scales(k_pages: Tensor, v_pages: Tensor, scales: Tensor) -> None:
     """Refuse scales that do not belong to these pages; the kernels take shapes and strides on trust."""
     num_blocks, size, heads, _ = k_pages.shape
-    if k_pages.dtype not in LIMITS or v_pages.dtype != k_pages.dtype:
+    if k_pages.dtype not in LARGEST or v_pages.dtype != k_pages.dtype:
         raise ValueError(f"scales belong to pages of int8 or fp8: k_pages {k_pages.dtype}, v_pages {v_pages.dtype}")
     inside = (heads * size, size, 1)
     if scales.shape != (num_blocks, 2, heads, size) or scales.dtype != torch.float32 or scales.stride()[1:] != inside:
@@ -133,7 +126,7 @@ class Stored:
         return found.mul_(self.scales.index_select(0, ids).transpose(1, 2)[..., None])
 
     def run(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """`blocks` to be read alone: without a copy where the pages lie one behind the other."""
+        """`blocks`, read-only: without a copy where the pages are adjacent."""
         numbers = ids.tolist()
         first = numbers[0]
         if self.scales is not None or self.pages.dtype != dtype or numbers != list(range(first, first + len(numbers))):

@@ -1,40 +1,96 @@
-"""Which of NVIDIA's libraries multiplies matrices while a step is captured."""
+"""Products of linear layers by torch, or by an algorithm of cublasLt that was found to be faster."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-LT_ROWS = range(25, 240)
-"""Rows at which a step of the 8B takes 2 to 6 % less with cuBLASLt than with cuBLAS on an H200 (docs/log.md)."""
+from outpace.kernels.cublaslt import Failed, Plan, Product, fits
+from outpace.kernels.matmul import matmul_torch
+from outpace.log import logger
 
 
-@contextmanager
-def gemm_library(rows: int) -> Iterator[None]:
-    """Have torch multiply with the library that is faster for so many rows.
+class Call(NamedTuple):
+    """A product that was computed."""
 
-    torch knows one choice for the whole process, so this is for the time of a capture: a graph keeps the kernels that
-    were chosen.
+    product: Product
+    weight: Tensor
+    bias: Tensor | None
+
+
+class TunedLinear:
+    """x @ weight.T + bias + add, by the algorithm that the table has for this product, otherwise by torch.
+
+    Each model has its own. The table is empty until `use` is called; copies begin with an empty one.
     """
-    if rows not in LT_ROWS or torch.version.cuda is None:
-        yield
-        return
-    before = torch.backends.cuda.preferred_blas_library()
-    _prefer("cublaslt")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
+
+    def __init__(self) -> None:
+        self._table: Mapping[Product, Plan] = MappingProxyType({})
+        self._calls: list[Call] | None = None
+
+    def __reduce__(self) -> tuple[type["TunedLinear"], tuple[()]]:
+        return TunedLinear, ()
+
+    @property
+    def table(self) -> Mapping[Product, Plan]:
+        """The products that cublasLt computes."""
+        return self._table
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        add: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x: [M, K], weight: [N, K] → [M, N]; out may be add."""
+        if self._calls is not None:
+            self._calls.append(Call(Product.of(x, weight, bias, add), weight, bias))
+        if self._table:
+            product = Product.of(x, weight, bias, add)
+            plan = self._table.get(product)
+            if plan is not None and fits(x, weight, bias, add, out):
+                try:
+                    return by_plan(plan, x, weight, bias, add=add, out=out)
+                except Failed as error:
+                    self._drop(product, error)
+        return matmul_torch(x, weight, bias, add=add, out=out)
+
+    def use(self, table: Mapping[Product, Plan]) -> None:
+        """Compute these products by these plans from now on, in addition to those of earlier calls."""
+        self._table = MappingProxyType({**self._table, **table})
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Call]]:
+        """The products that are computed inside the `with`."""
+        calls: list[Call] = []
+        self._calls = calls
+        try:
+            yield calls
+        finally:
+            self._calls = None
+
+    def _drop(self, product: Product, error: Failed) -> None:
+        logger.warning("products: torch computes %s from now on (%s)", product, error)
+        self._table = MappingProxyType({each: plan for each, plan in self._table.items() if each != product})
 
 
-def _prefer(library: str) -> None:
-    """torch writes to standard error, past Python, that this is experimental; once, and nobody can do anything."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        torch.backends.cuda.preferred_blas_library(library)
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+def by_plan(
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The product by a plan, into `out` or new memory."""
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    plan(x, weight, bias, add, out)
+    return out

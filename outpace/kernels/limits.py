@@ -1,4 +1,4 @@
-"""What the device can do at most, measured in the same run as the figures that stand beside it."""
+"""The limits of a device, measured in the same run as the figures that are compared with them."""
 
 import platform
 import resource

@@ -3,8 +3,8 @@
 A library picks its kernel by the number of rows, and with it the order in which the products of one output are added.
 Here the order is fixed by the weight alone. The depth is cut in chunks (`chunk_depth`); a chunk is summed from left to
 right by the same matrix instructions, and the sums of the chunks are added from the first to the last. Few rows have a
-program for each chunk, so that there are enough to draw the weight from memory, and a second kernel adds what they
-found; of many rows one program takes all chunks. Both add the same numbers in the same order: tiles change the speed
+program for each chunk, so that there are enough to draw the weight from memory, and a second kernel adds their
+sums; of many rows one program takes all chunks. Both add the same numbers in the same order: tiles change the speed
 and no bit of the result.
 """
 # mypy: disallow-untyped-decorators=False
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels.gemv import has_pdl
-from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
+from outpace.kernels.launch_options import has_pdl, pdl_options
+from outpace.kernels.triton_stub import tl, triton
 
 BLOCK_ROWS = 32  # of the torch form
 PROGRAMS = 132  # that fill a GPU: the SMs of an H200
@@ -25,6 +25,10 @@ MIN_CHUNK = 512
 MIN_PROGRAMS = 256  # of few rows: about two per SM
 MAX_CHUNKS = 8
 ADD_BLOCK = 512  # outputs of a program that adds chunks
+PIECE = 2048  # rows
+WIDE = 16384  # outputs of a weight with which many rows are multiplied a piece at a time
+"""8,192 rows times the 8B's gate and up on an H200: 2.72 ms at once, 2.46 in pieces; Qwen2.5-7B's 3.16 and 2.80. With
+fewer outputs it takes as long either way."""
 MMA_ROWS = 64  # fewer are another matrix instruction on Hopper, which may add in another order
 
 
@@ -47,7 +51,7 @@ class MatmulTiles:
 def chunk_depth(outputs: int, depth: int) -> int:
     """The depth of one chunk. It sets the order of additions, so it must never depend on the rows.
 
-    A power of two of them, which makes two programs of 64 outputs per SM of few rows; one where the weight is wide.
+    A power-of-two number of chunks, about two programs of 64 outputs per SM for small batches; one for wide weights.
     """
     tiles = max(1, -(-outputs // 64))
     wanted = 1 << (-(-MIN_PROGRAMS // tiles) - 1).bit_length()
@@ -56,7 +60,7 @@ def chunk_depth(outputs: int, depth: int) -> int:
 
 
 def matmul_tiles(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> MatmulTiles:
-    """The default tiles, from a sweep over the 8B's layers on an H200 (bench/matmul_sweep.py), all with the same bits.
+    """The default tiles, from a sweep over the 8B's layers on an H200 (bench/kernels.py), all with the same bits.
 
     64 rows: 123 us a layer against cuBLAS's 126; 256: 227 against 178; 2048: 1,560 against 1,130.
     """
@@ -79,7 +83,10 @@ def matmul_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """x @ weight.T + bias + add by torch's own products. x: [M, K], weight: [N, K] → [M, N]; out may be add."""
-    if add is None:
+    bare = add is bias is out is None and x.is_cuda and not x.requires_grad
+    if bare and len(x) >= 2 * PIECE and weight.shape[0] >= WIDE:
+        y = _in_pieces(x, weight)
+    elif add is None:
         y = F.linear(x, weight, bias)
     elif bias is None:
         y = (add.addmm_ if out is add else add.addmm)(x, weight.t())  # the sum is taken in the epilogue
@@ -89,25 +96,27 @@ def matmul_torch(
     return y if out is None or out is y else out.copy_(y)
 
 
-def matmul_invariant(
+def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of some rows after the others, into one result."""
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for rows, into in zip(x.split(PIECE), y.split(PIECE), strict=True):
+        torch.mm(rows, weight.t(), out=into)
+    return y
+
+
+def matmul_invariant_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias + add, each row bit for bit as if it were alone. x: [M, K], weight: [N, K] → [M, N]."""
-    product = matmul_invariant_triton if HAS_TRITON and x.is_cuda else matmul_invariant_ref
-    return product(x, weight, bias, add=add, out=out)
+    """x @ weight.T + bias + add, each row bit for bit as if it were alone. x: [M, K], weight: [N, K] → [M, N].
 
+    The library sees products of one shape: blocks of rows, filled up with zeros.
 
-def matmul_invariant_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """matmul_invariant on a CPU: the library sees products of one shape, blocks of rows filled up with zeros.
-
-    The weight stands on the left: with it on the right MKL adds the rows of one block in different orders where the
+    The weight is the left operand: as the right one, MKL adds the rows of one block in different orders where the
     outputs are few. The product is rounded before the sum with bias and add.
     """
     (rows, depth), outputs = x.shape, weight.shape[0]
     blocks = -(-rows // BLOCK_ROWS)
-    padded = x.new_zeros(blocks * BLOCK_ROWS, depth)  # a copy at all times: alignment too changes the order
+    padded = x.new_zeros(blocks * BLOCK_ROWS, depth)  # always a copy: alignment changes the order too
     padded[:rows] = x
     y = x.new_empty(blocks * BLOCK_ROWS, outputs)
     for into, block in zip(y.split(BLOCK_ROWS), padded.split(BLOCK_ROWS), strict=True):
@@ -127,14 +136,9 @@ def _sum_chunk(
     weight_ptrs: tl.tensor,  # [N, K]
     live: tl.tensor,  # [M, 1]
     col: tl.tensor,  # [1, K]
-    start: tl.tensor,
-    depth: tl.tensor,
-    chunk: tl.tensor,
-    even: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> tl.tensor:
+    start: tl.tensor, depth: tl.tensor, chunk: tl.tensor,
+    even: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The products of one chunk, added from left to right: fp32 [M, N]."""
     acc = tl.zeros([block_m, block_n], tl.float32)
     for k in range(start, tl.minimum(start + chunk, depth), block_k):
@@ -154,14 +158,9 @@ def add_and_store(
     y: tl.tensor,  # fp32 [M, N], or outputs in a row
     m: tl.tensor,  # [M, 1]
     n: tl.tensor,  # [1, N]
-    bias_ptr: tl.tensor,
-    add_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    outputs: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-) -> None:
+    bias_ptr: tl.tensor, add_ptr: tl.tensor, out_ptr: tl.tensor, rows: tl.tensor, outputs: tl.tensor,
+    add_stride: tl.tensor, out_stride: tl.tensor,
+) -> None:  # fmt: skip
     """out = y + bias + add, rounded once."""
     mask = (m < rows) & (n < outputs)
     if bias_ptr is not None:
@@ -178,23 +177,12 @@ def _matmul_kernel(
     bias_ptr: tl.tensor,  # [N] or None
     add_ptr: tl.tensor,  # [M, N] or None
     out_ptr: tl.tensor,  # [M, N]; when split: fp32 [chunks, M, N]
-    rows: tl.tensor,
-    outputs: tl.tensor,
-    depth: tl.tensor,
-    chunk: tl.tensor,  # known to be a multiple of 16, or no load would be under way ahead of its use
-    x_stride: tl.tensor,
-    weight_stride: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-    one_chunk: tl.constexpr,
-    even: tl.constexpr,
-    split: tl.constexpr,
-    pdl: tl.constexpr,
-    group_m: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> None:
+    rows: tl.tensor, outputs: tl.tensor, depth: tl.tensor,
+    chunk: tl.tensor,  # a multiple of 16 that is known as such: otherwise loads are not pipelined
+    x_stride: tl.tensor, weight_stride: tl.tensor, add_stride: tl.tensor, out_stride: tl.tensor,
+    one_chunk: tl.constexpr, even: tl.constexpr, split: tl.constexpr, pdl: tl.constexpr,
+    group_m: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -228,17 +216,11 @@ def _matmul_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _add_chunks_kernel(
     parts_ptr: tl.tensor,  # fp32 [chunks, M, N]
-    bias_ptr: tl.tensor,
-    add_ptr: tl.tensor,
+    bias_ptr: tl.tensor, add_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [M, N]
-    rows: tl.tensor,
-    outputs: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-    chunks: tl.constexpr,
-    pdl: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    rows: tl.tensor, outputs: tl.tensor, add_stride: tl.tensor, out_stride: tl.tensor,
+    chunks: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -258,8 +240,7 @@ def add_chunks(parts: Tensor, bias: Tensor | None, add: Tensor | None, out: Tens
         *(parts, bias, add, out, rows, outputs, _row_stride(add), _row_stride(out)),
         chunks=chunks,
         block=ADD_BLOCK,
-        pdl=pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
 
 
@@ -286,12 +267,10 @@ def matmul_invariant_triton(
     add: Tensor | None = None,
     out: Tensor | None = None,
     tiles: MatmulTiles | None = None,
-    pdl: bool | None = None,
 ) -> Tensor:
-    """matmul_invariant by Triton, rounded once. out may be add, never x.
+    """matmul_invariant_torch by Triton, rounded once. out may be add, never x.
 
-    pdl overlaps the start with the end of the kernel in front, which must not write weight or bias; it is ignored where
-    the device cannot. None: for few rows.
+    With few rows it begins while the kernel in front ends, which must not write weight or bias.
     """
     (rows, depth), outputs = x.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
@@ -303,11 +282,10 @@ def matmul_invariant_triton(
     chunks = -(-depth // chunk)
     assert CHUNK_STEP % tiles.block_k == 0, tiles
     assert x.dtype == torch.float32 or tiles.block_m >= MMA_ROWS, f"{tiles}: another matrix instruction"
-    pdl = (rows <= MMA_ROWS if pdl is None else pdl) and has_pdl(x.device)
+    pdl = rows <= MMA_ROWS and has_pdl(x.device)
     split = tiles.split and chunks > 1
-    assert not split or rows * outputs < 2**31, "so many rows need no split"
+    assert not split or rows * outputs < 2**31, "this many rows need no split"
     target = torch.empty((chunks * rows, outputs), device=x.device) if split else out
-    both = {"pdl": pdl, **({"launch_pdl": True} if pdl else {})}
     grid = triton.cdiv(rows, tiles.block_m) * triton.cdiv(outputs, tiles.block_n)
     _matmul_kernel[(grid, chunks if split else 1)](
         *(x, weight, bias, add, target, rows, outputs, depth, chunk),
@@ -321,7 +299,7 @@ def matmul_invariant_triton(
         block_k=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **both,
+        **pdl_options(pdl),
     )
     if split:
         add_chunks(target, bias, add, out, chunks, pdl)

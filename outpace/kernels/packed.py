@@ -1,4 +1,4 @@
-"""The one form of a quantized weight: values of 4 or 8 bits, a scale and a zero for every block of them.
+"""The common form of quantized weights: values of 4 or 8 bits, a scale and a zero for every block of them.
 
 w[n, k] = (values[n, k] - zero[n // block, k // group]) * scale[n // block, k // group], computed in float32. A stack of
 experts is the same with one more dimension in front.
@@ -16,7 +16,7 @@ KINDS: Mapping[str, torch.dtype] = MappingProxyType(
     {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 )
 """The dtype that holds values of each kind; a byte of int4 holds two."""
-INT4_ZERO = 8  # what stands for 0 among 0..15 where a weight has no zero of its own
+INT4_ZERO = 8  # the zero among 0..15 of a weight without zeros of its own
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Packed:
         return replace(self, values=values, scale=scale, zero=zero, shape=(length, self.shape[1]))
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight that it stands for, [N, K] or [E, N, K], rounded once."""
+        """The weight as numbers of dtype, [N, K] or [E, N, K], rounded once."""
         values = unpack_nibbles(self.values, self.shape[1]) if self.kind == "int4" else self.values
         weight = values.to(torch.float32, copy=True)
         whole = self.block == 1 and self.shape[1] % self.group == 0 and weight.numel() > 0

@@ -1,7 +1,7 @@
 """Many rows times a quantized weight, by matrix units; and the weight dequantized, for products of a library.
 
 A program computes [N, M] of the outputs: with the weight on the left it goes from registers into the matrix unit. The
-depth is cut in parts (`split`) where there would be too few programs; a second kernel adds what they found. As nothing
+depth is cut in parts (`split`) where there would be too few programs; a second kernel adds their sums. As nothing
 but the tiles sets the order of additions, fixed tiles make a row's result independent of the other rows.
 """
 # mypy: disallow-untyped-decorators=False
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.kernels.gemv import has_pdl
+from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.matmul import add_and_store, add_chunks
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_gemv import check_packed, row_stride
+from outpace.kernels.packed_gemv import check_packed
 from outpace.kernels.packed_tile import packed_step, scale_form, step_depth
 from outpace.kernels.triton_stub import tl, triton
 
@@ -40,25 +40,13 @@ def _packed_matmul_kernel(
     bias_ptr: tl.tensor,  # [N] or None
     add_ptr: tl.tensor,  # [M, N] or None
     out_ptr: tl.tensor,  # [M, N]; when split: fp32 [split, M, N]
-    rows: tl.tensor,
-    outputs: tl.tensor,
-    depth: tl.tensor,
+    rows: tl.tensor, outputs: tl.tensor, depth: tl.tensor,
     part: tl.tensor,  # the depth of a split, a multiple of block_k
-    x_stride: tl.tensor,
-    values_stride: tl.tensor,
-    scale_stride: tl.tensor,
-    zero_stride: tl.tensor,
-    add_stride: tl.tensor,
-    out_stride: tl.tensor,
-    group: tl.constexpr,
-    shared_rows: tl.constexpr,
-    form: tl.constexpr,
-    even: tl.constexpr,
-    pdl: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> None:
+    x_stride: tl.tensor, values_stride: tl.tensor, scale_stride: tl.tensor, zero_stride: tl.tensor,
+    add_stride: tl.tensor, out_stride: tl.tensor,
+    group: tl.constexpr, shared_rows: tl.constexpr, form: tl.constexpr, even: tl.constexpr, pdl: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -124,7 +112,6 @@ def packed_matmul_triton(
     add: Tensor | None = None,
     out: Tensor | None = None,
     tiles: PackedTiles | None = None,
-    pdl: bool | None = None,
 ) -> Tensor:
     """x @ weight.T + bias + add in one kernel, in two when split, rounded once. out may be add, never x."""
     (rows, depth), outputs = x.shape, weight.shape[0]
@@ -136,8 +123,8 @@ def packed_matmul_triton(
     block_k = step_depth(weight, tiles.block_k)
     part = triton.cdiv(triton.cdiv(depth, tiles.split), block_k) * block_k
     split = triton.cdiv(depth, part)
-    pdl = (rows <= 64 if pdl is None else pdl) and has_pdl(x.device)
-    assert split == 1 or rows * outputs < 2**31, "so many rows need no split"
+    pdl = rows <= 64 and has_pdl(x.device)
+    assert split == 1 or rows * outputs < 2**31, "this many rows need no split"
     target = torch.empty((split * rows, outputs), device=x.device) if split > 1 else out
     _packed_matmul_kernel[(triton.cdiv(rows, tiles.block_m) * triton.cdiv(outputs, tiles.block_n), split)](
         *(x, weight.values, weight.scale, weight.zero),
@@ -148,13 +135,12 @@ def packed_matmul_triton(
         shared_rows=weight.block,
         form=scale_form(weight, block_k),
         even=depth % block_k == 0,
-        pdl=pdl,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_k=block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     if split > 1:
         add_chunks(target, bias, add, out, split, pdl)
@@ -164,17 +150,11 @@ def packed_matmul_triton(
 @triton.jit
 def _dequantize_kernel(
     values_ptr: tl.tensor,  # [N, K] or [N, ceil(K / 2)]
-    scale_ptr: tl.tensor,
-    zero_ptr: tl.tensor,
+    scale_ptr: tl.tensor, zero_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [N, K]
-    depth: tl.tensor,
-    values_stride: tl.tensor,
-    scale_stride: tl.tensor,
-    zero_stride: tl.tensor,
-    group: tl.constexpr,
-    shared_rows: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    depth: tl.tensor, values_stride: tl.tensor, scale_stride: tl.tensor, zero_stride: tl.tensor,
+    group: tl.constexpr, shared_rows: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     half: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * block + tl.arange(0, block)

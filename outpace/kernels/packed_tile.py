@@ -109,12 +109,9 @@ def packed_step(
     scale_ptrs: tl.tensor,  # [N, 1]
     zero_ptrs: tl.tensor,  # [N, 1] or None
     row_zero: tl.tensor,  # [N, 1], the zero of the row, or None
-    k: tl.tensor,
-    depth: tl.tensor,
-    group: tl.constexpr,
-    form: tl.constexpr,
-    even: tl.constexpr,
-) -> tl.tensor:
+    k: tl.tensor, depth: tl.tensor,
+    group: tl.constexpr, form: tl.constexpr, even: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """acc + weight @ x.T of the tiles k columns on. With the form "row" acc has to be scaled after the last step."""
     block_k: tl.constexpr = x_ptrs.shape[1]
     half: tl.constexpr = values_ptrs.dtype.element_ty == tl.uint8

@@ -1,11 +1,11 @@
 """Products with int4 and int8 weights in groups on a CPU, by torch's kernel for int4, which computes in bf16.
 
 It reads the weight in tiles: 64 rows lie together, and a byte has rows n and n + 32 of one column in its halves. Int8
-is two of int4, its high halves and its low ones, one behind the other: [N, 2 K], multiplied with [x, x]. Tiles take as
-many bytes as the usual order, and a weight is kept in one of them: once in tiles, all is read from there.
+is two of int4, its high halves and its low ones, one after the other: [N, 2 K], multiplied with [x, x]. Tiles take as
+many bytes as the usual order, and a weight is kept in one of the two orders only.
 
-Rows, scales and results are rounded to bf16: perplexity of SmolLM2 in int4 changed by 0.004 % and 0.04 %. Who wants
-fp32 gives `kernels={"packed_linear": "torch"}`, and waits for the weights to be dequantized at every step.
+Rows, scales and results are rounded to bf16: perplexity of SmolLM2 in int4 changed by 0.004 % and 0.04 %. For
+fp32 give `kernels={"packed_linear": "torch"}`: weights are then dequantized at every step, which is slower.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Tiles:
     values: Tensor
     """uint8 [N / 64, planes * K, 32]"""
     pairs: Tensor
-    """bf16 [planes * K / group, N, 2]: of each group the scale, and what stands for 8."""
+    """bf16 [planes * K / group, N, 2]: of each group the scale, and the number that 8 means."""
     scale: Tensor
     zero: Tensor | None
     """As `Packed` has them."""

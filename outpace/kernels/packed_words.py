@@ -48,17 +48,9 @@ def _add_int8(part: tl.tensor, word: tl.tensor, a: tl.tensor, b: tl.tensor, c: t
 
 @triton.jit
 def _add_int4(
-    part: tl.tensor,
-    word: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    e: tl.tensor,
-    f: tl.tensor,
-    g: tl.tensor,
-    h: tl.tensor,
-) -> tl.tensor:
+    part: tl.tensor, word: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, e: tl.tensor,
+    f: tl.tensor, g: tl.tensor, h: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """part + eight values of 4 bits times a to h: those times b, d and f 2048 too large, the others 128."""
     base = 0x43000000 - tl.program_id(2)
     larger = 0x45000000 - tl.program_id(2)
@@ -77,7 +69,7 @@ def add_words(
     acc: tl.tensor,  # [M, N, G, C]
     x: tl.tensor,  # [M, 1, G, C, 8], fp32
     word: tl.tensor,  # int32 [1, N, G, C]
-    second: tl.tensor,  # of int8: the word behind it, else None
+    second: tl.tensor,  # of int8: the next word, else None
     zero: tl.tensor,  # [1, N, G, 1], or a number
 ) -> tl.tensor:
     """acc + (values - zero) * x of eight columns."""

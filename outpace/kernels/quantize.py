@@ -15,7 +15,7 @@ from outpace.kernels.packed import KINDS
 from outpace.kernels.triton_stub import tl, triton
 
 LARGEST: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
-"""What the largest number of a row becomes."""
+"""What the largest number of a row, or of a cached vector, becomes: dtypes of 8 bits and their largest number."""
 SMALLEST = 2.0**-120  # of a scale: its reciprocal is a number
 
 
@@ -52,7 +52,7 @@ def _quantize_one(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     return values.copy_((x.float() * c_float(1 / scale).value).round_())
 
 
-def quantize_rows_ref(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def quantize_rows_torch(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """x [T, K] → values of the kind and scales [T, 1] with x ≈ values * scales."""
     values, scales = empty_rows(x.shape[0], x.shape[1], kind, x.device)
     return quantize_into(x, values, scales), scales
@@ -81,15 +81,10 @@ def quantize_tile(y: tl.tensor, largest: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _quantize_rows_kernel(
-    x_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
+    x_ptr: tl.tensor, values_ptr: tl.tensor, scales_ptr: tl.tensor, width: tl.tensor, x_stride: tl.tensor,
     values_stride: tl.tensor,
-    largest: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    largest: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, block)[None, :]
     x = tl.load(x_ptr + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
@@ -105,7 +100,7 @@ def whole_row(width: int) -> dict[str, int]:
 
 
 def quantize_rows_triton(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """quantize_rows_ref in one kernel."""
+    """quantize_rows_torch in one kernel."""
     values, scales = empty_rows(x.shape[0], x.shape[1], kind, x.device)
     assert x.shape[1] <= 65536, f"rows of {x.shape[1]} are wider than a program"
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be contiguous"

@@ -1,4 +1,4 @@
-"""What a forward over pages needs of every token of a ragged batch, from what the host says of every sequence."""
+"""The inputs of a forward over pages for every token of a ragged batch, from a few numbers for every sequence."""
 # mypy: disallow-untyped-decorators=False
 
 from typing import NamedTuple
@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
+from outpace.kernels.triton_stub import tl, triton
 
-TOKENS = 128  # a program looks up so many tokens
-PAGES = 1024  # or copies so many entries of a block table
+TOKENS = 128  # that a program looks up
+PAGES = 1024  # or entries of a block table that it copies
 
 
 class Ragged(NamedTuple):
@@ -27,11 +27,11 @@ class Ragged(NamedTuple):
     """[S] int32: keys of each sequence, these tokens' own included; 0 where it has no tokens."""
 
 
-def ragged_inputs_ref(
+def ragged_inputs_torch(
     tokens: Tensor, table: Tensor, rows: Tensor, starts: Tensor, cu_q: Tensor, num_tokens: int, page_size: int
 ) -> Ragged:
     """Look up T tokens. tokens [R, L] and table [R, M] are int32 rows of requests; sequence s computes the tokens of
-    row rows[s] from starts[s] on, which are those from cu_q[s] to cu_q[s + 1] of the batch; behind them is padding."""
+    row rows[s] from starts[s] on, tokens cu_q[s] to cu_q[s + 1] of the batch; the rest of the batch is padding."""
     at = torch.arange(num_tokens, device=tokens.device)
     seq = torch.searchsorted(cu_q[1:], at, right=True, out_int32=True).clamp_(max=len(rows) - 1)
     real = at < cu_q[-1]
@@ -46,27 +46,12 @@ def ragged_inputs_ref(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "width", "token_blocks", "page_blocks"])
 def _ragged_inputs_kernel(
-    ids_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    table_out_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    cu_q_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    num_seqs: tl.tensor,
-    width: tl.tensor,
-    tokens_stride: tl.tensor,
-    table_stride: tl.tensor,
-    token_blocks: tl.tensor,
-    page_blocks: tl.tensor,
-    page_size: tl.constexpr,
-    block_t: tl.constexpr,
-    block_p: tl.constexpr,
-) -> None:
+    ids_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, table_out_ptr: tl.tensor,
+    lens_ptr: tl.tensor, tokens_ptr: tl.tensor, table_ptr: tl.tensor, rows_ptr: tl.tensor,
+    starts_ptr: tl.tensor, cu_q_ptr: tl.tensor, num_tokens: tl.tensor, num_seqs: tl.tensor, width: tl.tensor,
+    tokens_stride: tl.tensor, table_stride: tl.tensor, token_blocks: tl.tensor, page_blocks: tl.tensor,
+    page_size: tl.constexpr, block_t: tl.constexpr, block_p: tl.constexpr,
+) -> None:  # fmt: skip
     program = tl.program_id(0)
     if program < token_blocks:
         at = program * block_t + tl.arange(0, block_t)
@@ -104,7 +89,7 @@ def _ragged_inputs_kernel(
 def ragged_inputs_triton(
     tokens: Tensor, table: Tensor, rows: Tensor, starts: Tensor, cu_q: Tensor, num_tokens: int, page_size: int
 ) -> Ragged:
-    """ragged_inputs_ref in one kernel."""
+    """ragged_inputs_torch in one kernel."""
     num_seqs, width = len(rows), table.shape[1]
     assert tokens.stride(1) == table.stride(1) == 1, "rows must be contiguous"
     assert all(x.dtype == torch.int32 for x in (tokens, table, rows, starts, cu_q))
@@ -120,11 +105,3 @@ def ragged_inputs_triton(
         block_p=PAGES,
     )
     return found
-
-
-def ragged_inputs(
-    tokens: Tensor, table: Tensor, rows: Tensor, starts: Tensor, cu_q: Tensor, num_tokens: int, page_size: int
-) -> Ragged:
-    """The kernel on a GPU, the reference elsewhere."""
-    run = ragged_inputs_triton if tokens.device.type == "cuda" and HAS_TRITON else ragged_inputs_ref
-    return run(tokens, table, rows, starts, cu_q, num_tokens, page_size)

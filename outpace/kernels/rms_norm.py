@@ -1,45 +1,44 @@
-"""Root-mean-square norm of rows, with the residual add that precedes it; also the per-head norm of queries and keys."""
+"""Root-mean-square norm of rows; also the per-head norm of queries and keys."""
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
+from outpace.kernels.launch_options import few_overlap, pdl_options
 from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile
 from outpace.kernels.triton_stub import tl, triton
 
 MAX_WIDTH = 65536  # a program holds whole rows in registers
 
 
-def rms_norm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+def rms_norm_torch(
+    x: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
-    residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = True,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm of x (+ residual), times offset + weight: (y, the sum that was normed). x: [T, H] or [T, N, D].
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """Norm of x times offset + weight, plus `add`. x: [T, H] or [T, N, D].
 
-    With scales [T, 1] y is written quantized: out holds int8 or fp8 (see quantize.py).
+    With scales [T, 1] the result is written quantized: out holds int8 or fp8 (see quantize.py).
     """
-    if residual is not None:
-        x = torch.add(x, residual, out=residual_out)  # rounded to the model's dtype, as Hugging Face's layers do
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = (y.to(x.dtype) if round_before_weight else y) * (
             weight.float() + weight_offset if weight_offset else weight
         )
-    y = y.to(x.dtype)
+    y = y.to(x.dtype) if add is None else y.to(x.dtype) + add
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
-        return quantize_into(y, out, scales), x
-    return (y if out is None else out.copy_(y)), x
+        return quantize_into(y, out, scales)
+    return y if out is None else out.copy_(y)
 
 
 @triton.jit
@@ -54,30 +53,16 @@ def scale_normed(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    inner: tl.tensor,
-    x_outer: tl.tensor,
-    x_inner: tl.tensor,
-    residual_outer: tl.tensor,
-    residual_inner: tl.tensor,
-    out_outer: tl.tensor,
-    out_inner: tl.tensor,
-    sum_outer: tl.tensor,
-    sum_inner: tl.tensor,
-    eps: tl.tensor,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, scales_ptr: tl.tensor, add_ptr: tl.tensor,
+    num_rows: tl.tensor, inner: tl.tensor, x_outer: tl.tensor, x_inner: tl.tensor, out_outer: tl.tensor,
+    out_inner: tl.tensor, add_outer: tl.tensor, add_inner: tl.tensor, eps: tl.tensor,
     weight_offset: tl.tensor,
-    width: tl.constexpr,
-    round_first: tl.constexpr,
-    largest: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    width: tl.constexpr, round_first: tl.constexpr, largest: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, pdl: tl.constexpr,
+) -> None:  # fmt: skip
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * rows + tl.arange(0, rows)  # [R]
     col = tl.arange(0, block)[None, :]  # [1, H]
     mask = (row < num_rows)[:, None] & (col < width)
@@ -86,15 +71,13 @@ def _rms_norm_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
     x = tl.load(x_ptr + outer * x_outer + head * x_inner + col, mask=mask, other=0.0).to(tl.float32)  # [R, H]
-    if residual_ptr is not None:
-        r = tl.load(residual_ptr + outer * residual_outer + head * residual_inner + col, mask=mask, other=0.0)
-        total = (x + r.to(tl.float32)).to(dtype)
-        tl.store(sum_ptr + outer * sum_outer + head * sum_inner + col, total, mask=mask)
-        x = total.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask=col < width, other=0.0)  # [1, H]
         y = scale_normed(y, weight, weight_offset, dtype, round_first)
+    if add_ptr is not None:
+        a = tl.load(add_ptr + outer * add_outer + head * add_inner + col, mask=mask, other=0.0)
+        y = y.to(dtype).to(tl.float32) + a.to(tl.float32)
     if scales_ptr is not None:
         y, scale = quantize_tile(y.to(dtype).to(tl.float32), largest)
         tl.store(scales_ptr + row, scale, mask=row < num_rows)
@@ -108,13 +91,13 @@ def row_config(width: int) -> dict[str, int]:
     return {"rows": rows, "block": block, "num_warps": min(16, max(1, rows * block // 512))}
 
 
-def row_counts(x: torch.Tensor) -> tuple[int, int]:
+def row_counts(x: Tensor) -> tuple[int, int]:
     """(rows in all, rows per step of the outer index) of x: [T, H] or [T, N, D]."""
     rows = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
     return rows, 1 if x.dim() == 2 or x.shape[0] == 1 else x.shape[1]
 
 
-def row_strides(x: torch.Tensor | None) -> tuple[int, int]:
+def row_strides(x: Tensor | None) -> tuple[int, int]:
     """(outer, inner) row strides of x, in step with row_counts."""
     if x is None:
         return 0, 0
@@ -126,53 +109,38 @@ def row_strides(x: torch.Tensor | None) -> tuple[int, int]:
 
 
 def rms_norm_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
-    residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = True,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
+    add: Tensor | None = None,
     config: Mapping[str, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """rms_norm_ref in one kernel; out may be x, and residual_out may be residual."""
+) -> Tensor:
+    """rms_norm_torch in one kernel; out may be x or add."""
     width = x.shape[-1]
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
         check_scales(x.shape, out, scales)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    if residual is not None and residual_out is None:
-        residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = residual_out if residual is not None else None
     num_rows, inner = row_counts(x)
     if x.numel() == 0:
-        return out, x if total is None else total
+        return out
     assert width <= MAX_WIDTH, f"rows of {width} are wider than {MAX_WIDTH}"
     assert weight is None or (weight.shape == (width,) and weight.is_contiguous())
-    plain = (residual, total) if scales is not None else (residual, out, total)
+    plain = (add,) if scales is not None else (out, add)
     assert all(t is None or (t.shape == x.shape and t.dtype == x.dtype) for t in plain)
     meta = {**row_config(width), **(config or {})}
     _rms_norm_kernel[(triton.cdiv(num_rows, meta["rows"]),)](
-        x,
-        weight,
-        residual,
-        out,
-        total,
-        scales,
-        num_rows,
-        inner,
-        *row_strides(x),
-        *row_strides(residual),
-        *row_strides(out),
-        *row_strides(total),
-        eps,
-        weight_offset,
+        *(x, weight, out, scales, add, num_rows, inner),
+        *(*row_strides(x), *row_strides(out), *row_strides(add), eps, weight_offset),
         width=width,
         round_first=round_before_weight,
         largest=None if scales is None else LARGEST[out.dtype],
         **meta,
+        **pdl_options(few_overlap(len(x), x)),
     )
-    return out, x if total is None else total
+    return out

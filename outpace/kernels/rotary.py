@@ -2,21 +2,22 @@
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from outpace.kernels.kv_quant import check_scales, quantize, scale_of, stored, write_tokens
-from outpace.kernels.rms_norm import rms_norm_ref, scale_normed
+from outpace.kernels.launch_options import few_overlap, pdl_options
+from outpace.kernels.rms_norm import rms_norm_torch, scale_normed
 from outpace.kernels.triton_stub import tl, triton
 
-QKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QKV = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
-def split_qkv(
-    qkv: QKV, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_qkv(qkv: QKV, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of a fused row or of three parts (2-D or 3-D)."""
-    if isinstance(qkv, torch.Tensor):
+    if isinstance(qkv, Tensor):
         q_width, k_width = num_heads * head_dim, num_kv_heads * head_dim
         qkv = (qkv[:, :q_width], qkv[:, q_width : q_width + k_width], qkv[:, q_width + k_width :])
     q, k, v = (
@@ -27,12 +28,12 @@ def split_qkv(
     return q, k, v
 
 
-def _heads(qkv: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+def _heads(qkv: Tensor, heads: int, head_dim: int) -> Tensor:
     """The first heads of a fused row: a view [T, heads, D]."""
     return qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
 
 
-def _pairs(x: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(x: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The two columns of each rotated pair: x [T, N, D] → two views [T, N, R/2]."""
     half = rotary_dim // 2
     if interleaved:
@@ -40,66 +41,112 @@ def _pairs(x: torch.Tensor, rotary_dim: int, interleaved: bool) -> tuple[torch.T
     return x[..., :half], x[..., half:rotary_dim]
 
 
-def rope_and_cache_ref(
-    qkv: QKV,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    k_pages: torch.Tensor | None,
-    v_pages: torch.Tensor | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    interleaved: bool = False,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = True,
-    q_out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, rotate q and k in place (q into q_out if given) and write k, v to pages: the views q, k, v.
+class Rope(NamedTuple):
+    """Norm, rotate q and k in place and write k, v to pages: the arguments of both implementations.
 
-    cos, sin: fp32 [P, R/2], None to leave positions alone; slots: [T], -1 to write nothing; k_pages: [N, bs, Hkv, D].
-    With `scales` [N, 2, Hkv, bs] the pages are int8 or fp8, and keys and values are quantized (see `kv_quant`).
+    They return the views q, k, v.
     """
-    q, k, v = split_qkv(qkv, num_heads, num_kv_heads, head_dim)
-    q = q if q_out is None else q_out.copy_(q)
-    for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+
+    qkv: QKV
+    cos: Tensor | None
+    """fp32 [P, R/2], as sin; None: nothing is rotated."""
+    sin: Tensor | None
+    positions: Tensor | None
+    """[T]"""
+    slots: Tensor | None
+    """[T], distinct; -1: nothing is written."""
+    k_pages: Tensor | None
+    """[N, bs, Hkv, D]"""
+    v_pages: Tensor | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool = False
+    """A pair is two columns in a row, not one of each half."""
+    q_norm_weight: Tensor | None = None
+    k_norm_weight: Tensor | None = None
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    round_before_weight: bool = True
+    scales: Tensor | None = None
+    """[N, 2, Hkv, bs]: the pages are int8 or fp8, and keys and values are quantized (see `kv_quant`)."""
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `split_qkv`."""
+        return split_qkv(self.qkv, self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def check(self) -> None:
+        """What goes together."""
+        if self.cos is not None:
+            assert self.sin is not None, "cos without sin"
+            assert self.positions is not None, "a rotation needs positions"
+            assert 2 * self.cos.shape[1] == self.rotary_dim <= self.head_dim
+        if self.k_pages is not None:
+            assert self.v_pages is not None, "k_pages without v_pages"
+            assert self.slots is not None, "a write to pages needs slots"
+
+    def check_layout(self, k: Tensor, v: Tensor) -> None:
+        """What the kernel relies on beyond that."""
+        self.check()
+        cos, sin, k_pages, v_pages = self.cos, self.sin, self.k_pages, self.v_pages
+        if cos is not None and sin is not None:
+            assert (cos.shape, cos.stride()) == (sin.shape, sin.stride())
+            assert cos.dtype == sin.dtype == torch.float32
+            assert cos.stride(1) == 1
+        if k_pages is not None and v_pages is not None:
+            assert k_pages.shape[1:] == (v_pages.shape[1], self.num_kv_heads, self.head_dim)
+            assert v_pages.shape[2:] == v.shape[1:]
+            if self.scales is None:
+                assert k_pages.dtype == v_pages.dtype == k.dtype
+            else:
+                check_scales(k_pages, v_pages, self.scales)
+        used = (self.positions if cos is not None else None, self.slots if k_pages is not None else None)
+        assert all(t is None or t.is_contiguous() for t in used)
+        weights = self.q_norm_weight, self.k_norm_weight
+        assert all(w is None or (w.shape == (self.head_dim,) and w.is_contiguous()) for w in weights)
+
+
+def rope_and_cache_torch(*operands: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Rope` by torch."""
+    rope = Rope(*operands, **options)
+    rope.check()
+    q, k, v = rope.split()
+    for x, weight in ((q, rope.q_norm_weight), (k, rope.k_norm_weight)):
         if weight is not None:
-            rms_norm_ref(x, weight, eps, weight_offset=weight_offset, round_before_weight=round_before_weight, out=x)
-    if cos is not None:
-        assert sin is not None, "cos without sin"
-        assert positions is not None, "a rotation needs positions"
-        assert 2 * cos.shape[1] == rotary_dim
-        cos, sin = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]  # [T, 1, R/2]
-        if isinstance(qkv, torch.Tensor) and q_out is None:  # queries and keys lie side by side
-            turn: tuple[torch.Tensor, ...] = (_heads(qkv, num_heads + num_kv_heads, head_dim),)
+            style: dict[str, Any] = {
+                "weight_offset": rope.weight_offset,
+                "round_before_weight": rope.round_before_weight,
+            }
+            rms_norm_torch(x, weight, rope.eps, out=x, **style)
+    if rope.cos is not None and rope.sin is not None and rope.positions is not None:
+        cos, sin = (table.index_select(0, rope.positions)[:, None] for table in (rope.cos, rope.sin))  # [T, 1, R/2]
+        if isinstance(rope.qkv, Tensor):  # queries and keys lie side by side
+            turn: tuple[Tensor, ...] = (_heads(rope.qkv, rope.num_heads + rope.num_kv_heads, rope.head_dim),)
         else:
             turn = (q, k)
         for x in turn:
-            first, second = _pairs(x, rotary_dim, interleaved)
-            turned = first.float() * cos - second.float() * sin, second.float() * cos + first.float() * sin
-            first.copy_(turned[0])
-            second.copy_(turned[1])
-    if k_pages is not None:
-        assert v_pages is not None, "k_pages without v_pages"
-        assert slots is not None, "a write to pages needs slots"
-        if len(slots) == 1 and scales is None and not slots.is_cuda:
-            _write_one(k, v, int(slots), k_pages, v_pages)
-            return q, k, v
-        rows = (slots >= 0).nonzero().squeeze(1)
-        page, offset = slots[rows] // k_pages.shape[1], slots[rows] % k_pages.shape[1]
-        for x, to in zip((k, v), stored(k_pages, v_pages, scales), strict=True):
-            write_tokens(x[rows], to.pages, page, offset, to.scales)
+            a, b = _pairs(x, rope.rotary_dim, rope.interleaved)
+            turned = a.float() * cos - b.float() * sin, b.float() * cos + a.float() * sin
+            a.copy_(turned[0])
+            b.copy_(turned[1])
+    if rope.k_pages is not None and rope.v_pages is not None and rope.slots is not None:
+        _write(k, v, rope.slots, rope.k_pages, rope.v_pages, rope.scales)
     return q, k, v
 
 
-def _write_one(k: torch.Tensor, v: torch.Tensor, slot: int, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+def _write(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor, scales: Tensor | None) -> None:
+    """Keys and values to their slots."""
+    if len(slots) == 1 and scales is None and not slots.is_cuda:
+        _write_one(k, v, int(slots), k_pages, v_pages)
+        return
+    rows = (slots >= 0).nonzero().squeeze(1)
+    page, offset = slots[rows] // k_pages.shape[1], slots[rows] % k_pages.shape[1]
+    for x, to in zip((k, v), stored(k_pages, v_pages, scales), strict=True):
+        write_tokens(x[rows], to.pages, page, offset, to.scales)
+
+
+def _write_one(k: Tensor, v: Tensor, slot: int, k_pages: Tensor, v_pages: Tensor) -> None:
     """One token on a CPU: its place is a number of Python's, and nothing is indexed by tensors."""
     if slot >= 0:
         page, offset = divmod(slot, k_pages.shape[1])
@@ -109,30 +156,14 @@ def _write_one(k: torch.Tensor, v: torch.Tensor, slot: int, k_pages: torch.Tenso
 
 @triton.jit
 def _rope_heads(
-    x_ptr: tl.tensor,
-    x_stride: tl.tensor,
-    out_ptr: tl.tensor,
-    out_stride: tl.tensor,
-    page_ptr: tl.tensor,
-    page_stride: tl.tensor,
-    page_heads: tl.tensor,
-    scale_ptr: tl.tensor,
+    x_ptr: tl.tensor, x_stride: tl.tensor, out_ptr: tl.tensor, out_stride: tl.tensor, page_ptr: tl.tensor,
+    page_stride: tl.tensor, page_heads: tl.tensor, scale_ptr: tl.tensor,
     page_size: tl.constexpr,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    eps: tl.tensor,
-    weight_offset: tl.tensor,
+    cos_ptr: tl.tensor, sin_ptr: tl.tensor, weight_ptr: tl.tensor, eps: tl.tensor, weight_offset: tl.tensor,
     first_head: tl.tensor,
-    num_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    rotary_dim: tl.constexpr,
-    interleaved: tl.constexpr,
-    round_first: tl.constexpr,
-    heads: tl.constexpr,
-    block_pair: tl.constexpr,
-    block_rest: tl.constexpr,
-) -> None:
+    num_heads: tl.constexpr, head_dim: tl.constexpr, rotary_dim: tl.constexpr, interleaved: tl.constexpr,
+    round_first: tl.constexpr, heads: tl.constexpr, block_pair: tl.constexpr, block_rest: tl.constexpr,
+) -> None:  # fmt: skip
     """Norms and rotates `heads` heads of one token. A head is two halves that turn [R/2] and a rest that does not."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     head = (first_head + tl.arange(0, heads)).to(tl.int64)[:, None]  # [N, 1]
@@ -200,52 +231,21 @@ def _rope_heads(
 
 @triton.jit
 def _rope_and_cache_kernel(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    q_out_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    k_pages_ptr: tl.tensor,
-    v_pages_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    q_weight_ptr: tl.tensor,
-    k_weight_ptr: tl.tensor,
-    q_token: tl.tensor,
-    q_head: tl.tensor,
-    k_token: tl.tensor,
-    k_head: tl.tensor,
-    v_token: tl.tensor,
-    v_head: tl.tensor,
-    q_out_token: tl.tensor,
-    q_out_head: tl.tensor,
-    table_stride: tl.tensor,
-    k_page: tl.tensor,
-    k_offset: tl.tensor,
-    k_page_head: tl.tensor,
-    v_page: tl.tensor,
-    v_offset: tl.tensor,
-    v_page_head: tl.tensor,
-    s_page: tl.tensor,
-    eps: tl.tensor,
-    weight_offset: tl.tensor,
-    page_size: tl.constexpr,
-    num_heads: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    rotary_dim: tl.constexpr,
-    interleaved: tl.constexpr,
-    round_first: tl.constexpr,
-    q_parts: tl.constexpr,
-    k_parts: tl.constexpr,
-    heads: tl.constexpr,
-    block_pair: tl.constexpr,
-    block_rest: tl.constexpr,
-    block_v: tl.constexpr,
-) -> None:
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_out_ptr: tl.tensor, cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor, positions_ptr: tl.tensor, slots_ptr: tl.tensor, k_pages_ptr: tl.tensor,
+    v_pages_ptr: tl.tensor, scales_ptr: tl.tensor, q_weight_ptr: tl.tensor, k_weight_ptr: tl.tensor,
+    q_token: tl.tensor, q_head: tl.tensor, k_token: tl.tensor, k_head: tl.tensor, v_token: tl.tensor,
+    v_head: tl.tensor, q_out_token: tl.tensor, q_out_head: tl.tensor, table_stride: tl.tensor,
+    k_page: tl.tensor, k_offset: tl.tensor, k_page_head: tl.tensor, v_page: tl.tensor, v_offset: tl.tensor,
+    v_page_head: tl.tensor, s_page: tl.tensor, eps: tl.tensor, weight_offset: tl.tensor,
+    page_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    v_dim: tl.constexpr, rotary_dim: tl.constexpr, interleaved: tl.constexpr, round_first: tl.constexpr,
+    q_parts: tl.constexpr, k_parts: tl.constexpr, heads: tl.constexpr, block_pair: tl.constexpr,
+    block_rest: tl.constexpr, block_v: tl.constexpr, pdl: tl.constexpr,
+) -> None:  # fmt: skip
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # q_parts programs of `heads` query heads, then k_parts of key heads, then of value heads
     cos_row = cos_ptr
@@ -300,110 +300,54 @@ def rope_config(head_dim: int) -> dict[str, int]:
     return {"heads": max(1, 1024 // triton.next_power_of_2(head_dim)), "num_warps": 4}
 
 
-def _page_strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
+def _page_strides(pages: Tensor | None) -> tuple[int, int, int]:
     assert pages is None or pages.stride(3) == 1, "heads in a page must be contiguous"
     return (0, 0, 0) if pages is None else (pages.stride(0), pages.stride(1), pages.stride(2))
 
 
-def _token_strides(x: torch.Tensor) -> tuple[int, int]:
+def _token_strides(x: Tensor) -> tuple[int, int]:
     assert x.stride(2) == 1, "heads must be contiguous"
     return x.stride(0), x.stride(1)
 
 
 def rope_and_cache_triton(
-    qkv: QKV,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    k_pages: torch.Tensor | None,
-    v_pages: torch.Tensor | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    interleaved: bool = False,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = True,
-    q_out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    config: Mapping[str, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rope_and_cache_ref in one kernel. Slots must be distinct."""
-    q, k, v = split_qkv(qkv, num_heads, num_kv_heads, head_dim)
-    out = q if q_out is None else q_out
-    num_tokens, v_dim = q.shape[0], v.shape[2]
-    turned = 0 if cos is None else rotary_dim
-    if cos is not None:
-        assert sin is not None, "cos without sin"
-        assert positions is not None, "a rotation needs positions"
-        assert (cos.shape, cos.stride()) == (sin.shape, sin.stride())
-        assert 2 * cos.shape[1] == rotary_dim <= head_dim
-        assert cos.dtype == sin.dtype == torch.float32
-        assert cos.stride(1) == 1
-        assert positions.is_contiguous()
-    if k_pages is not None:
-        assert v_pages is not None, "k_pages without v_pages"
-        assert slots is not None, "a write to pages needs slots"
-        assert slots.is_contiguous()
-        assert k_pages.shape[1:] == (v_pages.shape[1], num_kv_heads, head_dim)
-        assert v_pages.shape[2:] == v.shape[1:]
-        if scales is None:
-            assert k_pages.dtype == v_pages.dtype == k.dtype
-        else:
-            check_scales(k_pages, v_pages, scales)
-    assert all(w is None or (w.shape == (head_dim,) and w.is_contiguous()) for w in (q_norm_weight, k_norm_weight))
-
+    *operands: Any, config: Mapping[str, int] | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Rope` in one kernel."""
+    rope = Rope(*operands, **options)
+    q, k, v = rope.split()
+    rope.check_layout(k, v)
+    cos, k_pages, v_pages, scales, head_dim = rope.cos, rope.k_pages, rope.v_pages, rope.scales, rope.head_dim
+    num_tokens, v_dim, turned = q.shape[0], v.shape[2], 0 if cos is None else rope.rotary_dim
     meta = {**rope_config(head_dim), **(config or {})}
-    q_work = cos is not None or q_norm_weight is not None or q_out is not None
-    k_work = cos is not None or k_norm_weight is not None or k_pages is not None
-    q_parts = triton.cdiv(num_heads, meta["heads"]) if q_work else 0
-    k_parts = triton.cdiv(num_kv_heads, meta["heads"]) if k_work else 0
+    q_work = cos is not None or rope.q_norm_weight is not None
+    k_work = cos is not None or rope.k_norm_weight is not None or k_pages is not None
+    q_parts = triton.cdiv(rope.num_heads, meta["heads"]) if q_work else 0
+    k_parts = triton.cdiv(rope.num_kv_heads, meta["heads"]) if k_work else 0
     v_parts = 0 if k_pages is None else k_parts
     grid = (num_tokens, q_parts + k_parts + v_parts)
     if 0 in grid:
-        return out, k, v
+        return q, k, v
     _rope_and_cache_kernel[grid](
-        q,
-        k,
-        v,
-        out,
-        cos,
-        sin,
-        None if cos is None else positions,
-        None if k_pages is None else slots,
-        k_pages,
-        v_pages,
-        scales,
-        q_norm_weight,
-        k_norm_weight,
-        *_token_strides(q),
-        *_token_strides(k),
-        *_token_strides(v),
-        *_token_strides(out),
-        0 if cos is None else cos.stride(0),
-        *_page_strides(k_pages),
-        *_page_strides(v_pages),
-        0 if scales is None else scales.stride(0),
-        eps,
-        weight_offset,
+        *(q, k, v, q, cos, rope.sin, None if cos is None else rope.positions, None if k_pages is None else rope.slots),
+        *(k_pages, v_pages, scales, rope.q_norm_weight, rope.k_norm_weight),
+        *(*_token_strides(q), *_token_strides(k), *_token_strides(v), *_token_strides(q)),
+        *(0 if cos is None else cos.stride(0), *_page_strides(k_pages), *_page_strides(v_pages)),
+        *(0 if scales is None else scales.stride(0), rope.eps, rope.weight_offset),
         page_size=1 if k_pages is None else k_pages.shape[1],
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=rope.num_heads,
+        num_kv_heads=rope.num_kv_heads,
         head_dim=head_dim,
         v_dim=v_dim,
         rotary_dim=turned,
-        interleaved=interleaved,
-        round_first=round_before_weight,
+        interleaved=rope.interleaved,
+        round_first=rope.round_before_weight,
         q_parts=q_parts,
         k_parts=k_parts,
         block_pair=triton.next_power_of_2(max(1, turned // 2)),
         block_rest=triton.next_power_of_2(max(1, head_dim - turned)),
         block_v=triton.next_power_of_2(v_dim),
         **meta,
+        **pdl_options(cos is not None and few_overlap(num_tokens, q)),
     )
-    return out, k, v
+    return q, k, v

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outpace.kernels.gemv import has_pdl
 from outpace.kernels.invariant import bias_act_invariant
+from outpace.kernels.launch_options import has_pdl, pdl_options
 from outpace.kernels.triton_stub import tl, triton
 
 LOWEST = tl.constexpr(-(2**31))  # a key below that of every float
@@ -36,7 +36,7 @@ class Routing:
     """Of the mixer: an expert counts for a weight if it is at most 2 * jitter below the best, relatively."""
 
 
-def route_ref(
+def route_torch(
     logits: Tensor,
     routing: Routing,
     bias: Tensor | None = None,
@@ -144,15 +144,9 @@ def _score(x: tl.tensor, top: tl.tensor, total: tl.tensor, score: tl.constexpr) 
 
 @triton.jit
 def _choice(
-    x: tl.tensor,
-    bias_ptr: tl.tensor,
-    lane: tl.tensor,
-    inside: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
-    score: tl.constexpr,
-    by_logits: tl.constexpr,
-) -> tl.tensor:
+    x: tl.tensor, bias_ptr: tl.tensor, lane: tl.tensor, inside: tl.tensor, top: tl.tensor, total: tl.tensor,
+    score: tl.constexpr, by_logits: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """What the experts at these lanes are compared by, as ordered int32; LOWEST where there is no expert."""
     if not by_logits:
         x = _score(x, top, total, score)
@@ -191,24 +185,12 @@ def _route_kernel(
     counts_ptr: tl.tensor,  # int32 [E] or None
     weights_ptr: tl.tensor,  # fp32 [T, K]
     experts_ptr: tl.tensor,  # int32 [T, K]
-    stride: tl.tensor,
-    epsilon: tl.tensor,
-    scale: tl.tensor,
-    jitter: tl.tensor,
-    experts: tl.constexpr,
-    top_k: tl.constexpr,
-    score: tl.constexpr,
-    by_logits: tl.constexpr,
-    renormalise: tl.constexpr,
-    groups: tl.constexpr,
-    kept_groups: tl.constexpr,
-    two: tl.constexpr,
-    pdl: tl.constexpr,
-    block: tl.constexpr,
-    block_k: tl.constexpr,
-    block_g: tl.constexpr,
+    stride: tl.tensor, epsilon: tl.tensor, scale: tl.tensor, jitter: tl.tensor,
+    experts: tl.constexpr, top_k: tl.constexpr, score: tl.constexpr, by_logits: tl.constexpr,
+    renormalise: tl.constexpr, groups: tl.constexpr, kept_groups: tl.constexpr, two: tl.constexpr,
+    pdl: tl.constexpr, block: tl.constexpr, block_k: tl.constexpr, block_g: tl.constexpr,
     block_s: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -278,10 +260,9 @@ def route_triton(
     *,
     slots: Tensor | None = None,
     counts: Tensor | None = None,
-    pdl: bool | None = None,
     config: Mapping[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """route_ref in one kernel, a row for each program. pdl: as in gemv_triton; None: where the device can."""
+    """route_torch in one kernel, a row for each program."""
     check_routing(logits, routing, bias, slots, counts)
     tokens, experts = logits.shape
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
@@ -290,7 +271,6 @@ def route_triton(
         return weights, chosen
     assert logits.stride(1) == 1 or experts == 1, "rows must be contiguous"
     assert all(t is None or t.is_contiguous() for t in (bias, slots, counts))
-    pdl = pdl is not False and has_pdl(logits.device)
     _route_kernel[(tokens,)](
         *(logits, bias, slots, counts, weights, chosen, logits.stride(0)),
         *(routing.epsilon, routing.scale, routing.jitter),
@@ -302,12 +282,11 @@ def route_triton(
         groups=routing.groups,
         kept_groups=routing.kept_groups,
         two=routing.group_score == "two",
-        pdl=pdl,
         block=max(2, triton.next_power_of_2(experts)),
         block_k=max(2, triton.next_power_of_2(routing.top_k)),
         block_g=max(2, triton.next_power_of_2(routing.groups)),
         block_s=max(2, triton.next_power_of_2(experts // routing.groups)),
         **{**route_config(experts), **(config or {})},
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(has_pdl(logits.device)),
     )
     return weights, chosen

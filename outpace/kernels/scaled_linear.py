@@ -1,69 +1,81 @@
 """Products of quantized activations with quantized weights: int8 by int8 (W8A8) and fp8 by fp8.
 
 x = values * scales, with one scale for each row; the weight is a Packed without zeros. Sums are exact in int8, and of
-fp8 they are taken over in fp32 after every step: the matrix unit itself keeps but 14 bits of them.
+fp8 they move to fp32 after every step: the matrix unit itself keeps only 14 bits.
 """
 # mypy: disallow-untyped-decorators=False
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.kernels.gemv import has_pdl
-from outpace.kernels.matmul import add_and_store, add_chunks, matmul_invariant_ref
+from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
+from outpace.kernels.matmul import add_and_store, add_chunks, matmul_invariant_torch
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_gemv import row_stride
 from outpace.kernels.packed_linear import packed_linear_invariant_triton, packed_linear_triton
 from outpace.kernels.packed_matmul import PackedTiles, split_for
-from outpace.kernels.triton_stub import HAS_TRITON, tl, triton
+from outpace.kernels.triton_stub import tl, triton
 
 LIBRARY_ROWS = 256
 """More rows of fp8 than these are for torch's own product. Of int8 ours is faster (bench/results/packed_sweep_*)."""
 
 
-def scaled_linear_ref(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    *,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """(values * scales) @ weight.T + bias + add in dtype. values: int8 or fp8 [M, K], scales: [M, 1] → [M, N]."""
-    y = F.linear(values.float() * scales, weight.dequantized(torch.float32))
-    return _finish(y, bias, add, out, dtype)
+class Scaled(NamedTuple):
+    """(values * scales) @ weight.T + bias + add in dtype: the arguments of every implementation."""
+
+    values: Tensor
+    """int8 or fp8 [M, K]"""
+    scales: Tensor
+    """[M, 1]"""
+    weight: Packed
+    """[N, K]"""
+    bias: Tensor | None = None
+    add: Tensor | None = None
+    out: Tensor | None = None
+    """Gets the result. May be `add`."""
+    dtype: torch.dtype = torch.float32
+
+    def finish(self, y: Tensor) -> Tensor:
+        """y + bias + add, rounded once; y is overwritten."""
+        if self.bias is not None:
+            y.add_(self.bias)
+        if self.add is not None:
+            if self.out is self.add and self.out.dtype == y.dtype:
+                return self.out.add_(y)
+            y.add_(self.add)
+        return y.to(self.dtype) if self.out is None else self.out.copy_(y)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether our kernel multiplies these: both of one kind, no zeros, scales that last for a step."""
+        weight = self.weight
+        same = self.values.dtype == weight.values.dtype and weight.zero is None
+        return same and (weight.group >= weight.shape[1] or weight.group % 32 == 0)
+
+    def as_rows(self) -> tuple[tuple[Tensor, Packed], dict[str, Any]]:
+        """The arguments of a product with rows that are not quantized."""
+        x = (self.values.float() * self.scales).to(self.dtype)
+        return (x, self.weight), {"bias": self.bias, "add": self.add, "out": self.out}
 
 
-def _finish(y: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y + bias + add, rounded once; y is overwritten."""
-    if bias is not None:
-        y.add_(bias)
-    if add is not None:
-        if out is add and out.dtype == y.dtype:
-            return out.add_(y)
-        y.add_(add)
-    return y.to(dtype) if out is None else out.copy_(y)
+def scaled_linear_dequantized(*operands: Any, **options: Any) -> Tensor:
+    """A `Scaled` product in fp32."""
+    call = Scaled(*operands, **options)
+    return call.finish(F.linear(call.values.float() * call.scales, call.weight.dequantized(torch.float32)))
 
 
-def scaled_linear_torch(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    *,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """scaled_linear_ref by torch's integer product on a CPU, exact in int32; others as the reference."""
+def scaled_linear_torch(*operands: Any, **options: Any) -> Tensor:
+    """By torch's integer product on a CPU, exact in int32; others in fp32."""
+    call = Scaled(*operands, **options)
+    values, scales, weight = call[:3]
     if values.is_cuda or values.dtype != torch.int8 or weight.values.dtype != torch.int8 or values.numel() == 0:
-        return scaled_linear_ref(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
+        return scaled_linear_dequantized(*call)
     rows, depth = weight.shape
     if weight.group >= depth and weight.zero is None and (weight.block == 1 or weight.block >= rows):
         y = torch._int_mm(values, weight.values.t()).float().mul_(weight.scale.t())
-        return _finish(y.mul_(scales), bias, add, out, dtype)
+        return call.finish(y.mul_(scales))
     group = min(weight.group, depth)
     y = torch.zeros(len(values), weight.shape[0])
     for number, start in enumerate(range(0, depth, group)):
@@ -72,7 +84,7 @@ def scaled_linear_torch(
         if weight.zero is not None:
             part -= x.sum(dim=1, keepdim=True, dtype=torch.int32).float() * _of_rows(weight, weight.zero, number)
         y += part * _of_rows(weight, weight.scale, number)
-    return _finish(y * scales, bias, add, out, dtype)
+    return call.finish(y * scales)
 
 
 def _of_rows(weight: Packed, per_block: Tensor, number: int) -> Tensor:
@@ -81,87 +93,46 @@ def _of_rows(weight: Packed, per_block: Tensor, number: int) -> Tensor:
     return per_block[:, number].float().repeat_interleave(min(weight.block, rows))[:rows]
 
 
-def scaled_linear_invariant(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    *,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """scaled_linear_ref, each row bit for bit as if it were alone."""
-    if HAS_TRITON and values.is_cuda:
-        return scaled_linear_invariant_triton(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
-    if (values.dtype, weight.kind) == (torch.int8, "int8"):
-        return scaled_linear_torch(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
-    y = matmul_invariant_ref(values.float() * scales, weight.dequantized(torch.float32))
-    return _finish(y, bias, add, out, dtype)
+def scaled_linear_invariant_torch(*operands: Any, **options: Any) -> Tensor:
+    """Each row bit for bit as if it were alone."""
+    call = Scaled(*operands, **options)
+    if (call.values.dtype, call.weight.kind) == (torch.int8, "int8"):
+        return scaled_linear_torch(*call)
+    x = call.values.float() * call.scales
+    return call.finish(matmul_invariant_torch(x, call.weight.dequantized(torch.float32)))
 
 
-def scaled_linear_invariant_triton(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    *,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """scaled_linear_invariant by Triton, with the same tiles for any number of rows."""
-    if not takes_scaled(values, weight):
-        x = (values.float() * scales).to(dtype)
-        return packed_linear_invariant_triton(x, weight, bias=bias, add=add, out=out)
-    tiles = PackedTiles(64, 64)
-    return scaled_matmul_triton(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype, tiles=tiles)
+def scaled_linear_invariant_triton(*operands: Any, **options: Any) -> Tensor:
+    """Each row bit for bit as if it were alone: the same tiles for any number of rows."""
+    call = Scaled(*operands, **options)
+    if not call.is_taken:
+        rows, rest = call.as_rows()
+        return packed_linear_invariant_triton(*rows, **rest)
+    return scaled_matmul_triton(*call, tiles=PackedTiles(64, 64))
 
 
-def takes_scaled(values: Tensor, weight: Packed) -> bool:
-    """Whether our kernel multiplies these: both of one kind, no zeros, scales that last for a step."""
-    same = values.dtype == weight.values.dtype and weight.zero is None
-    return same and (weight.group >= weight.shape[1] or weight.group % 32 == 0)
-
-
-def scaled_linear_triton(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    *,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """scaled_linear_ref by our kernel, or by torch's for many rows; what neither takes as x of 16 bits."""
-    if not takes_scaled(values, weight):
-        x = (values.float() * scales).to(dtype)
-        return packed_linear_triton(x, weight, bias=bias, add=add, out=out)
-    if takes_library(values, weight, dtype):
-        return _by_library(values, scales, weight, bias, add, out, dtype)
-    return scaled_matmul_triton(values, scales, weight, bias=bias, add=add, out=out, dtype=dtype)
+def scaled_linear_triton(*operands: Any, **options: Any) -> Tensor:
+    """By our kernel, or by torch's for many rows; what neither takes is multiplied in 16 bits."""
+    call = Scaled(*operands, **options)
+    if not call.is_taken:
+        rows, rest = call.as_rows()
+        return packed_linear_triton(*rows, **rest)
+    if takes_library(call.values, call.weight, call.dtype):
+        return _by_library(call)
+    return scaled_matmul_triton(*call)
 
 
 def takes_library(values: Tensor, weight: Packed, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies so many rows: fp8 in bf16, with one scale a row and widths that are multiples of 16."""
+    """Whether torch multiplies this many rows: fp8 in bf16, with one scale a row and widths of multiples of 16."""
     plain = weight.group >= weight.shape[1] and weight.block == 1 and all(n % 16 == 0 for n in weight.shape)
     return plain and len(values) > LIBRARY_ROWS and values.dtype != torch.int8 and dtype == torch.bfloat16
 
 
-def _by_library(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    bias: Tensor | None,
-    add: Tensor | None,
-    out: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _by_library(call: Scaled) -> Tensor:
     """The product by torch's own kernels, and what they do not do after it."""
-    w, scale = weight.values.t(), weight.scale.float().t()  # [K, N], [1, N]
-    y = torch._scaled_mm(values, w, scales, scale.contiguous(), bias=bias, out_dtype=dtype)
-    return _finish(y, None, add, out, dtype) if add is not None or out is not None else y
+    w, scale = call.weight.values.t(), call.weight.scale.float().t().contiguous()  # [K, N], [1, N]
+    y = torch._scaled_mm(call.values, w, call.scales, scale, bias=call.bias, out_dtype=call.dtype)
+    return call._replace(bias=None).finish(y) if call.add is not None or call.out is not None else y
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -173,24 +144,13 @@ def _scaled_matmul_kernel(
     bias_ptr: tl.tensor,  # [N] or None
     add_ptr: tl.tensor,  # [M, N] or None
     out_ptr: tl.tensor,  # [M, N]; when split: fp32 [split, M, N]
-    rows: tl.tensor,
-    outputs: tl.tensor,
-    depth: tl.tensor,
+    rows: tl.tensor, outputs: tl.tensor, depth: tl.tensor,
     part: tl.tensor,  # the depth of a split, a multiple of block_k
-    x_stride: tl.tensor,
-    weight_stride: tl.tensor,
-    scale_stride: tl.tensor,
-    add_stride: tl.tensor,
+    x_stride: tl.tensor, weight_stride: tl.tensor, scale_stride: tl.tensor, add_stride: tl.tensor,
     out_stride: tl.tensor,
-    group: tl.constexpr,
-    grouped: tl.constexpr,
-    shared_rows: tl.constexpr,
-    even: tl.constexpr,
-    pdl: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> None:
+    group: tl.constexpr, grouped: tl.constexpr, shared_rows: tl.constexpr, even: tl.constexpr,
+    pdl: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> None:  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -241,22 +201,13 @@ def scaled_tiles(dtype: torch.dtype, rows: int, outputs: int, depth: int) -> Pac
     return PackedTiles(64, 128, 128, num_warps=8, num_stages=4, split=split if depth >= 1024 else 1)
 
 
-def scaled_matmul_triton(
-    values: Tensor,
-    scales: Tensor,
-    weight: Packed,
-    *,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    tiles: PackedTiles | None = None,
-    pdl: bool | None = None,
-) -> Tensor:
-    """scaled_linear_ref in one kernel, in two when split, rounded once. out may be add."""
+def scaled_matmul_triton(*operands: Any, tiles: PackedTiles | None = None, **options: Any) -> Tensor:
+    """A `Scaled` product in one kernel, in two when split, rounded once."""
+    call = Scaled(*operands, **options)
+    values, scales, weight, bias, add, out, dtype = call
     (rows, depth), outputs = values.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=values.device) if out is None else out
-    assert takes_scaled(values, weight), "one kind, no zeros, groups of a multiple of 32 columns"
+    assert call.is_taken, "one kind, no zeros, groups of a multiple of 32 columns"
     assert weight.experts is None, "a stack of experts is no linear"
     assert depth == weight.shape[1] > 0, (values.shape, weight.shape)
     assert (scales.shape, scales.dtype) == ((rows, 1), torch.float32), (scales.shape, scales.dtype)
@@ -272,8 +223,8 @@ def scaled_matmul_triton(
     block_k = min(tiles.block_k, weight.group & -weight.group) if grouped else tiles.block_k
     part = -(-depth // (tiles.split * block_k)) * block_k
     split = -(-depth // part)
-    pdl = (rows <= 64 if pdl is None else pdl) and has_pdl(values.device)
-    assert split == 1 or rows * outputs < 2**31, "so many rows need no split"
+    pdl = rows <= 64 and has_pdl(values.device)
+    assert split == 1 or rows * outputs < 2**31, "this many rows need no split"
     target = torch.empty((split * rows, outputs), device=values.device) if split > 1 else out
     _scaled_matmul_kernel[(-(-rows // tiles.block_m) * -(-outputs // tiles.block_n), split)](
         *(values, scales, weight.values, weight.scale),
@@ -284,13 +235,12 @@ def scaled_matmul_triton(
         grouped=grouped,
         shared_rows=weight.block,
         even=depth % block_k == 0,
-        pdl=pdl,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_k=block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     if split > 1:
         add_chunks(target, bias, add, out, split, pdl)

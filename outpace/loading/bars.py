@@ -1,20 +1,11 @@
-"""The bar that shows how far loading is."""
+"""Progress bars on a terminal, for loading weights and measuring plans."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import rich.progress as rich
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from outpace.loading.stream import Advance
 from outpace.loading.weights import Source, stored_bytes
@@ -22,24 +13,29 @@ from outpace.loading.weights import Source, stored_bytes
 
 @contextmanager
 def progress(sources: Mapping[str, Source], *, shown: bool = True) -> Iterator[Advance]:
-    """A bar with GB and GB/s while weights are read; only on a terminal."""
+    """Show a bar with GB and GB/s while weights are read, if stderr is a terminal."""
     if not shown or not sys.stderr.isatty():
         yield lambda count: None
         return
     total = stored_bytes(sources)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("weights"), *columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    with rich.Progress(rich.TextColumn("weights"), *columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("weights", total=total)
         yield lambda count: bar.advance(task, count)
 
 
 @contextmanager
 def passes() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar of what is being measured, and how many passes are done of how many (0: nobody knows); on a terminal."""
+    """Show a bar while a plan is measured: what runs, passes done, and all passes (0: unknown); on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+    )
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)

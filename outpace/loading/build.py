@@ -1,4 +1,4 @@
-"""A model from a name, read top to bottom: find it, check it, choose the dtype, make its skeleton, fill it."""
+"""Builds a model from a name: finds and checks it, chooses the dtype, makes its skeleton, and fills it."""
 
 import copy
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -23,27 +22,29 @@ from outpace.loading.bars import progress
 from outpace.loading.checkpoint import fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
-from outpace.loading.fill import Before, fill
+from outpace.loading.fill import fill
 from outpace.loading.gguf import read_gguf
 from outpace.loading.inspect import encoder_decoder, use_engine
 from outpace.loading.layout import find_layout
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
+from outpace.loading.original import read_config
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
 from outpace.loading.skeleton import outside, skeleton
 from outpace.loading.stored import log_converted
 from outpace.loading.stream import lock_ahead
+from outpace.loading.targets import Before
 from outpace.loading.weights import Weights, stored_bytes
 from outpace.log import chosen
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model that was found and checked: everything of it but the values of its weights."""
+    """A model that was found and checked; only the values of its weights are missing."""
 
     model: nn.Module
-    """On the meta device, its buffers real."""
+    """Parameters are on the meta device, buffers have values."""
     weights: Weights
     tokenizer: PreTrainedTokenizerBase | None
     name: str
@@ -51,12 +52,12 @@ class Found:
     dtype: torch.dtype
     dtype_reason: str
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Sampling values that its authors recommend elsewhere than in generation_config.json."""
+    """Sampling values that its authors recommend outside of generation_config.json."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run, and what was decided on the way."""
+    """A model that is ready to run, with its dtype and where it came from."""
 
     model: nn.Module  # in eval mode, on its device
     tokenizer: PreTrainedTokenizerBase | None
@@ -74,7 +75,7 @@ def load(
     device: torch.device | None = None,
     tokenizer: bool = True,
 ) -> Loaded:
-    """Load a model as Hugging Face has it, nothing injected; see `find`."""
+    """Load a plain Hugging Face model, without injection; see `find` for `source`."""
     device = device or choose_device()
     found = find(source, dtype=dtype, device=device, tokenizer=tokenizer)
     sources = match(found.model, found.weights, found.dtype)
@@ -92,9 +93,9 @@ def find(
     device: torch.device,
     tokenizer: bool = True,
 ) -> Found:
-    """Find a folder, a .gguf or .safetensors file, a Hugging Face id, or (None) the default model; check all of it.
+    """Find and check a folder, a .gguf or .safetensors file, a Hugging Face id, or the default model (None).
 
-    tokenizer: False leaves it out where that saves time.
+    tokenizer: False skips it where that saves time.
     """
     path = None if source is None else local_path(source)
     if is_default(source, path):
@@ -110,10 +111,10 @@ def find(
 
 
 def _find_folder(path: Path, name: str, dtype: torch.dtype | None, device: torch.device, with_tokenizer: bool) -> Found:
-    """A folder, or a file of weights in one that has the rest."""
+    """Find the model in a folder, or of a file of weights in such a folder."""
     checkpoint = open_checkpoint(path)
     folder = checkpoint.folder
-    config = _read_config(folder)
+    config = read_config(folder)
     _check_kind(config, name)
     weights = _open(path, folder, config)
     lock_ahead(stored_bytes(weights.sources), device)
@@ -143,10 +144,12 @@ def _make_skeleton(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -
 
 
 def _open(path: Path, folder: Path, config: PreTrainedConfig) -> Weights:
-    """The weights of a folder; what ranks saved needs the model to be put together."""
+    """The weights of a folder or file. Joining the files of several ranks needs the shapes of the model."""
     if path != folder or find_layout(folder):
         return open_weights(path)
-    model = skeleton(copy.deepcopy(config), torch.float32)  # a skeleton writes its dtype into its config
+    model = skeleton(
+        copy.deepcopy(config), torch.float32
+    )  # a copy, because a skeleton writes its dtype into its config
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return open_weights(path, shapes=shapes, splits=partial(known_splits, model))
 
@@ -171,20 +174,12 @@ def _own_dtype(config: PreTrainedConfig, weights: Weights) -> torch.dtype:
     own: Any = config.dtype or next(stored, torch.float32)
     own = getattr(torch, own, own) if isinstance(own, str) else own
     if not isinstance(own, torch.dtype) or not own.is_floating_point:
-        raise ModelError(f"model: config.json: dtype: {own!r:.60} is no dtype of weights; correct it, or leave it out")
+        raise ModelError(f"model: config.json: dtype: {own!r:.60} is not a dtype of weights; correct it, or remove it")
     return own
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot use {folder / 'config.json'} ({line(error)}); {REMEDY}") from error
-    return config
-
-
 def _check_kind(config: PreTrainedConfig, name: str) -> None:
-    """Refuse what no class of decoders can load, before the weights are read."""
+    """Refuse models that no decoder class can load, before weights are read."""
     kind = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
         raise encoder_decoder(name, kind)

@@ -1,4 +1,4 @@
-"""The user's cache folder: where it is, what it holds, and how a folder gets into it whole or not at all."""
+"""The user's cache folder: finds it, lists its models, and installs new ones atomically."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 def models_dir() -> Path:
-    """The folder of the cache that holds one folder per model."""
+    """The folder in the cache with one folder for each model."""
     folder = cache_dir() / "models"
     for path in (folder.parent, folder):
         if path.exists() and not path.is_dir():
@@ -48,15 +48,15 @@ def models_dir() -> Path:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder looks like a model: a config and weights, or the index of weights."""
+    """Whether a folder looks like a model: it has a config and weights, or an index of weights."""
     weights = (folder / f"{name}{suffix}" for name in _WEIGHTS for suffix in ("", ".index.json"))
     return (folder / "config.json").is_file() and any(path.is_file() for path in weights)
 
 
 def install(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of `name`; if it is not there, `make` fills an empty one, which appears only when complete.
+    """Return the folder of `name`; if it does not exist, `make` fills a new one, which appears only when complete.
 
-    Processes that ask for the same name at the same time do the work once: the others wait for the first.
+    If several processes ask for the same name, one does the work and the others wait.
     """
     target = models_dir() / name
     if holds_model(target):
@@ -78,7 +78,7 @@ def install(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _of_the_system(error: Exception) -> str | None:
-    """What the system said, if the error is its own. safetensors and tokenizers hand it on under other types."""
+    """The system's message, if it caused the error. safetensors and tokenizers raise it as other types."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     found = _RUST_OS_ERROR.search(str(error))
@@ -86,7 +86,7 @@ def _of_the_system(error: Exception) -> str | None:
 
 
 def cached_models() -> list[CachedModel]:
-    """Every complete model in the cache folder, by name."""
+    """All complete models in the cache folder, sorted by name."""
     if not models_dir().is_dir():
         return []
     folders = (path for path in models_dir().iterdir() if holds_model(path) and not path.name.startswith("."))
@@ -94,14 +94,14 @@ def cached_models() -> list[CachedModel]:
 
 
 def _check_free(target: Path) -> None:
-    """An empty folder will be replaced; what else lies there was put there by somebody, and is not ours to delete."""
+    """Refuse to replace anything but an empty folder: the user may have put it there."""
     empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     if os.path.lexists(target) and not empty:
-        raise ModelError(f"model: {target} is not a whole model (config.json and weights); delete it and try again")
+        raise ModelError(f"model: {target} is not a complete model (config.json and weights); delete it and try again")
 
 
 def _make_whole(target: Path, make: Callable[[Path], None]) -> None:
-    """Fill a hidden sibling of `target` and rename it; the caller holds the lock, so any other one is a leftover."""
+    """Fill a hidden sibling of `target` and rename it. The caller holds the lock, so other siblings are leftovers."""
     for leftover in target.parent.glob(f"{partial_prefix(target)}*"):
         shutil.rmtree(leftover)
     with new_folder(target) as partial:
@@ -116,7 +116,7 @@ def _describe(folder: Path) -> CachedModel:
 
 
 def _provenance(path: Path) -> dict[str, object]:
-    """What the file says; nothing where it says nothing that can be read."""
+    """The content of the file; empty if it cannot be read."""
     try:
         facts = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

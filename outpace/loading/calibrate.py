@@ -1,9 +1,8 @@
-"""Weights quantized while the model runs on a calibration text, one linear after the other.
+"""Quantizes weights while the model runs on a calibration text, one linear after the other.
 
-The model has no weights but those of embeddings, norms and biases. A linear reads its weight when it is called, with
-the inputs that it gets from the linears before it, which are quantized already. It quantizes the weight, hands it over,
-and goes on with what the quantized weight computes. So one weight is in memory at a time, beside the activations of all
-calibration tokens.
+Only embeddings, norms and biases are loaded. When a linear is called, its inputs come from linears that are already
+quantized. It reads its weight, quantizes it, passes it on, and continues with the output of the quantized weight. So
+one weight at a time is in memory, besides the activations of all calibration tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.errors import ModelError, NotSupported
-from outpace.kernels.quantize import quantize_rows_ref
+from outpace.kernels.quantize import quantize_rows_torch
 from outpace.loading.problems import line
 from outpace.loading.read_source import read
 from outpace.loading.skeleton import with_buffers
@@ -30,21 +29,21 @@ from outpace.quant.smooth import Folds, Maxima, folds
 
 Method = Literal["rtn", "gptq"]
 TOLERANCE = 1e-3
-"""Of a hidden state, as a share of the largest: what folding may change by rounding."""
-CHECKED = 32  # tokens that are run again to see that folding changes nothing
+"""Maximum change of hidden states by folding, relative to the largest value: only rounding errors."""
+CHECKED = 32  # tokens that are run again to check that folding changes nothing
 Give = Callable[[str, Tensor, Mapping[str, Tensor]], None]
-"""Gets the path of a linear, its weight before it was quantized, and what it became."""
+"""Called with the path of a linear, its weight before quantization, and the quantized tensors."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How weights are calibrated."""
+    """The options of a calibration."""
 
     tokens: Tensor
     """[windows, tokens]."""
     method: Method = "rtn"
     smooth: float | None = None
-    """SmoothQuant's alpha: how much of the outliers weights take; None: none."""
+    """SmoothQuant's alpha; None: no smoothing."""
 
 
 def calibrate(
@@ -55,9 +54,9 @@ def calibrate(
     device: torch.device,
     give: Give,
 ) -> dict[str, Tensor]:
-    """Quantize the linears of a skeleton that have schemes, by path; returns what else has changed, by name.
+    """Quantize the linears of a skeleton that are in `schemes`, by path; returns other tensors that changed, by name.
 
-    sources: of every tensor of the model.
+    sources: the source of each tensor of the model.
     """
     runs = _Runs(model, sources, device)
     changed: dict[str, Tensor] = {}
@@ -78,16 +77,16 @@ def calibrate(
 
 
 class _Linears:
-    """What a linear does when it is called."""
+    """Replaces the computation of linears."""
 
     def call(self, path: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-        """The output of the linear of a path. weight: as it is stored, in float32."""
+        """The output of the linear at `path`. weight: the stored weight, in float32."""
         raise NotImplementedError
 
 
 @dataclass
 class _Plain(_Linears):
-    """Computes as the model does, with what is folded."""
+    """Computes the model's output, with folded factors."""
 
     made: Folds
 
@@ -97,7 +96,7 @@ class _Plain(_Linears):
 
 @dataclass
 class _Watching(_Linears):
-    """Computes as the model does, and remembers the largest values."""
+    """Computes the model's output, and records the largest inputs and weights."""
 
     maxima: dict[str, Maxima] = field(default_factory=dict)
 
@@ -111,7 +110,7 @@ class _Watching(_Linears):
 
 @dataclass
 class _Quantizing(_Linears):
-    """Quantizes each weight at its first call, and computes with the quantized one."""
+    """Quantizes each weight at its first call, and computes with the quantized weight."""
 
     schemes: Mapping[str, Scheme]
     method: Method
@@ -119,7 +118,7 @@ class _Quantizing(_Linears):
     made: Folds
     done: set[str] = field(default_factory=set)
     _last: tuple[Tensor, Tensor, Inputs] | None = None
-    """Inputs, as they came and as they are multiplied: linears that come one after the other may share them."""
+    """The last inputs before and after quantization, with their statistics: consecutive linears often share them."""
 
     def call(self, path: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         weight, bias = self.made.weight(path, weight), self.made.bias(path, bias)
@@ -142,15 +141,15 @@ class _Quantizing(_Linears):
 
 
 def _restored(x: Tensor, scheme: Scheme) -> Tensor:
-    """Rows as they are multiplied."""
+    """Activations after quantization and dequantization."""
     if scheme.activations is None:
         return x
-    values, scales = quantize_rows_ref(x.reshape(-1, x.shape[-1]), scheme.activations)
+    values, scales = quantize_rows_torch(x.reshape(-1, x.shape[-1]), scheme.activations)
     return (values.float() * scales).view(x.shape)
 
 
 class _Runs:
-    """A skeleton that runs without the weights of its linears in memory."""
+    """Runs a skeleton without the weights of its linears in memory."""
 
     def __init__(self, model: PreTrainedModel, sources: Mapping[str, Source], device: torch.device) -> None:
         self._model, self._sources, self._device = with_buffers(model).eval(), sources, device
@@ -179,7 +178,7 @@ class _Runs:
 
     @torch.inference_mode()
     def run(self, tokens: Tensor, linears: _Linears) -> Tensor:
-        """The last hidden states."""
+        """Run the model on tokens; returns the last hidden states."""
         self._linears = linears
         try:
             output = self._base(input_ids=tokens.to(self._device), use_cache=False)
@@ -190,7 +189,7 @@ class _Runs:
         return found
 
     def fold(self, maxima: Mapping[str, Maxima], alpha: float) -> Folds:
-        """Choose what is folded, and change the norms."""
+        """Choose the factors to fold, and divide the norms by them."""
         layers = dict.fromkeys(_layer(path) for path in maxima)
         whole: Any = self._model.config
         config = whole.get_text_config()
@@ -199,7 +198,7 @@ class _Runs:
         if not made:
             raise NotSupported(
                 f"smooth: {type(self._model).__name__} has no norm before quantized linears that is known by its name "
-                "(input_layernorm, post_attention_layernorm); leave it out"
+                "(input_layernorm, post_attention_layernorm); remove it"
             )
         for path, factor in made.norms.items():
             for _, parameter in self.parameters(path):
@@ -208,27 +207,27 @@ class _Runs:
         return made
 
     def parameters(self, path: str) -> list[tuple[str, nn.Parameter]]:
-        """Those of one module, by name."""
+        """The parameters of one module, with names."""
         return list(self._modules[path].named_parameters(prefix=path, recurse=False))
 
     def bias(self, path: str) -> Tensor | None:
-        """That of a linear."""
+        """The bias of a linear."""
         module = self._modules[path]
         assert isinstance(module, nn.Linear)
         return module.bias
 
 
 def _layer(path: str) -> str:
-    """The layer of a linear: all up to the last number in its path."""
+    """The layer of a linear: its path up to the last number."""
     parts = path.split(".")
     last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=-1)
     return ".".join(parts[: last + 1])
 
 
 def _check_folds(before: Tensor, after: Tensor, name: str) -> None:
-    """Refuse a model that is another one after folding."""
+    """Refuse a model whose outputs change by folding."""
     if float((before - after).abs().max()) > TOLERANCE * float(before.abs().max()):
         raise NotSupported(
-            f"smooth: {name} computes something else between norms and linears than is known by their names, so "
-            "factors cannot be folded; leave it out"
+            f"smooth: {name} computes more between norms and linears than their names tell, so factors "
+            "cannot be folded; remove it"
         )

@@ -1,4 +1,4 @@
-"""The text that `quant.calibration` names, as tokens."""
+"""Reads the calibration text of `quant.calibration` as tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outpace.config.sections import CalibrationConfig
+from outpace.config.quantization import CalibrationConfig
 from outpace.errors import ConfigError, InputError
 from outpace.loading.text import read_text
-from outpace.loading.windows import Tokens, read_tokens
+from outpace.loading.windows import TextTokens, read_tokens
 from outpace.log import chosen
 
 WINDOW = 1024
-"""Most tokens of a window."""
+"""Maximum tokens of a window."""
 LEAST = 16
-"""Fewest tokens of a text."""
+"""Minimum tokens of a text."""
 
 
-def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, Tokens]:
-    """Where the text comes from, and all its tokens: those after the first `asked.tokens` are not for calibration.
+def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, TextTokens]:
+    """The source of the text, and all its tokens; only the first `asked.tokens` are for calibration.
 
-    tokenizer: None, where the text is token ids.
+    tokenizer: None if the text is token ids.
     """
     text = Path(asked.text) if isinstance(asked.text, str) else asked.text
     try:
@@ -37,7 +37,8 @@ def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBas
         raise ConfigError(f"quant.calibration.{error}") from error
     if len(tokens.ids) < LEAST:
         raise ConfigError(
-            f"quant.calibration.text: {len(tokens.ids)} tokens are too few, {LEAST} are the least; give a longer text"
+            f"quant.calibration.text: {len(tokens.ids)} tokens are too few, at least {LEAST} are needed; give a "
+            "longer text"
         )
     return name, tokens
 
@@ -45,13 +46,13 @@ def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBas
 def read_windows(
     asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBase | None, config: PreTrainedConfig
 ) -> Tensor:
-    """The tokens that are for calibration, in whole windows [windows, tokens]; what is left over is not used."""
+    """The tokens for calibration as full windows [windows, tokens]; the remainder is not used."""
     name, tokens = read_calibration(asked, tokenizer)
     text: Any = config.get_text_config()
     ids = tokens.ids[: asked.tokens]
     if max(ids) >= text.vocab_size:
         raise ConfigError(
-            f"quant.calibration.text: token {max(ids)} is none of the {text.vocab_size} tokens of the model"
+            f"quant.calibration.text: token {max(ids)} is not among the {text.vocab_size} tokens of the model"
         )
     most = min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW) - len(tokens.prefix)
     length = min(most, len(ids))

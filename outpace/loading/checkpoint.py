@@ -1,4 +1,4 @@
-"""What lies in a model folder, checked before anything large is read; and how a name becomes such a folder."""
+"""Finds the folder of a model by its name, and checks its files before any weights are read."""
 
 import re
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that holds a whole Hugging Face model."""
+    """A folder with a complete Hugging Face model."""
 
     folder: Path
     weights: tuple[Path, ...]
@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def local_path(source: str | Path) -> Path | None:
-    """The file or folder `source` names, or None if it can only be a Hugging Face id."""
+    """The file or folder that `source` names; None: it can only be a Hugging Face id."""
     if not str(source):
         raise ModelError("model: the name is empty; name a folder, a .gguf file or a Hugging Face id")
     try:
@@ -56,7 +56,7 @@ def local_path(source: str | Path) -> Path | None:
 
 
 def close_names(path: Path) -> str:
-    """`; did you mean ...`, when the folder it would lie in holds something with a name like it."""
+    """`; did you mean ...`, if a similar name exists in the same folder."""
     if not path.parent.is_dir():
         return f"; {path.parent} does not exist either"
     near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3, cutoff=0.6)
@@ -64,7 +64,7 @@ def close_names(path: Path) -> str:
 
 
 def fetch(name: str) -> Path:
-    """The folder of a model on Hugging Face, downloaded if it is not in their cache; honours HF_HUB_OFFLINE."""
+    """The folder of a model on Hugging Face, downloaded if it is not in its cache; respects HF_HUB_OFFLINE."""
     from huggingface_hub import snapshot_download  # imported late: a local folder does not need it
 
     skip = ["*/*", "consolidated*"]  # other formats of the same weights
@@ -82,7 +82,7 @@ def fetch(name: str) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Check that a folder holds a config and complete weight files, or that a weight file lies in such a folder."""
+    """Check that a folder (or the folder of a weight file) has a config and complete weight files."""
     folder = path if path.is_dir() else path.parent
     if path != folder and path.suffix.lower() not in WEIGHT_FILES:
         raise ModelError(
@@ -108,12 +108,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for file in files:
             read_header(file)
     else:
-        chosen("weights", files[0].name, "the folder has no safetensors; read as tensors alone, never as code")
+        chosen(
+            "weights",
+            files[0].name,
+            "the folder has no safetensors; only tensors are read, code in the file never runs",
+        )
     return Checkpoint(folder, files, safe, holds_tokenizer(folder))
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has files of a tokenizer."""
+    """Whether a folder has a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 

@@ -1,4 +1,4 @@
-"""A scheme for each weight, chosen by measuring (`quant.auto`): estimates first, then whole models on real text."""
+"""Chooses a scheme for each weight (`quant.auto`): by estimates first, then by measuring the whole model on text."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import nn
 
-from outpace.config.sections import AutoQuantConfig, QuantizationConfig
+from outpace.config.quantization import AutoQuantConfig, QuantizationConfig
 from outpace.errors import ConfigError
 from outpace.loading.dtypes import short
 from outpace.loading.sensitivity import Estimates, Schemes, Weight, estimates, loss
-from outpace.loading.windows import Tokens, Window, make_windows
+from outpace.loading.windows import TextTokens, Window, make_windows
 from outpace.log import logger, size_text
 from outpace.quant.asked import NAMED
 from outpace.quant.auto import Choices, Option
@@ -20,50 +20,50 @@ from outpace.quant.rules import Rules
 from outpace.quant.scheme import Scheme
 
 WINDOW = 1024
-"""Most tokens that the model sees at once."""
+"""Maximum tokens in one pass."""
 ESTIMATE = (2, 512)
-"""Windows, and tokens of each, that estimates are made with."""
+"""(number of windows, tokens of each) for estimates."""
 ROUNDS = 8
-"""Most plans that are measured."""
+"""Maximum number of plans that are measured."""
 CLOSE = 0.02
-"""Of the size of a plan: one that is smaller by less is not looked for."""
+"""Relative size difference that is not worth another measurement."""
 
 Report = Callable[[str, int, int], None]
-"""Told what is being done, and how many passes are done of how many."""
+"""Called with the current task, the passes done, and all passes."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text to measure on."""
+    """A text to measure the loss on."""
 
     name: str
-    tokens: Tokens
+    tokens: TextTokens
     windows: Sequence[Window]
 
     @classmethod
-    def of(cls, name: str, tokens: Tokens, window: int) -> "Sample":
-        """A text in windows."""
+    def of(cls, name: str, tokens: TextTokens, window: int) -> "Sample":
+        """Cut a text into windows."""
         return cls(name, tokens, make_windows(tokens, window))
 
     @property
     def predicted(self) -> int:
-        """Tokens that count."""
+        """Number of predicted tokens."""
         return sum(window.tokens for window in self.windows)
 
 
 @dataclass
 class Chooser:
-    """Chooses a plan for one model, which has its weights where it runs."""
+    """Chooses a plan for one model, whose weights are loaded on its device."""
 
     model: nn.Module
     weights: Sequence[Weight]
     quant: QuantizationConfig
     itemsize: int
-    """Bytes of a weight that stays as it is."""
+    """Bytes of one unquantized parameter."""
     calibration: Sample
     evaluation: Sample | None
     others: int
-    """Bytes of everything that is no linear."""
+    """Bytes of all weights that are not linears."""
     report: Report = lambda what, done, total: None
     _measured: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -73,13 +73,13 @@ class Chooser:
         return self.quant.auto
 
     def choose(self) -> QuantPlan:
-        """Estimate, choose, measure, and choose again while the bound does not hold."""
+        """Estimate, choose and measure; repeat until the bound holds."""
         asked = {weight: schemes for weight in self.weights if (schemes := self._schemes(weight))}
         if not asked:
             raise ConfigError(
                 f"quant.auto: {type(self.model).__name__} has no linears that could be quantized; remove it"
             )
-        if self._auto.max_perplexity_increase is None:  # said before minutes have gone into it
+        if self._auto.max_perplexity_increase is None:  # fail before minutes of measuring
             unknown = {weight: dict.fromkeys(schemes, 0.0) for weight, schemes in asked.items()}
             self._within(Choices([self._options(weight, unknown.get(weight, {})) for weight in self.weights]))
         before = self._loss("the model as it is", self.calibration, {})
@@ -92,7 +92,7 @@ class Chooser:
         return self._plan(choices, picks, found, before)
 
     def _schemes(self, weight: Weight) -> list[Scheme]:
-        """What a weight may become."""
+        """The schemes that a weight may get."""
         rules = (Rules(NAMED[name], qkv=self.quant.qkv.enabled, fit=True) for name in self._auto.schemes)
         found = [rule.of(weight.role, weight.names, weight.shape) for rule in rules]
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
@@ -106,14 +106,14 @@ class Chooser:
         return estimates(self.model, asked, windows, self._passes("estimates"))
 
     def _options(self, weight: Weight, found: Mapping[Scheme, float]) -> list[Option]:
-        """What a weight may get, the smallest first. One of unknown influence stays as it is."""
+        """The options of a weight, smallest first. A weight without estimates is not quantized."""
         whole = math.prod(weight.shape) * self.itemsize
         stays = 0 if weight.tied and self._auto.max_bytes is not None else whole
         made = [Option(scheme, scheme.nbytes(weight.shape), nats) for scheme, nats in found.items()]
         return sorted([*made, Option(None, stays, 0.0)], key=lambda option: (option.nbytes, option.nats))
 
     def _within(self, choices: Choices) -> list[int]:
-        """The least loss within a size."""
+        """The choice with the least loss within a size."""
         auto = self._auto
         if auto.max_bytes is not None:
             name, room, shown = "max_bytes", auto.max_bytes - self.others, size_text
@@ -126,22 +126,22 @@ class Chooser:
         if picks is None:
             least = choices.smallest + (self.others if auto.max_bytes is not None else 0)
             raise ConfigError(
-                f"quant.auto.{name}: with quant.auto.schemes={list(auto.schemes)} the least is {shown(least)}; allow "
+                f"quant.auto.{name}: with quant.auto.schemes={list(auto.schemes)} the minimum is {shown(least)}; allow "
                 "more, or give smaller schemes"
             )
         return picks
 
     def _below(self, choices: Choices, before: float, limit: float) -> list[int]:
-        """The fewest bytes whose measured loss grows by no more than the limit.
+        """The smallest choice whose measured loss grows by at most the limit.
 
-        Estimates say in which order weights are raised, and measurements how far: the bound on the sum of estimates is
-        moved until it lies between one that holds and one that does not.
+        Estimates decide the order in which weights get more bytes, measurements how far to go: a bisection moves the
+        bound on the sum of estimates between one that holds and one that fails.
         """
         target, holds, fails, most = limit, 0.0, math.inf, 0
         best: list[int] | None = None
-        for _ in range(4 * ROUNDS):  # of which most find a plan that was measured
+        for _ in range(4 * ROUNDS):  # most rounds find a plan that was measured before
             picks = choices.least_bytes(target)
-            assert picks is not None, "with all weights as they are nothing is added"
+            assert picks is not None, "unquantized weights add no loss"
             if tuple(picks) not in self._measured and len(self._measured) == ROUNDS:
                 break
             added = self._measure(choices, picks, f"plan {len(self._measured) + 1}") - before
@@ -151,7 +151,7 @@ class Chooser:
             else:
                 fails = target
             if math.isinf(fails) and not any(picks):
-                break  # there is nothing smaller
+                break  # this is the smallest choice
             if added > limit:
                 most = max(most, choices.size(picks))
             if best is not None and choices.size(best) - most < CLOSE * choices.size(best):
@@ -217,7 +217,7 @@ class Chooser:
 
 
 def _next(target: float, holds: float, fails: float, ratio: float) -> float:
-    """Where to look next. ratio: the limit to what was added."""
+    """The next bound to try. ratio: the limit divided by the measured increase."""
     if math.isinf(fails):
         return target * min(4.0, max(1.25, ratio))
     if holds == 0.0:
@@ -239,12 +239,14 @@ def _as_measured(sample: Sample, before: float, after: float) -> Measured:
 
 
 def _why(options: Sequence[Option], pick: int) -> str:
-    """Why a weight got what it did."""
+    """Why a weight got its scheme, in words."""
     if len(options) == 1:
-        return "no scheme is for it, or the text did not run it"
+        return "no scheme applies, or the text did not run it"
     own = f"adds {_percent(options[pick].nats)}"
     if pick == 0:
-        return f"the fewest bytes, {own} by estimate" if options[0].scheme else "it is a tensor that stays anyway"
+        return (
+            f"the fewest bytes, {own} by estimate" if options[0].scheme else "its tensor is needed unquantized anyway"
+        )
     smaller = options[pick - 1]
     what = "as it is" if smaller.scheme is None else smaller.scheme.values
     return f"{what} would add {_percent(smaller.nats)} by estimate, this {own}"

@@ -1,9 +1,9 @@
-"""Hugging Face's tables of renamed and merged weights, applied to sources instead of tensors.
+"""Applies Hugging Face's tables of renamed and merged weights to sources instead of tensors.
 
-This is the only file that uses transformers' loading internals. They are not public and change between releases. It
-uses what 5.17 and 5.22 have in common: the tables of a model (get_model_conversion_mapping), rename_source_key,
-dot_natural_key, add_tensor and convert of a WeightConverter, and of a model all_tied_weights_keys and the two
-_keys_to_ignore_on_load_... attributes and _init_weights.
+Only this file uses transformers' loading internals, which are not public and change between releases. It uses what 5.17
+and 5.22 have in common: get_model_conversion_mapping, rename_source_key, dot_natural_key, add_tensor and convert of a
+WeightConverter, and a model's all_tied_weights_keys, _keys_to_ignore_on_load_missing and _unexpected, and
+_init_weights.
 """
 
 import re
@@ -20,18 +20,17 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from outpace.errors import ModelError
 from outpace.loading.problems import line
 from outpace.loading.read_source import read
-from outpace.loading.regions import Inexpressible
-from outpace.loading.traced import Traced
+from outpace.loading.regions import Inexpressible, Traced
 from outpace.loading.weights import Piece, Source
 
 _Parts = list[tuple[str, Source]]
-"""What a converter takes: the pattern that a stored name matched, and the tensor, in natural order."""
+"""Inputs of a converter: (pattern that a stored name matched, its source), in natural order of names."""
 
 
 def convert(
     model: PreTrainedModel, wanted: dict[str, Tensor], stored: Mapping[str, Source]
 ) -> tuple[dict[str, Source], dict[str, str]]:
-    """Sources by the model's names; and the stored names without a place, with what they were renamed to."""
+    """Sources by the model's names; and stored names that the model lacks -> what they were renamed to."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -55,24 +54,24 @@ def convert(
         made = _converted(converter, target, parts, fixed)
         if twice := sorted((made.keys() & found.keys()) | (made.keys() - wanted.keys())):
             raise ModelError(
-                f"model: {', '.join(twice[:5])} is stored both in parts and whole; convert the model again"
+                f"model: {', '.join(twice[:5])} is stored both whole and in parts; convert the model again"
             )
         found |= made
     return found, extra
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Names of tied weights, each with the name that it is tied to. Changing it changes what the model ties."""
+    """Name of a tied weight -> the name it is tied to. Changing this mapping changes what the model ties."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def may_miss(model: nn.Module, name: str) -> bool:
-    """Whether the model's class says that checkpoints need not have this tensor."""
+    """Whether the model's class allows checkpoints without this tensor."""
     return _listed(model, "_keys_to_ignore_on_load_missing", name)
 
 
 def computed(model: nn.Module, name: str) -> Source | None:
-    """A weight that checkpoints may leave out since its class computes it, as sinusoidal positions; else None."""
+    """A weight that checkpoints may omit because its class computes it, such as sinusoidal positions; else None."""
     if not isinstance(model, PreTrainedModel) or not may_miss(model, name):
         return None
     owner, _, leaf = name.rpartition(".")
@@ -81,7 +80,9 @@ def computed(model: nn.Module, name: str) -> Source | None:
         for seed in range(2):
             torch.manual_seed(seed)
             module = deepcopy(model.get_submodule(owner)).to_empty(device="cpu").float()
-            value = getattr(module, leaf).detach().fill_(float("nan"))  # what nobody writes is not equal to itself
+            value = (
+                getattr(module, leaf).detach().fill_(float("nan"))
+            )  # values that are not computed stay NaN and are unequal
             model._init_weights(module)
             values.append(value)
     if not torch.equal(*values):
@@ -90,12 +91,12 @@ def computed(model: nn.Module, name: str) -> Source | None:
 
 
 def may_have(model: nn.Module, name: str) -> bool:
-    """Whether the model's class says that checkpoints may have this tensor, which it does not use."""
+    """Whether the model's class ignores this tensor in checkpoints."""
     return _listed(model, "_keys_to_ignore_on_load_unexpected", name)
 
 
 def quantization(model: nn.Module) -> Mapping[str, Any] | None:
-    """How the model's config says that its checkpoint is quantized."""
+    """The quantization_config of the model's config; None: there is none."""
     found = getattr(getattr(model, "config", None), "quantization_config", None)
     if found is None or isinstance(found, Mapping):
         return found
@@ -104,7 +105,7 @@ def quantization(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def forget_quantization(model: nn.Module) -> None:
-    """Let the config describe the model as it will be: with plain weights."""
+    """Remove quantization_config from the config, since weights become plain."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -115,7 +116,7 @@ def _listed(model: nn.Module, attribute: str, name: str) -> bool:
 
 
 class _Fixed:
-    """What operations ask of a model, as it was before its layers were replaced."""
+    """The attributes of the original model that conversion operations read."""
 
     def __init__(self, model: PreTrainedModel, wanted: dict[str, Tensor]) -> None:
         self.config = model.config
@@ -123,11 +124,11 @@ class _Fixed:
 
 
 def _converted(converter: WeightConverter, target: str, parts: _Parts, model: _Fixed) -> dict[str, Source]:
-    """The sources that a converter makes of stored ones: regions of them, or else computed when they are wanted."""
+    """The sources that a converter makes: regions of stored tensors if possible, else computed on demand."""
     try:
         return {name: tensor.source for name, tensor in _run(converter, target, parts, Traced.of, model).items()}
     except Inexpressible:
-        shapes = _run(converter, target, parts, _empty, model)
+        shapes = _run(converter, target, parts, Source.empty, model)
     return {
         name: Source(tuple(shape.shape), shape.dtype, (_computed(converter, target, parts, model, name, shape),))
         for name, shape in shapes.items()
@@ -144,19 +145,15 @@ def _computed(converter: WeightConverter, target: str, parts: _Parts, model: _Fi
 def _run(
     converter: WeightConverter, target: str, parts: _Parts, tensor: Callable[[Source], Any], model: _Fixed
 ) -> dict[str, Any]:
-    """Hugging Face's conversion, run on tensors made of the sources."""
-    converter = deepcopy(converter)  # it collects tensors
+    """Run Hugging Face's conversion on tensors made from the sources."""
+    converter = deepcopy(converter)  # a copy, because it collects tensors
     for pattern, source in parts:
         converter.add_tensor(target, target, pattern, tensor(source))
     try:
         made = converter.convert(target, model=model, config=model.config)
     except (RuntimeError, ValueError, LookupError) as error:
         raise ModelError(
-            f"model: {target} cannot be made of the {len(parts)} stored tensors that belong to it ({line(error)}); "
-            "some are missing or of another shape: download the model again"
+            f"model: {target} cannot be made of its {len(parts)} stored tensors ({line(error)}): some are "
+            "missing or have a wrong shape; download the model again"
         ) from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _empty(source: Source) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, device="meta")

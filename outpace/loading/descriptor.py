@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON descriptor of a checkpoint: which files hold whole tensors, which the parts of ranks. No torch."""
+"""Reads DeepSpeed's JSON descriptor of a checkpoint: which files hold whole tensors or parts of ranks. No torch."""
 
 import os
 import re
@@ -31,7 +31,7 @@ _DTYPES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class _Origin:
-    """What errors call a descriptor, and whether the caller can pass base_dir."""
+    """The name of a descriptor in errors, and whether the caller can pass base_dir."""
 
     name: str
     takes_base_dir: bool
@@ -45,27 +45,27 @@ class _Origin:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A checked descriptor; every file that it names exists."""
+    """A checked descriptor; all files that it names exist."""
 
     origin: str
     megatron: bool
     whole: tuple[Path, ...]
-    """Files of whole tensors, each tensor in one of them."""
+    """Files with whole tensors; each tensor is in one of them."""
     ranks: tuple[tuple[Path, ...], ...]
     """The files of each rank."""
     version: float | None
     dtype: str | None
-    """The dtype of its tensors by torch's name, where it says one."""
+    """torch's name of the dtype of its tensors; None: not given."""
     save_id: str | None = None
-    """What every file of `outpace shard` that belongs to it has in its metadata."""
+    """The id in the metadata of all files of `outpace shard` that belong to it."""
 
 
 def read_descriptor(
     source: Path | Mapping[str, Any], base_dir: str = "", *, takes_base_dir: bool = False
 ) -> Descriptor:
-    """Check a descriptor, a file or a mapping. base_dir: where its files are, whatever it says itself.
+    """Check a descriptor, given as a file or a mapping. base_dir: the folder of its files, overriding its own entry.
 
-    takes_base_dir: whether the caller could have passed one; errors advise it then.
+    takes_base_dir: whether the caller could pass base_dir, so that errors suggest it.
     """
     if isinstance(source, Mapping):
         origin, fields = _Origin("checkpoint", True), dict(source)
@@ -91,7 +91,7 @@ def read_descriptor(
 
 def _save_id(origin: _Origin, found: Any) -> str | None:
     if found is not None and not isinstance(found, str):
-        raise ModelError(f"{origin}: {SAVE_ID}: {found!r:.50} is no id; shard the model again")
+        raise ModelError(f"{origin}: {SAVE_ID}: {found!r:.50} is not an id; shard the model again")
     return found
 
 
@@ -107,7 +107,7 @@ def _check_keys(origin: _Origin, fields: Mapping[str, Any]) -> None:
 
 
 def _kind(origin: _Origin, found: Any) -> str:
-    """DeepSpeed compares ds_model and bloom without regard to case, but Megatron to the letter."""
+    """Like DeepSpeed, ignore the case of ds_model and bloom, but not of Megatron."""
     if found == "Megatron":
         return "Megatron"
     if isinstance(found, str) and found.lower() in ("ds_model", "bloom"):
@@ -126,9 +126,9 @@ def _version(origin: _Origin, found: Any, *, megatron: bool) -> float | None:
 
 
 def _base(origin: _Origin, source: Path | Mapping[str, Any], given: str, own: Any) -> Path:
-    """The folder of the files: the caller's, else the descriptor's own, else the one that it lies in."""
+    """The folder of the files: the caller's base_dir, else the descriptor's, else the descriptor's folder."""
     if not isinstance(own, str):
-        raise ModelError(f"{origin}: base_dir: expected a path, got {own!r:.200}; leave it out")
+        raise ModelError(f"{origin}: base_dir: expected a path, got {own!r:.200}; remove it")
     if given:
         base = Path(given).expanduser()
     elif isinstance(source, Mapping):
@@ -144,7 +144,7 @@ def _base(origin: _Origin, source: Path | Mapping[str, Any], given: str, own: An
         base = inside(source.parent, own, f"{origin}: base_dir") if own else source.parent
     if not base.is_dir():
         remedy = origin.remedy("correct it in the descriptor", "pass base_dir with the folder of the files")
-        raise ModelError(f"{origin}: base_dir: {base} is no folder; {remedy}")
+        raise ModelError(f"{origin}: base_dir: {base} is not a folder; {remedy}")
     return base
 
 
@@ -154,7 +154,7 @@ def _inside(origin: _Origin, base: Path, name: str, key: str) -> Path:
 
 
 def _files(origin: _Origin, base: Path, found: Any, kind: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files of whole tensors that are listed apart, and all others."""
+    """(files with whole tensors, if they are listed separately; all other files)."""
     if isinstance(found, Mapping):
         if not found.keys() <= {"non_tp", "tp"} or "tp" not in found:
             raise ModelError(f"{origin}: checkpoints: needs the keys non_tp and tp, and no others")
@@ -181,12 +181,14 @@ def _file(origin: _Origin, base: Path, name: str, key: str) -> Path:
         remedy = origin.remedy("copy it there", "pass base_dir")
         raise ModelError(f"{origin}: {key}: {path} does not exist; {remedy}")
     if path.suffix.lower() not in _SUFFIXES:
-        raise ModelError(f"{origin}: {key}: {path.name} is no checkpoint; name files ending in {', '.join(_SUFFIXES)}")
+        raise ModelError(
+            f"{origin}: {key}: {path.name} is not a checkpoint; name files ending in {', '.join(_SUFFIXES)}"
+        )
     return path
 
 
 def _named(origin: _Origin, base: Path, name: str, kind: str) -> tuple[Path, ...]:
-    """The files that one name means: a file, a pattern with *, or a folder."""
+    """The files of one name, which may be a file, a pattern with *, or a folder."""
     path = _inside(origin, base, name, "checkpoints")
     if "*" in path.name:
         found = sorted(path.parent.glob(path.name), key=_numbers)
@@ -203,7 +205,7 @@ def _named(origin: _Origin, base: Path, name: str, kind: str) -> tuple[Path, ...
 
 
 def _numbers(path: Path) -> list[int]:
-    """Those in a name, so that rank 10 comes after rank 9."""
+    """The numbers in a name, so that rank 10 sorts after rank 9."""
     return [int(digits[:18]) for digits in re.findall(r"\d+", path.name)]
 
 
@@ -213,15 +215,15 @@ def _parallelization(origin: _Origin, fields: Mapping[str, Any], kind: str) -> s
         raise ModelError(f"{origin}: parallelization: {given!r:.50} is unknown; use 'pp' or 'tp'")
     by_rank = kind == "Megatron" or isinstance(fields["checkpoints"], Mapping)
     if given == "pp" and by_rank:
-        raise ModelError(f"{origin}: parallelization: 'pp' contradicts files of ranks; use 'tp', or leave it out")
+        raise ModelError(f"{origin}: parallelization: 'pp' contradicts files of ranks; use 'tp', or remove it")
     if given != "tp" and not by_rank and (degree := _degree(origin, fields)) and degree > 1:
         key = "mp_size" if "mp_size" in fields else "tp_size"
-        raise ModelError(f"{origin}: {key}: {degree} ranks need parallelization 'tp'; add it, or leave {key} out")
+        raise ModelError(f"{origin}: {key}: {degree} ranks need parallelization 'tp'; add it, or remove {key}")
     return "tp" if by_rank else given or "pp"
 
 
 def _degree(origin: _Origin, fields: Mapping[str, Any]) -> int | None:
-    """mp_size, else tp_size: how many ranks saved the files."""
+    """Number of ranks that saved the files: mp_size, else tp_size."""
     found = None
     for key in ("tp_size", "mp_size"):
         if key in fields:
@@ -229,12 +231,12 @@ def _degree(origin: _Origin, fields: Mapping[str, Any]) -> int | None:
             if type(found) is not int:
                 raise ModelError(f"{origin}: {key}: expected a number of ranks, got {found!r:.50}; use 1 or more")
             if found < 1:
-                raise ModelError(f"{origin}: {key}: {found} is no number of ranks; use 1 or more")
+                raise ModelError(f"{origin}: {key}: {found} is not a number of ranks; use 1 or more")
     return found
 
 
 def _by_rank(origin: _Origin, files: tuple[Path, ...], degree: int) -> tuple[tuple[Path, ...], ...]:
-    """DeepSpeed lists the first file of every rank, then the second of every rank, and so on."""
+    """Group files by rank: DeepSpeed lists the first file of each rank, then the second of each, and so on."""
     if len(files) % degree:
         raise ModelError(f"{origin}: checkpoints: {len(files)} files cannot belong to {degree} ranks; list all of them")
     return tuple(files[rank::degree] for rank in range(degree))

@@ -1,11 +1,11 @@
-"""Which dtype a model runs in when the user names none."""
-
-from pathlib import Path
+"""Chooses the dtype of a model when the user names none."""
 
 import torch
 
-# x86 flags that say the CPU multiplies matrices in this dtype natively. Measured on an AVX512 CPU with avx512_bf16 and
-# without avx512_fp16, 512 x 576 x 1536: float32 4.8 ms, bfloat16 2.2 ms, float16 23.8 ms.
+from outpace.quant.fast import cpu_flags
+
+# CPU flags for native matrix products in a dtype. Measured on an AVX512 CPU with avx512_bf16 and without avx512_fp16,
+# 512 x 576 x 1536: float32 4.8 ms, bfloat16 2.2 ms, float16 23.8 ms.
 _NATIVE_FLAGS = {
     torch.bfloat16: frozenset({"amx_bf16", "avx512_bf16"}),
     torch.float16: frozenset({"amx_fp16", "avx512_fp16"}),
@@ -13,7 +13,7 @@ _NATIVE_FLAGS = {
 
 
 def choose_dtype(own: torch.dtype | None, device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the dtype to run in and the reason; `own` is the checkpoint's, None for a quantized file."""
+    """The dtype to run in, and the reason. own: the checkpoint's dtype, None for a quantized file."""
     if own is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         return dtype, f"a quantized file has no dtype of its own; {device.type} runs {short(dtype)}"
@@ -21,11 +21,11 @@ def choose_dtype(own: torch.dtype | None, device: torch.device) -> tuple[torch.d
         return own, "the checkpoint's own"
     if native_on_cpu(own):
         return own, f"the checkpoint's own; this CPU has native {short(own)} matrix instructions"
-    return torch.float32, f"the checkpoint is {short(own)}, which this CPU has no native matrix instructions for"
+    return torch.float32, f"the checkpoint is {short(own)}, for which this CPU has no native matrix instructions"
 
 
 def default_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype of `init_inference` when none is asked for, and the reason."""
+    """The default dtype of `init_inference`, and the reason."""
     if device.type == "cuda":
         return torch.float16, "DeepSpeed's default on a GPU; give dtype= for another"
     return torch.float32, "a CPU is fastest and exact in it; give dtype= for another"
@@ -34,18 +34,9 @@ def default_dtype(device: torch.device) -> tuple[torch.dtype, str]:
 def native_on_cpu(dtype: torch.dtype) -> bool:
     """Whether both the CPU and this torch build have native matrix instructions for a 16-bit dtype."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return capability.startswith(("AVX512", "AMX")) and bool(_NATIVE_FLAGS[dtype] & _cpu_flags())
+    return capability.startswith(("AVX512", "AMX")) and bool(_NATIVE_FLAGS[dtype] & cpu_flags())
 
 
 def short(dtype: torch.dtype) -> str:
     """`float16` for torch.float16."""
     return str(dtype).removeprefix("torch.")
-
-
-def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:  # not Linux: say nothing is native, which is slow at worst
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())

@@ -1,4 +1,4 @@
-"""Read a GGUF file of the Llama family: its config, its tokenizer, and its tensors one at a time, dequantized."""
+"""Reads a GGUF file of the Llama family: config, tokenizer, and tensors, dequantized one at a time."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -16,20 +16,21 @@ from outpace.errors import ModelError
 from outpace.loading.gguf_config import ROPE_FREQS, architecture_of, build_config, hf_name
 from outpace.loading.gguf_tokenizer import build_tokenizer
 from outpace.loading.layout import check_fetched
+from outpace.loading.problems import line
 
 if TYPE_CHECKING:
     import torch
 
     from outpace.loading.weights import Weights
 
-# What the reader, numpy and Python raise on bytes that are not what they should be.
+# Errors of the reader, numpy and Python for damaged files.
 Result = TypeVar("Result")
 _READER_ERRORS = (ValueError, LookupError, TypeError, ArithmeticError, OSError, MemoryError)
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A checked GGUF file: every tensor has a place in the model, and every parameter of the model has a tensor."""
+    """A checked GGUF file: its tensors are exactly the parameters of the model."""
 
     path: Path
     config: PreTrainedConfig
@@ -38,7 +39,7 @@ class GGUFModel:
     tokenizer: PreTrainedTokenizerFast | None  # None: the file holds none
 
     def weights(self, dtype: "torch.dtype | None" = None) -> "Weights":
-        """Its tensors by Hugging Face names, each dequantized when it is wanted. dtype: None is float32."""
+        """Its tensors by Hugging Face names, each dequantized when it is read. dtype: None is float32."""
         import torch
 
         from outpace.loading.gguf_blocks import GGUFWeight
@@ -60,7 +61,7 @@ class GGUFModel:
         return Weights(str(self.path), sources)
 
     def tensors(self, dtype: "torch.dtype") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield (Hugging Face name, tensor); one tensor is dequantized at a time."""
+        """Yield (Hugging Face name, tensor), dequantizing one tensor at a time."""
         for name, entry in self.entries.items():
             yield name, self._make(name, entry, dtype)
 
@@ -77,19 +78,19 @@ class GGUFModel:
         return tensor
 
     def _rotated_heads(self, name: str) -> int:
-        """How many heads the rows of this tensor are, if rope turns them; else 0."""
+        """Number of heads in the rows of a tensor that rope rotates; else 0."""
         if ".q_proj." in name:
             return int(self.config.num_attention_heads)
         return int(self.config.num_key_value_heads) if ".k_proj." in name else 0
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Open a GGUF file and check all of it but the values of the weights."""
+    """Open a GGUF file and check everything except the values of weights."""
     return _checked(path, lambda reader: _read(path, reader))
 
 
 def _checked(path: Path, read: Callable[[GGUFReader], Result]) -> Result:
-    """Read something of a file; what is wrong with it is a ModelError."""
+    """Call `read` on a file; damage is a ModelError."""
     if path.is_file():
         check_fetched(path)
     reader = _open(path)
@@ -98,16 +99,16 @@ def _checked(path: Path, read: Callable[[GGUFReader], Result]) -> Result:
     except ModelError as error:
         raise ModelError(f"model: {path.name}: {error}") from error
     except _READER_ERRORS as error:
-        raise ModelError(f"model: {path.name} is a damaged GGUF file ({_line(error)}); fetch it again") from error
+        raise ModelError(f"model: {path.name} is a damaged GGUF file ({line(error)}); fetch it again") from error
 
 
 def read_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a GGUF file alone, for a process without torch; None: the file holds none."""
+    """Only the tokenizer of a GGUF file, for a process without torch; None: the file holds none."""
     return _checked(path, _tokenizer_of)
 
 
 class _BoundedReader(GGUFReader):
-    """GGUFReader slices past the end of a truncated file without a word; this one stops there."""
+    """A GGUFReader that raises at the end of a truncated file, where GGUFReader silently returns less."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
         if isinstance(
@@ -136,9 +137,9 @@ def _open(path: Path) -> GGUFReader:
     except _READER_ERRORS as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"model: {path.name} is a damaged GGUF file ({_line(error)}); fetch it again") from error
+        raise ModelError(f"model: {path.name} is a damaged GGUF file ({line(error)}); fetch it again") from error
     if reader.byte_order != "I":
-        raise ModelError(f"model: {path.name} was made for machines of the other byte order; convert it for this one")
+        raise ModelError(f"model: {path.name} has the byte order of other machines; convert it for this one")
     return reader
 
 
@@ -159,7 +160,7 @@ def _described(reader: GGUFReader) -> tuple[dict[str, Any], PreTrainedConfig, di
     """The metadata, the config of the model, and its tensors by GGUF names."""
     metadata = {key: _contents(field) for key, field in reader.fields.items()}
     _refuse_parts(metadata)
-    architecture_of(metadata)  # refuses those that it does not know
+    architecture_of(metadata)  # raises for unknown architectures
     by_name = {tensor.name: tensor for tensor in reader.tensors}
     divisors = by_name.pop(ROPE_FREQS, None)
     embedding = by_name.get("token_embd.weight")
@@ -190,7 +191,7 @@ def _refuse_parts(metadata: dict[str, Any]) -> None:
 
 
 def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[str, ReaderTensor]:
-    """Give every parameter of the model its tensor; anything left over on either side is an error."""
+    """Give each parameter of the model its tensor; missing or extra tensors are an error."""
     import torch
 
     from outpace.loading.skeleton import skeleton
@@ -202,9 +203,9 @@ def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[s
         wanted.pop("lm_head.weight")
     entries = {hf_name(name) or name: tensor for name, tensor in by_name.items()}
     if unknown := sorted(tensor.name for name, tensor in entries.items() if name not in wanted):
-        raise ModelError(f"tensors that have no place in a {config.model_type} model: {_some(unknown)}")
+        raise ModelError(f"tensors that a {config.model_type} model does not have: {_some(unknown)}")
     if missing := sorted(wanted.keys() - entries.keys()):
-        raise ModelError(f"parameters of the model that the file does not hold: {_some(missing)}")
+        raise ModelError(f"parameters of the model that the file lacks: {_some(missing)}")
     for name, tensor in entries.items():
         shape = tuple(int(size) for size in reversed(tensor.shape))
         if shape != wanted[name]:
@@ -213,7 +214,7 @@ def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[s
 
 
 def _check_types(entries: dict[str, ReaderTensor]) -> None:
-    """Dequantize one row of each quantization type that occurs, to fail before any real work."""
+    """Dequantize one row of each quantization type in the file, so that unsupported types fail early."""
     for entry in {entry.tensor_type: entry for entry in entries.values()}.values():
         _dequantize(entry._replace(data=entry.data[:1]))
 
@@ -223,12 +224,12 @@ def _dequantize(tensor: ReaderTensor) -> np.ndarray:
         values: np.ndarray = dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, QuantError, *_READER_ERRORS) as error:
         kind = tensor.tensor_type.name
-        raise ModelError(f"{tensor.name}: cannot dequantize type {kind} ({_line(error)}); use another type") from error
+        raise ModelError(f"{tensor.name}: cannot dequantize type {kind} ({line(error)}); use another type") from error
     return values
 
 
 def _halves_from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of the rows of a head: (x0, y0, x1, y1, ..) back to (x0, x1, .., y0, y1, ..)."""
+    """Undo llama.cpp's row order within a head: (x0, y0, x1, y1, ..) to (x0, x1, .., y0, y1, ..)."""
     rows = values.shape[0]
     paired = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])  # head, pair, x or y, input
     return paired.swapaxes(1, 2).reshape(values.shape)
@@ -236,7 +237,3 @@ def _halves_from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -1,7 +1,7 @@
-"""Quantized tensors of a GGUF file: blocks of bytes along each row, every block with scales of its own.
+"""Unpacks the block formats of GGUF (Q4_0, Q6_K, ...), where each row consists of blocks with their own scales.
 
-Each reader takes bytes [N, blocks, size of a block] and gives values [N, groups, columns of a group] with a scale and,
-where a block has a minimum, the lowest number of each group [N, groups, 1]: w = values * scale + lowest.
+Each reader takes bytes [N, blocks, bytes of a block] and returns values [N, groups, columns of a group] with a scale
+and, if blocks have a minimum, the lowest number of each group [N, groups, 1]: w = values * scale + lowest.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,17 +23,17 @@ Groups = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Layout:
-    """One type of blocks."""
+    """One block format."""
 
     size: int
     """Bytes of a block."""
     columns: int
-    """Of a block."""
+    """Columns of a block."""
     read: Callable[[Tensor], Groups]
     half: bool = False
-    """Values of 4 bits, with 8 for 0 where there is no minimum; else they are signed ones of 8."""
+    """4-bit values, where 8 means 0 if there is no minimum; False: signed 8-bit values."""
     own_scale: bool = True
-    """The scale of a group is a number of the file, in float16, and not a product of two."""
+    """The file stores each group's scale in float16; False: it is a product of two numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,42 +41,35 @@ class GGUFWeight(StoredWeight):
     """A quantized matrix of a GGUF file."""
 
     where: str
-    """What errors call it."""
+    """Its name in errors."""
     kind: str
     shape: tuple[int, int]
     sources: Mapping[str, Source]
     heads: int
-    """Whose rows are stored as pairs that rope turns; 0: rows are in order."""
+    """Number of heads whose rows are stored as interleaved rope pairs; 0: rows are in order."""
     dequantized: Callable[[], Tensor]
 
     @property
     def label(self) -> str:
-        """See `StoredWeight`."""
         return f"GGUF {self.kind}"
 
     @property
     def nbytes(self) -> int:
-        """See `StoredWeight`."""
         return stored_bytes(self.sources)
 
     def __call__(self) -> Tensor:
-        """See `StoredWeight`."""
         return self.dequantized()
 
     def scheme(self, dtype: torch.dtype) -> Scheme | str:
-        """See `StoredWeight`.
-
-        A scale that is a product of two numbers is exact in float32. Rounded to float16 it is nearer than a weight that
-        is rounded to 16 bits.
-        """
+        # A scale that is a product of two numbers is exact in float32. Rounded to float16 it is still more exact than
+        # a weight that is rounded to 16 bits.
         if self.kind not in LAYOUTS:
-            return "no scheme has such numbers"
+            return "no scheme supports such numbers"
         raw = torch.empty(self.sources[""].shape, dtype=torch.uint8, device="meta")
         scales = torch.float32 if dtype == torch.float32 else torch.float16
         return scheme_of(self._packed(raw, scales)) or "its groups have too few columns"
 
     def packed(self, tensors: Mapping[str, Tensor], scales: torch.dtype) -> Packed:
-        """See `StoredWeight`."""
         made = self._packed(tensors[""], scales)
         if not all(bool(part.isfinite().all()) for part in (made.scale, made.zero) if part is not None):
             raise ModelError(f"{self.where}: holds values that are not finite; use another file")
@@ -98,7 +91,7 @@ class GGUFWeight(StoredWeight):
 
 
 def _with_zero(values: Tensor, scale: Tensor, lowest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(values - zero) * scale; a group whose steps are too small for a zero in dtype is its lowest number."""
+    """Rewrite as (values - zero) * scale. A group whose zero would overflow becomes constant: its lowest number."""
     zero = -lowest / scale
     constant = (scale == 0) | (zero.abs() > torch.finfo(dtype).max / 2)
     zero, scale = torch.where(constant, -1.0, zero), torch.where(constant, lowest, scale)
@@ -106,31 +99,19 @@ def _with_zero(values: Tensor, scale: Tensor, lowest: Tensor, dtype: torch.dtype
 
 
 def _half(raw: Tensor, start: int) -> Tensor:
-    """The float16 at a byte of each block [N, B, 1], as float32."""
+    """The float16 at this byte of each block, as float32 [N, B, 1]."""
     return raw[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(raw: Tensor, width: int) -> Tensor:
-    """Bytes [N, B, n]: the low halves of `width` of them, then the high ones, and so on: [N, B, 2 n]."""
+    """Nibbles of bytes [N, B, n]: for each `width` bytes the low halves, then the high halves: [N, B, 2 n]."""
     parts = raw.unflatten(2, (-1, 1, width))
     return torch.cat((parts & 15, parts >> 4), dim=3).flatten(2)
 
 
 def _bits(raw: Tensor, count: int) -> Tensor:
-    """The lowest bits of bytes [N, B, n], each set of bits after the other: [N, B, count, n]."""
+    """The lowest `count` bits of bytes [N, B, n], one plane for each bit: [N, B, count, n]."""
     return torch.stack([(raw >> bit) & 1 for bit in range(count)], dim=2)
-
-
-def _q8_0(raw: Tensor) -> Groups:
-    return raw[..., 2:].contiguous().view(torch.int8), _half(raw, 0), None
-
-
-def _q4_0(raw: Tensor) -> Groups:
-    return _nibbles(raw[..., 2:], 16), _half(raw, 0), None
-
-
-def _q4_1(raw: Tensor) -> Groups:
-    return _nibbles(raw[..., 4:], 16), _half(raw, 0), _half(raw, 2)
 
 
 def _fifth(raw: Tensor) -> Tensor:
@@ -143,20 +124,12 @@ def _q5_0(raw: Tensor) -> Groups:
     return values.view(torch.int8) - 16, _half(raw, 0), None
 
 
-def _q5_1(raw: Tensor) -> Groups:
-    return _nibbles(raw[..., 8:], 16) | _fifth(raw[..., 4:8]), _half(raw, 0), _half(raw, 2)
-
-
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and lowest number of the 8 groups of a block: [N, 8 B, 1]."""
+    """Scale and lowest number of the 8 groups in each block: [N, 8 B, 1]."""
     first, second, third = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=2).float() * _half(raw, 0)
     lowest = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=2).float() * -_half(raw, 2)
     return scale.flatten(1).unsqueeze(2), lowest.flatten(1).unsqueeze(2)
-
-
-def _q4_k(raw: Tensor) -> Groups:
-    return _nibbles(raw[..., 16:], 32).reshape(len(raw), -1, 32), *_k_scales(raw)
 
 
 def _q5_k(raw: Tensor) -> Groups:
@@ -174,13 +147,21 @@ def _q6_k(raw: Tensor) -> Groups:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "Q8_0": Layout(34, 32, _q8_0),
-    "Q4_0": Layout(18, 32, _q4_0, half=True),
-    "Q4_1": Layout(20, 32, _q4_1, half=True),
+    "Q8_0": Layout(34, 32, lambda raw: (raw[..., 2:].contiguous().view(torch.int8), _half(raw, 0), None)),
+    "Q4_0": Layout(18, 32, lambda raw: (_nibbles(raw[..., 2:], 16), _half(raw, 0), None), half=True),
+    "Q4_1": Layout(20, 32, lambda raw: (_nibbles(raw[..., 4:], 16), _half(raw, 0), _half(raw, 2)), half=True),
     "Q5_0": Layout(22, 32, _q5_0),
-    "Q5_1": Layout(24, 32, _q5_1),
-    "Q4_K": Layout(144, 256, _q4_k, half=True, own_scale=False),
+    "Q5_1": Layout(
+        24, 32, lambda raw: (_nibbles(raw[..., 8:], 16) | _fifth(raw[..., 4:8]), _half(raw, 0), _half(raw, 2))
+    ),
+    "Q4_K": Layout(
+        144,
+        256,
+        lambda raw: (_nibbles(raw[..., 16:], 32).reshape(len(raw), -1, 32), *_k_scales(raw)),
+        half=True,
+        own_scale=False,
+    ),
     "Q5_K": Layout(176, 256, _q5_k, own_scale=False),
     "Q6_K": Layout(210, 256, _q6_k, own_scale=False),
 }
-"""Types of blocks whose numbers a scheme holds."""
+"""Block formats that a scheme can hold without conversion."""

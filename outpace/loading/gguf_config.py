@@ -1,4 +1,4 @@
-"""The data of the GGUF reader: which architectures, metadata keys and tensor names there are, and what each becomes."""
+"""Maps GGUF architectures, metadata keys and tensor names to Hugging Face's, and builds the config."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Metadata: TypeAlias = Mapping[str, Any]
 class Architecture:
     """How one GGUF architecture maps to Hugging Face."""
 
-    model_type: str  # Hugging Face's name of it
+    model_type: str  # Hugging Face's name
     model_class: str
     permuted: bool  # q and k rows are stored for interleaved rope; Hugging Face rotates halves
 
@@ -43,7 +43,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ROPE_FREQS = "rope_freqs.weight"  # Llama 3's frequency divisors; they become part of the config
+ROPE_FREQS = "rope_freqs.weight"  # Llama 3's frequency divisors, which become part of the config
 
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -52,14 +52,14 @@ _SIZES = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-# Keys read one by one below.
+# Keys that are read one by one below.
 _READ = {
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon"),
     *("rope.dimension_count", "rope.freq_base", "vocab_size", "attention.sliding_window"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scale_linear"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
-# Keys that change nothing when they hold this value; None: whatever they hold.
+# Keys that have no effect if they have this value; None: whatever their value.
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True,
     "attention.layer_norm_epsilon": None,  # no layer norms here, only RMS norms
@@ -75,7 +75,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def hf_name(name: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor, None for one we do not know."""
+    """Hugging Face's name of a GGUF tensor; None: unknown."""
     stem, _, leaf = name.rpartition(".")
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{leaf}"
@@ -86,7 +86,7 @@ def hf_name(name: str) -> str | None:
 
 
 def architecture_of(metadata: Metadata) -> tuple[str, Architecture]:
-    """The GGUF name of the architecture and our entry for it."""
+    """The GGUF name of the architecture, and its entry."""
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -95,7 +95,7 @@ def architecture_of(metadata: Metadata) -> tuple[str, Architecture]:
 
 
 def build_config(metadata: Metadata, tensors: frozenset[str], rope_freqs: np.ndarray | None) -> PreTrainedConfig:
-    """The Hugging Face config of the model in the file (all but `vocab_size`, which the embedding knows)."""
+    """The Hugging Face config of the model in the file, without `vocab_size`, which comes from the embedding."""
     name, architecture = architecture_of(metadata)
     prefix = f"{name}."
     keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -116,7 +116,7 @@ def build_config(metadata: Metadata, tensors: frozenset[str], rope_freqs: np.nda
     }
     try:
         return AutoConfig.for_model(architecture.model_type, architectures=[architecture.model_class], **fields)
-    except StrictDataclassError as error:  # the last line says what is wrong, those before it where it was found
+    except StrictDataclassError as error:  # the last line says what is wrong
         raise ModelError(f"{prefix}*: {str(error).splitlines()[-1].strip()}") from error
 
 
@@ -125,9 +125,7 @@ def _refuse_unknown(prefix: str, keys: Metadata) -> None:
         if key in _SIZES or key in _READ:
             continue
         if key not in _NEUTRAL or _NEUTRAL[key] not in (None, value):
-            raise ModelError(
-                f"{prefix}{key}: {value!r} is not something Outpace knows how to run; convert another model"
-            )
+            raise ModelError(f"{prefix}{key}: {value!r} is not supported; convert another model")
 
 
 def _refuse_odd_shapes(prefix: str, keys: Metadata, head_dim: int) -> None:
@@ -140,7 +138,7 @@ def _refuse_odd_shapes(prefix: str, keys: Metadata, head_dim: int) -> None:
 
 
 def _biases(architecture: Architecture, tensors: frozenset[str]) -> dict[str, bool]:
-    """Qwen2 always has its biases; the others say so in their config, and here by having the tensors."""
+    """Config entries for biases, from the tensors in the file. Qwen2 always has its biases."""
     if architecture.model_type == "qwen2":
         return {}
     biases = {"attention_bias": "blk.0.attn_q.bias" in tensors}
@@ -148,7 +146,7 @@ def _biases(architecture: Architecture, tensors: frozenset[str]) -> dict[str, bo
 
 
 def _token_ids(metadata: Metadata) -> dict[str, int | list[int] | None]:
-    """`eos_token_id` is a list when a turn can end in more than one way."""
+    """Special token ids; `eos_token_id` is a list if several tokens can end a turn."""
     ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return {
@@ -189,7 +187,7 @@ def _yarn(prefix: str, keys: Metadata) -> dict[str, Any]:
 
 
 def _llama3_rope(theta: float, head_dim: int, divisors: np.ndarray) -> dict[str, Any]:
-    """The file holds only the divisors; recover the parameters they came from, and refuse if they are not Llama 3's."""
+    """Recover Llama 3's rope parameters from the frequency divisors; other divisors are refused."""
     factor = float(divisors.max(initial=1.0))
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high, context = _LLAMA3.values()
@@ -209,7 +207,7 @@ def _required(prefix: str, keys: Metadata, key: str) -> Any:
 
 
 def _whole(prefix: str, keys: Metadata, key: str, default: int | None = None) -> int:
-    """A positive integer; some architectures give one per layer, which ours do not."""
+    """A positive integer. Lists with one value for each layer are refused."""
     value = keys.get(key, default) if default is not None else _required(prefix, keys, key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{prefix}{key}: must be one positive integer, got {str(value)[:40]}")
@@ -217,5 +215,5 @@ def _whole(prefix: str, keys: Metadata, key: str, default: int | None = None) ->
 
 
 def _decimal(value: float) -> float:
-    """The short decimal that was stored as float32: 9.999999747378752e-06 was 1e-05."""
+    """The short decimal that was stored as float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))

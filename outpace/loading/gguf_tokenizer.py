@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, as the Hugging Face one it was made from."""
+"""Rebuilds the Hugging Face tokenizer from the metadata of a GGUF file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 @dataclass(frozen=True)
 class ByteLevelKind:
-    """What distinguishes one family of byte-level BPE tokenizers from another."""
+    """The differences between families of byte-level BPE tokenizers."""
 
-    words: str  # the regular expression that cuts text into words
-    digits: bool = False  # every digit is a word of its own
-    nfc: bool = False  # text is put in Unicode normal form C first
-    ignore_merges: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
-    add_bos: bool = False  # when the file does not say
+    words: str  # regular expression that splits text into words
+    digits: bool = False  # each digit is a separate word
+    nfc: bool = False  # normalize text to Unicode NFC
+    ignore_merges: bool = False  # a word in the vocabulary is one token, even without merges
+    add_bos: bool = False  # default if the file does not say
 
 
-# By tokenizer.ggml.pre.
+# tokenizer.ggml.pre -> kind
 BYTE_LEVEL_KINDS = {
     "smollm": ByteLevelKind(_GPT2_WORDS, digits=True),
     "llama-bpe": ByteLevelKind(_LLAMA3_WORDS, ignore_merges=True, add_bos=True),
@@ -48,7 +48,7 @@ BYTE_LEVEL_KINDS = {
 
 
 def build_tokenizer(metadata: Mapping[str, Any], max_length: int, vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokenizer that the metadata of a GGUF file describe."""
+    """The tokenizer that the metadata of a GGUF file describes."""
     tokens, kinds = _vocabulary(metadata, vocab_size)
     model = metadata["tokenizer.ggml.model"]
     if model not in _BUILDERS:
@@ -77,7 +77,7 @@ def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str]
     if len(tokens) > vocab_size:
         raise ModelError(f"tokenizer.ggml.tokens: {len(tokens)} tokens, but the model embeds only {vocab_size}")
     if len(set(tokens)) != len(tokens):
-        raise ModelError("tokenizer.ggml.tokens: the same token occurs twice, so text and ids cannot agree")
+        raise ModelError("tokenizer.ggml.tokens: the same token occurs twice; convert the model again")
     return tokens, kinds
 
 
@@ -91,7 +91,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]
     merges = [_pair(merge) for merge in _required(metadata, "merges")]
     tokenizer = _bpe(tokens, merges, ignore_merges=kind.ignore_merges)
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if kind.digits else []
-    if kind.words == _GPT2_WORDS:  # ByteLevel has this one built in; published files use it so
+    if kind.words == _GPT2_WORDS:  # ByteLevel's built-in expression, as published files use it
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
     else:
         steps.append(pre_tokenizers.Split(Regex(kind.words), "isolated"))
@@ -105,7 +105,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """`tokenizer.ggml.model` llama: SentencePiece BPE, where a score says which merge comes first."""
+    """`tokenizer.ggml.model` llama: SentencePiece BPE, where scores define the order of merges."""
     scores = _required(metadata, "scores")
     if len(scores) != len(tokens):
         raise ModelError(f"tokenizer.ggml.scores: has {len(scores)} entries for {len(tokens)} tokens")
@@ -143,7 +143,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _merges_of_scores(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the highest score first."""
+    """All ways to make a token from two others, highest score first."""
     ids = {token: index for index, token in enumerate(tokens) if kinds[index] == NORMAL}
     found: list[tuple[float, int, int, str, str]] = []
     for token, index in ids.items():
@@ -155,7 +155,7 @@ def _merges_of_scores(tokens: list[str], scores: list[float], kinds: list[int]) 
 
 
 def _ends(metadata: Mapping[str, Any], tokens: list[str], *, add_bos: bool) -> processors.PostProcessor | None:
-    """Put the begin and end tokens around a text, as the file asks."""
+    """Adds BOS and EOS tokens to a text, as the file says; None: it needs neither."""
     ends = {}
     for role, default in (("bos", add_bos), ("eos", False)):
         token = _named(metadata, _ROLES[role], tokens)
@@ -173,7 +173,7 @@ def _ends(metadata: Mapping[str, Any], tokens: list[str], *, add_bos: bool) -> p
 
 
 def _named(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> str | None:
-    """The token that a metadata key names by its id."""
+    """The token whose id is the value of a metadata key."""
     index = metadata.get(f"tokenizer.ggml.{key}")
     if index is None:
         return None

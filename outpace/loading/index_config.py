@@ -1,4 +1,4 @@
-"""Where pip and uv are told to look for packages: their environment variables and configuration files."""
+"""Reads where pip and uv look for packages, from their environment variables and configuration files."""
 
 import configparser
 import os
@@ -14,7 +14,7 @@ PYPI = "https://pypi.org/simple"
 
 @dataclass(frozen=True)
 class Settings:
-    """What one of the two is told."""
+    """The settings of pip or uv."""
 
     index: str | None = None
     extra: tuple[str, ...] = ()
@@ -25,16 +25,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where to look, in this order: folders and pages of links, then indexes."""
+    """Places to look in, in this order: folders and pages of links, then indexes."""
 
     links: tuple[str, ...]
     indexes: tuple[str, ...]
     cert: str | None
-    """A file of certificates to trust."""
+    """A file with trusted certificates."""
 
 
 def sources(environ: Mapping[str, str] = os.environ) -> Sources:
-    """All that pip and uv are told. PyPI is asked if neither names another index in its place."""
+    """The places in the settings of pip and uv. PyPI is included unless one of them replaces it."""
     both = _uv(environ), _pip(environ)
     named = [settings.index for settings in both if settings.index]
     indexes = [*(named or [PYPI]), *(url for settings in both for url in settings.extra)]
@@ -46,40 +46,40 @@ def sources(environ: Mapping[str, str] = os.environ) -> Sources:
 
 
 def _pip(environ: Mapping[str, str]) -> Settings:
-    told = _pip_files(environ)
-    told |= {
+    options = _pip_files(environ)
+    options |= {
         name.removeprefix("PIP_").lower().replace("_", "-"): value
         for name, value in environ.items()
         if name.startswith("PIP_") and value
     }
     return Settings(
-        told.get("index-url"),
-        tuple(told.get("extra-index-url", "").split()),
-        tuple(told.get("find-links", "").split()),
-        _is_true(told.get("no-index")),
-        told.get("cert"),
+        options.get("index-url"),
+        tuple(options.get("extra-index-url", "").split()),
+        tuple(options.get("find-links", "").split()),
+        _is_true(options.get("no-index")),
+        options.get("cert"),
     )
 
 
 def _pip_files(environ: Mapping[str, str]) -> dict[str, str]:
-    """The options in pip's files for `pip download`; later files win, as they do for pip."""
+    """The options for `pip download` in pip's files; later files win, as in pip."""
     own = environ.get("PIP_CONFIG_FILE", "")
     if own == os.devnull:
         return {}
     home, config = _homes(environ)
     system = [Path("/etc/xdg/pip/pip.conf"), Path("/etc/pip.conf")]
     user = [] if own and Path(own).exists() else [home / ".pip" / "pip.conf", config / "pip" / "pip.conf"]
-    told: dict[str, str] = {}
+    options: dict[str, str] = {}
     for path in (*system, *user, Path(sys.prefix) / "pip.conf", *([Path(own)] if own else [])):
         parser = configparser.RawConfigParser()
         try:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, UnicodeDecodeError, OSError):
-            continue  # pip says what is wrong with its file
+            continue  # pip itself reports the error
         for section in ("global", "download"):
             if parser.has_section(section):
-                told |= {name.replace("_", "-"): value for name, value in parser.items(section)}
-    return told
+                options |= {name.replace("_", "-"): value for name, value in parser.items(section)}
+    return options
 
 
 def _uv(environ: Mapping[str, str]) -> Settings:
@@ -101,7 +101,7 @@ def _uv(environ: Mapping[str, str]) -> Settings:
 
 
 def _uv_file(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The first of uv's files that is there, with what it says of `uv pip` on top."""
+    """The first of uv's files that exists, with its `pip` table merged on top."""
     own = environ.get("UV_CONFIG_FILE")
     _, config = _homes(environ)
     for path in [Path(own)] if own else [config / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]:
@@ -115,7 +115,7 @@ def _uv_file(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _homes(environ: Mapping[str, str]) -> tuple[Path, Path]:
-    """The user's folder and the folder of configuration files in it."""
+    """(home folder, folder of configuration files)."""
     home = Path(environ.get("HOME") or "~").expanduser()
     return home, Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
 

@@ -1,4 +1,4 @@
-"""What Outpace knows about somebody else's model, found out once, so that nothing else has to guess."""
+"""Collects the facts about a Hugging Face or plain torch model that the engine needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ class ModelInfo:
     vocab_size: int | None
     max_positions: int | None
     num_experts: int
-    """Largest number of experts in a layer; 0: no expert layers, or not looked for."""
+    """Largest number of experts in a layer; 0: no expert layers, or `find_experts` is False."""
     experts_per_token: int
-    """How many of them a token goes to; 0: the config does not say."""
+    """Number of experts for each token; 0: the config does not say."""
     graphs_itself: bool
-    """Some submodule captures CUDA graphs of its own."""
+    """A submodule captures its own CUDA graphs."""
 
 
 def describe(model: nn.Module, overrides: Mapping[str, Any] | None = None, *, find_experts: bool = True) -> ModelInfo:
-    """Read a model's config, with `overrides` in place of entries of the same name."""
+    """Read a model's config. overrides: replaces entries of the config."""
     config = getattr(model, "config", None)
     unread = sorted((overrides or {}).keys() - set(_READ))
     if unread:
@@ -59,7 +59,7 @@ def describe(model: nn.Module, overrides: Mapping[str, Any] | None = None, *, fi
 
 
 def embedding_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Widths that vectors of a model may be cut to (Matryoshka); none: they have the model's own width alone."""
+    """Widths to which embeddings may be truncated (Matryoshka); empty: only the full width."""
     config = getattr(model, "config", None)
     listed = getattr(config, "matryoshka_dimensions", None)
     if not listed and getattr(config, "is_matryoshka", False) is True:
@@ -68,9 +68,9 @@ def embedding_sizes(model: nn.Module) -> tuple[int, ...]:
 
 
 def check_model(model: object, *, empty: bool = False) -> nn.Module:
-    """The model itself, if it is one that can be run; otherwise an error that says what to do.
+    """Return the model if it can be run; otherwise raise an error with a remedy.
 
-    empty: it may be without weights, which come from a checkpoint.
+    empty: weights may be missing, since they come from a checkpoint.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -84,24 +84,24 @@ def check_model(model: object, *, empty: bool = False) -> nn.Module:
                 "checkpoint="
             )
     if getattr(model, "is_quantized", False):
-        raise ModelError("model: it is quantized already, and its dtype must not be changed; load it unquantized")
+        raise ModelError("model: it is quantized already, so its dtype cannot be changed; load it unquantized")
     made = next((module for module in model.modules() if isinstance(module, Made)), None)
-    if made is not None:  # weights are not under their names any more
+    if made is not None:  # its weights no longer have their original names
         what = "its linears are quantized" if isinstance(made, PackedLinear | PackedExperts) else "its layers are fused"
-        raise ModelError(f"model: {what} already; use the engine that did it, or load it anew")
+        raise ModelError(f"model: {what} already; use the engine that did it, or load the model again")
     return model
 
 
 def encoder_decoder(name: str, kind: str | None = None) -> NotSupported:
-    """The error for a model whose encoder reads and whose decoder writes; kind: its class, if it is not loaded yet."""
+    """The error for an encoder-decoder model. kind: its class, if it is not loaded yet."""
     return NotSupported(
-        f"model: {name} is an encoder with a decoder, and LLM, outpace serve and outpace verify run decoders alone; "
+        f"model: {name} is an encoder-decoder model, but LLM, outpace serve and outpace verify run only decoders; "
         f"{use_engine(kind)}"
     )
 
 
 def use_engine(kind: str | None = None) -> str:
-    """The remedy for a model that neither `LLM` nor `verify` runs; kind: its class, if it is not loaded yet."""
+    """The remedy for a model that `LLM` and `verify` cannot run. kind: its class, if it is not loaded yet."""
     load = "" if kind is None else f"load it with transformers ({kind}.from_pretrained) and "
     return f"{load}call it with outpace.init_inference(model)"
 
@@ -116,13 +116,19 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return {name for name, _ in _tensors(model) if any(_has_path(name, pattern) for pattern in patterns)}
 
 
+def text_config(model: nn.Module) -> Any:
+    """The part of the model's config about text; None: it has no config."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def generation_config(model: nn.Module) -> Any:
-    """The model's own generation config, or None."""
+    """The model's generation config, or None."""
     return getattr(model, "generation_config", None)
 
 
 def token_list(name: str, value: Any) -> list[int]:
-    """Token ids given as one, several or a tensor of them."""
+    """Token ids from one id, a list of ids or a tensor."""
     try:
         return [] if value is None else [int(token) for token in torch.as_tensor(value).reshape(-1).tolist()]
     except (TypeError, ValueError, RuntimeError):
@@ -130,7 +136,7 @@ def token_list(name: str, value: Any) -> list[int]:
 
 
 def _has_path(name: str, pattern: str) -> bool:
-    """Whether the dotted `pattern` occurs in the dotted `name` at whole steps."""
+    """Whether the dotted `pattern` occurs as whole components in the dotted `name`."""
     return f".{pattern}." in f".{name}."
 
 

@@ -1,4 +1,4 @@
-"""Where the pieces of a checkpoint go: each one beside its place in a weight, in the shape that it is stored in."""
+"""Pairs each stored piece of a checkpoint with its place in a weight, as a view in the shape of the stored tensor."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,38 +12,38 @@ from outpace.inject.recipe import Part, Recipe
 from outpace.loading.weights import Piece, Region, Source
 
 Box = tuple[tuple[int, int], ...]
-"""Start and stop in each dimension."""
+"""(start, stop) in each dimension."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """Bytes to read, and where they go."""
+    """Bytes to read, and their destination."""
 
     piece: Piece
     box: Box
-    """What is taken of the stored tensor."""
+    """The region of the stored tensor to read."""
     place: Tensor
-    """What it fills, with the dimensions of the stored tensor."""
+    """The destination, as a view with the dimensions of the stored tensor."""
     rows: Tensor | None = None
-    """The row of the place that each taken one is; None: in order."""
+    """Destination row of each row that is read; None: in order."""
     dim: int = 0
-    """Where rows are: which dimension of the stored tensor they are."""
+    """The dimension of the stored tensor that `rows` refers to."""
 
     @property
     def nbytes(self) -> int:
-        """Of what is taken."""
+        """Bytes to read."""
         return self.piece.dtype.itemsize * math.prod(stop - start for start, stop in self.box)
 
     @property
     def direct(self) -> bool:
-        """Whether the bytes can be copied as they are."""
+        """Whether the bytes can be copied without conversion."""
         shape = self.piece.shape
         in_a_row = all(span == (0, size) for span, size in zip(self.box[1:], shape[1:], strict=True))
         same = self.rows is None and self.place.dtype == self.piece.dtype
         return same and in_a_row and self.place.is_contiguous()
 
     def runs(self, limit: int) -> Iterator["Run"]:
-        """The bytes in runs of whole rows that take no more than `limit`, as far as a row does not."""
+        """Split into runs of whole rows of at most `limit` bytes (or one row, if a row is larger)."""
         shape, size = self.piece.shape, self.piece.dtype.itemsize
         depth = 0
         while depth < len(shape) - 1 and size * math.prod(shape[depth + 1 :]) > limit:
@@ -60,7 +60,7 @@ class Job:
                 yield Run((before * shape[depth] + start) * row, (stop - start) * row, prefix, start, stop)
 
     def write(self, run: "Run", values: Tensor) -> None:
-        """Put the rows of a run [stop - start, ...] in their place."""
+        """Copy the rows of a run [stop - start, ...] to their destination."""
         depth = len(run.prefix)
         for dim, (start, stop) in enumerate(self.box[depth + 1 :], 1):
             values = values.narrow(dim, start, stop - start)
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive bytes of a stored tensor, and which of its rows they are."""
+    """Consecutive bytes of a stored tensor, and the rows that they hold."""
 
     offset: int
     nbytes: int
@@ -89,7 +89,7 @@ class Run:
 
 
 def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Iterator[Job]:
-    """All that fills a weight from a checkpoint."""
+    """All jobs that fill a weight from a checkpoint."""
     for part in recipe.parts:
         for piece in sources[part.name].pieces if part.name in sources else ():
             job = _fit(part, piece, weight)
@@ -98,7 +98,7 @@ def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Itera
 
 
 def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
-    """A piece beside its place; None: this weight takes nothing of it."""
+    """The job for one piece; None: the weight uses nothing of it."""
     piece = piece if piece.shape else _one_dim(piece)
     into, single = _box(piece.into, part.shape)
     take, dropped = _box(piece.take, piece.shape)
@@ -106,7 +106,7 @@ def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
     if cut is None:
         return None
     lows, highs = cut
-    # Which dimension of what is stored each dimension of the model's tensor is
+    # dimension of the model's tensor -> dimension of the stored tensor
     kept = [dim for dim in range(len(piece.shape)) if dim not in dropped]
     if piece.swap is not None:
         a, b = piece.swap
@@ -134,7 +134,7 @@ def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
 
 
 def _cut(part: Part, into: list[tuple[int, int]]) -> tuple[list[int], list[int]] | None:
-    """What of a region of the model's tensor the slice wants; None: nothing."""
+    """(starts, stops) of the part of a region of the model's tensor that is in the slice; None: nothing is."""
     lows, highs = [low for low, _ in into], [high for _, high in into]
     for each in part.slices:
         dim, first = each.dim, each.start
@@ -145,7 +145,7 @@ def _cut(part: Part, into: list[tuple[int, int]]) -> tuple[list[int], list[int]]
 
 
 def _box(region: Region, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """A region as start and stop of every dimension, and the dimensions that an index drops."""
+    """A region as (start, stop) in each dimension, and the dimensions that an integer index drops."""
     spans, dropped = [(0, size) for size in shape], []
     for dim, index in enumerate(region):
         if isinstance(index, int):
@@ -158,17 +158,17 @@ def _box(region: Region, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]],
 
 
 def _one_dim(piece: Piece) -> Piece:
-    """A stored number as the only element of a vector."""
+    """A stored scalar as a vector with one element."""
     place = piece.place
     return replace(piece, place=(lambda: place().reshape(1)) if callable(place) else place, shape=(1,), take=(0,))
 
 
 def as_rows(job: Job, run: Run, data: Tensor) -> Tensor:
-    """The bytes of a run as the rows that they are."""
+    """The bytes of a run as rows of the stored tensor."""
     rest = job.piece.shape[len(run.prefix) + 1 :]
     return data.view(job.piece.dtype).view(run.stop - run.start, *rest)
 
 
 def flat(place: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
+    """A contiguous tensor as bytes."""
     return place.as_strided((place.numel(),), (1,)).view(torch.uint8)

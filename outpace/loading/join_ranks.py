@@ -1,4 +1,4 @@
-"""Tensors of several ranks put together to the whole: pieces with a place in it, nothing is copied."""
+"""Joins the tensors of several ranks to whole ones, as sources with several pieces; nothing is copied."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from outpace.parallel.spans import Split
 
 Shape = tuple[int, ...]
 Splits = Callable[[int], Mapping[str, Split | None]]
-"""How a model is cut over so many ranks, by the names of its tensors."""
+"""Number of ranks -> how each tensor of the model is split over them, by name."""
 _FUSED = "query_key_value"
 _SPLIT: Mapping[str, int] = {
     "attention.dense.weight": 1,
@@ -23,13 +23,13 @@ _SPLIT: Mapping[str, int] = {
     "final_linear.weight": 0,
     "output_layer.weight": 0,
 }
-"""Megatron's names of tensors that ranks split, and the dimension. All others each rank has whole."""
+"""Part of a Megatron tensor name -> dimension in which ranks split it. Each rank has all other tensors whole."""
 
 
 def join_ranks(
     origin: str, ranks: Sequence[Mapping[str, Source]], *, version: float, wanted: "Wanted"
 ) -> dict[str, Source]:
-    """The whole tensors of several ranks. version: of Megatron's fused query, key and value."""
+    """The whole tensors of several ranks. version: Megatron's layout of fused query, key and value."""
     if len(ranks) == 1:
         return dict(ranks[0])
     for rank, sources in enumerate(ranks):
@@ -51,13 +51,14 @@ def join_ranks(
 
 
 def _fits(split: Split, parts: Sequence[Source], shape: Shape) -> bool:
-    """Whether ranks hold what they would if this model had been cut over them."""
+    """Whether the ranks' shapes are those of this split of the model."""
     own = [(*shape[: split.dim], size, *shape[split.dim + 1 :]) for size in split.sizes()]
     return [part.shape for part in parts] == own and len({part.dtype for part in parts}) == 1
 
 
 class Wanted:
-    """What is known of the model's tensors, found by a checkpoint's names: either side may have a prefix more."""
+    """Shapes and splits of the model's tensors, found by names of a checkpoint; either name may have a longer
+    prefix."""
 
     def __init__(self, shapes: Mapping[str, Shape], splits: Splits | None = None) -> None:
         self.shapes = shapes
@@ -68,7 +69,7 @@ class Wanted:
                 self.by_end.setdefault(end, set()).add(tuple(shape))
 
     def shape(self, name: str) -> Shape | None:
-        """None: the model does not tell."""
+        """The shape of the model's tensor; None: unknown."""
         if found := next((end for end in (name, *_ends(name)) if end in self.shapes), None):
             return tuple(self.shapes[found])
         longer = self.by_end.get(name, set())
@@ -104,7 +105,7 @@ def _join(where: str, name: str, parts: list[Source], wanted: Shape | None, vers
 
 
 def _by_shape(where: str, parts: list[Source], wanted: Shape) -> int | None:
-    """The dimension in which parts differ from the model's tensor; None: each is the whole of it."""
+    """The dimension in which the ranks' parts are split; None: each rank has the whole tensor."""
     shapes = [part.shape for part in parts]
     if all(shape == wanted for shape in shapes):
         return None
@@ -137,7 +138,7 @@ def _by_name(where: str, name: str, parts: list[Source]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """Which part of a whole tensor a file of `outpace shard` holds: ranges of one dimension, one after another."""
+    """The part of a tensor in a file of `outpace shard`: consecutive ranges of one dimension."""
 
     shape: Shape
     dim: int
@@ -145,7 +146,7 @@ class RankPart:
 
 
 def read_parts(path: object, text: str) -> dict[str, RankPart]:
-    """The parts that the metadata of a file describe."""
+    """The parts that a file's metadata describe."""
     try:
         return {name: _part(value) for name, value in parse(text.encode()).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -165,7 +166,7 @@ def _part(found: Any) -> RankPart:
 
 
 def join_parts(where: str, held: Sequence[tuple[RankPart, Source]]) -> Source:
-    """The whole of parts that say what they are. What several hold is taken once; together they cover all of it."""
+    """Join parts that describe themselves. Overlaps are used once; gaps are an error."""
     part, first = held[0]
     stretches: list[tuple[int, int, int, Source]] = []
     for own, source in held:

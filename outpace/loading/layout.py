@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights. Imports no torch, reads no weights."""
+"""Finds the files of a folder that hold the weights. Imports no torch and reads no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from outpace.errors import ModelError
 from outpace.loading.strict_json import read_object
 
 DESCRIPTOR = "ds_inference_config.json"
-"""The descriptor that lies beside the files of ranks, as DeepSpeed calls it."""
+"""DeepSpeed's name of the descriptor next to the files of ranks."""
 SAVE_ID = "save_id"
-"""A random id, the same in the descriptor and in the metadata of every file that were written together."""
+"""Key of a random id in the descriptor and in the metadata of all files that were written together."""
 
 _LFS_POINTER = b"version https://git-lfs"
 Kind = Literal["safetensors", "torch"]
@@ -20,16 +20,16 @@ _NAMES: Mapping[str, Kind] = {"model.safetensors": "safetensors", "pytorch_model
 
 @dataclass(frozen=True)
 class Layout:
-    """The files that together hold all tensors, each tensor once."""
+    """The files that together hold each tensor once."""
 
     kind: Kind
     files: tuple[Path, ...]
     places: Mapping[str, Path] = field(default_factory=dict)
-    """The file of each tensor, where an index says it."""
+    """Name of a tensor -> its file, if there is an index."""
 
 
 def inside(folder: Path, name: str, what: str, remedy: str = "name files inside it") -> Path:
-    """`folder / name`, unless the name leaves the folder. what: where the name was read, for the error."""
+    """`folder / name`; names that leave the folder are refused. what: where the name was read, for the error."""
     path = folder / name
     outside = ".." in Path(name).parts or not path.absolute().is_relative_to(folder.absolute())
     if not name or "\0" in name or outside:
@@ -38,7 +38,7 @@ def inside(folder: Path, name: str, what: str, remedy: str = "name files inside 
 
 
 def check_fetched(path: Path) -> None:
-    """Refuse the few lines that Git leaves in place of a large file."""
+    """Refuse a Git LFS pointer in place of a large file."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
@@ -47,7 +47,7 @@ def check_fetched(path: Path) -> None:
 
 
 def find_layout(folder: Path) -> Layout | None:
-    """The weights of a Hugging Face folder; None: there are none under their usual names."""
+    """The weight files of a Hugging Face folder; None: there are none with the usual names."""
     for name, kind in _NAMES.items():
         if (folder / name).is_file():
             return Layout(kind, (folder / name,))
@@ -69,7 +69,7 @@ def lone_safetensors(folder: Path) -> Layout | None:
 
 
 def read_index(index: Path) -> Layout:
-    """The files that an index lists; all of them are there."""
+    """The files that an index lists; a missing file is an error."""
     listed = read_object(index, "weight index").get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The model that a plan is measured on, with all its weights where it runs, and what is written of the plan."""
+"""Prepares the model and the texts on which a plan (`quant.auto`) is measured, and writes the plan."""
 
 import copy
 import gc
@@ -11,24 +11,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from outpace.config.sections import AutoQuantConfig, QuantizationConfig
+from outpace.config.quantization import AutoQuantConfig, QuantizationConfig
 from outpace.errors import ConfigError, InputError, ModelError
 from outpace.loading.bars import passes
 from outpace.loading.calibration import read_calibration
 from outpace.loading.choose_plan import WINDOW, Chooser, Report, Sample
-from outpace.loading.fill import Before, fill, settle
+from outpace.loading.fill import fill, settle
 from outpace.loading.inspect import ModelInfo
 from outpace.loading.memory import free_bytes
 from outpace.loading.sensitivity import Weight
+from outpace.loading.targets import Before
 from outpace.loading.text import built_in_text
 from outpace.loading.weights import Source
-from outpace.loading.windows import Tokens, read_tokens
+from outpace.loading.windows import TextTokens, read_tokens
 from outpace.log import chosen, logger, size_text
 from outpace.quant.picture import can_draw, draw
 from outpace.quant.plan import QuantPlan
 
 ENOUGH = 256
-"""Tokens behind those of the calibration that are enough to evaluate on."""
+"""Minimum tokens after those of the calibration to evaluate on."""
 
 
 def measured_plan(
@@ -41,15 +42,15 @@ def measured_plan(
     device: torch.device,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> QuantPlan:
-    """Choose a plan for a model that is not injected.
+    """Choose a plan for a model that is not injected yet.
 
-    sources: what a copy of it is filled with, which is gone afterwards; None: it has its own weights, which are
-    converted and moved to the device, where they stay.
+    sources: fill a temporary copy of the model with these; None: the model has its own weights, which are converted and
+    moved to the device.
     """
     assert quant.auto is not None, "asked before"
     if not info.can_generate or info.kind != "causal":
         raise ConfigError(
-            f"quant.auto: {type(module).__name__} predicts no next token, so that there is no perplexity to measure; "
+            f"quant.auto: {type(module).__name__} predicts no next token, so there is no perplexity to measure; "
             "give quant.scheme or quant.weight"
         )
     _check_out(quant.auto)
@@ -80,7 +81,7 @@ def measured_plan(
 def _samples(
     quant: QuantizationConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Sample, Sample | None]:
-    """The text that plans are made with, and another: what follows it, or the built-in text; None: there is none."""
+    """(text for calibration, text for evaluation: the rest of that text or the built-in text, or None)."""
     name, tokens = read_calibration(quant.calibration, tokenizer)
     largest = max(tokens.ids)
     if info.vocab_size is not None and largest >= info.vocab_size:
@@ -91,7 +92,7 @@ def _samples(
     count, window = quant.calibration.tokens, min(WINDOW, info.max_positions or WINDOW)
     first, rest = tokens.ids[:count], tokens.ids[count : 2 * count]
     try:
-        calibration = Sample.of(name, Tokens(first, tokens.prefix, None), window)
+        calibration = Sample.of(name, TextTokens(first, tokens.prefix, None), window)
     except InputError as error:
         raise ConfigError(f"quant.calibration.{error}") from error
     if len(rest) < ENOUGH and tokenizer is not None and quant.calibration.text is not None:
@@ -99,15 +100,15 @@ def _samples(
     elif rest:
         name = f"the rest of {name}"
     if len(rest) < 2:
-        chosen("evaluation", None, "no text is left behind that of the calibration; give a longer one")
+        chosen("evaluation", None, "no text is left after the calibration; give a longer one")
         return calibration, None
-    return calibration, Sample.of(name, Tokens(rest, tokens.prefix, None), window)
+    return calibration, Sample.of(name, TextTokens(rest, tokens.prefix, None), window)
 
 
 def _check_room(
     module: nn.Module, sizes: Mapping[str, int], copied: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Refuse a model that does not fit in the dtype it computes in."""
+    """Refuse a model that does not fit in memory in its dtype."""
     there = [] if copied else [name for name, value in module.named_parameters() if value.device == device]
     largest = max(value.numel() for value in module.parameters())
     needed = sum(size for name, size in sizes.items() if name not in there) + 8 * largest
@@ -118,26 +119,26 @@ def _check_room(
 
 def _too_large(what: str, device: torch.device) -> ModelError:
     return ModelError(
-        f"quant.auto: the whole model ({what}) is on {device} while it is measured, which has not enough memory left; "
+        f"quant.auto: the whole model ({what}) is on {device} while it is measured, but there is not enough memory; "
         "measure it once on a machine that has (outpace quantize --auto, device='cpu'), and give the plan as quant.plan"
     )
 
 
 @contextmanager
 def _in_words(device: torch.device) -> Iterator[None]:
-    """Torch's errors of memory, of every device."""
+    """Turn torch's out-of-memory errors into ours."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise _too_large("and what a pass needs", device) from error
+            raise _too_large("and the memory of a pass", device) from error
         raise
 
 
 def _filled(
     module: nn.Module, dtype: torch.dtype, sources: Mapping[str, Source], device: torch.device, report: Report
 ) -> nn.Module:
-    """A copy of a skeleton, with weights."""
+    """A copy of a skeleton, filled with weights."""
     report("loading the model to measure", 0, 0)
     empty = {
         id(value): nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
@@ -149,7 +150,7 @@ def _filled(
 
 
 def _check_out(auto: AutoQuantConfig) -> None:
-    """Said before minutes have gone into it."""
+    """Check quant.auto.out before minutes of measuring."""
     if auto.out is None:
         return
     path = Path(auto.out)
@@ -160,7 +161,7 @@ def _check_out(auto: AutoQuantConfig) -> None:
 
 
 def _tell(plan: QuantPlan, auto: AutoQuantConfig) -> None:
-    """In the log, and in files where they are asked for."""
+    """Report the plan in the log, and in files if they are requested."""
     for weight in plan.weights:
         chosen(weight.title, weight.got, weight.why)
     for line in (plan.summary, *plan.measured):
@@ -170,7 +171,7 @@ def _tell(plan: QuantPlan, auto: AutoQuantConfig) -> None:
 
 
 def write_plan(plan: QuantPlan, path: Path) -> list[Path]:
-    """As JSON, with its table, and its picture where matplotlib is installed."""
+    """Write the plan as JSON, its table, and its picture if matplotlib is installed; returns the files."""
     plan.write(path)
     path.with_suffix(".md").write_text(plan.table, encoding="utf-8")
     written = [path, path.with_suffix(".md")]

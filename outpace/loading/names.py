@@ -1,4 +1,4 @@
-"""Which stored tensor is which tensor of the model; what does not fit is an error before anything is allocated."""
+"""Matches stored tensors to the tensors of a model by name; mismatches are errors before anything is allocated."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,22 +16,22 @@ from outpace.loading.weights import Source, Weights
 from outpace.log import chosen, logger
 
 _WRAPPERS = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
+"""Prefixes that DistributedDataParallel and torch.compile add to all names."""
 _OLD_BUFFERS = re.compile(r"(^|\.)((\w+_)?inv_freq|position_ids|_extra_state)$")
-"""Buffers that older versions of models stored and that are computed now."""
+"""Buffers that older versions of models stored and newer ones compute."""
 _OLD_MASKS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$")
 _OTHER_HEADS = re.compile(
     r"((^|.*\.)pooler|cls\.\w+|lm_head|embed_out|proj_out|score|classifier|qa_outputs|v_head)(\..*|$)"
 )
-"""Parts of other classes on the same base model."""
+"""Heads of other model classes with the same base model."""
 
 
 def match(model: nn.Module, weights: Weights, dtype: torch.dtype = torch.float32) -> dict[str, Source]:
     """A source for every parameter and persistent buffer of a model on the meta device, by the model's names.
 
-    Names of one Parameter have one source; what the model ties becomes one Parameter, unless the checkpoint has
-    different values for it. What the checkpoint may leave out, and does, is computed as its class does it; a buffer
-    has no source then and keeps its value. dtype: what quantized weights become, before they go where they stay.
+    All names of one Parameter get the same source. Tied weights become one Parameter, unless the checkpoint has
+    different values for them. Weights that a checkpoint may omit are computed by the model's class; such buffers have
+    no source and keep their value. dtype: the dtype to which quantized weights are converted.
     """
     wanted = tensors_of(model)
     settings = conversion.quantization(model) if weights.quantization is None else weights.quantization
@@ -56,24 +56,26 @@ def match(model: nn.Module, weights: Weights, dtype: torch.dtype = torch.float32
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, the very objects."""
+    """Parameters and persistent buffers by name, the original objects."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
 def unwrapped(stored: Mapping[str, Source], wanted: Mapping[str, Tensor]) -> Mapping[str, Source]:
-    """The stored tensors without a wrapper's prefix, if all of them have it and no name of the model does."""
+    """The stored tensors without a wrapper's prefix, if all of them have it and no name of the model has."""
     for prefix in _WRAPPERS:
         if stored and all(name.startswith(prefix) for name in stored):
             if any(name.startswith(prefix) for name in wanted):
                 return stored
-            chosen("weights", f"names without {prefix}", "every stored name begins with it, and none of the model's")
+            chosen(
+                "weights", f"names without {prefix}", "all stored names begin with it, and no name of the model does"
+            )
             return unwrapped({name.removeprefix(prefix): source for name, source in stored.items()}, wanted)
     return stored
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """The names of each weight, after everything that the model ties was made one Parameter."""
+    """The names of each weight, after tied weights were made one Parameter."""
     wanted = tensors_of(model)
     ties = conversion.ties(model)
     for target, source in ties.items():
@@ -93,7 +95,7 @@ def _filled(model: nn.Module, names: list[str], found: Mapping[str, Source]) -> 
 
 
 def _share(model: nn.Module, names: list[str], found: dict[str, Source]) -> None:
-    """Give every name of a weight one source; a name that is stored with other values gets a Parameter of its own."""
+    """Give all names of a weight the same source; a name with other stored values gets a separate Parameter."""
     first = next((name for name in names if name in found), None)
     if first is None:  # a buffer that keeps its value
         return
@@ -108,7 +110,7 @@ def _share(model: nn.Module, names: list[str], found: dict[str, Source]) -> None
 def _untie(model: nn.Module, name: str, first: str) -> None:
     shared = _at(model, name)
     _put(model, name, nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad))
-    if _at(model, first) is not shared:  # the whole module is in both places
+    if _at(model, first) is not shared:  # both names are the same module
         raise ModelError(f"model: {name} and {first} are one weight, but are stored with different values")
     conversion.ties(model).pop(name, None)
     logger.warning("%s is not tied to %s: they are stored with different values", name, first)
@@ -127,7 +129,7 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 def _really_extra(
     model: nn.Module, wanted: Mapping[str, Tensor], stored: Mapping[str, Source], extra: Mapping[str, str]
 ) -> list[str]:
-    """The stored names that should not be there."""
+    """The stored names that have no place in the model and cannot be ignored."""
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     heads = [name for name in extra if isinstance(model, PreTrainedModel) and _other_head(name, wanted)]
     if heads:
@@ -145,7 +147,7 @@ def _really_extra(
 
 
 def _other_head(name: str, wanted: Iterable[str]) -> bool:
-    """Whether it belongs to a part of another class, all of which this model lacks."""
+    """Whether it belongs to a head that this model does not have."""
     part = _OTHER_HEADS.fullmatch(name)
     return part is not None and not any(other.startswith(f"{part[1]}.") for other in wanted)
 
@@ -155,7 +157,7 @@ def _is_mask(shape: tuple[int, ...]) -> bool:
 
 
 def _misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Source], weights: Weights) -> list[str]:
-    """Tensors of another shape or kind than the model's, each with what it is."""
+    """Descriptions of tensors whose shape or kind differs from the model's."""
     misfits = []
     for name, source in found.items():
         want = wanted[name]

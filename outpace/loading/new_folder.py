@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and never in place of something that somebody else put there."""
+"""Creates a folder atomically, and never replaces one that somebody else put there."""
 
 import errno
 import fcntl
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from outpace.log import logger
 
-_OLD = "-old"  # ends the name of a folder that was moved aside
+_OLD = "-old"  # suffix of a folder that was moved aside
 _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 def partial_prefix(target: Path) -> str:
-    """What the names of folders begin with that may become `target`."""
+    """Prefix of hidden folders that will become `target`."""
     return f".{target.name}.partial-"
 
 
@@ -26,14 +26,14 @@ def new_folder(
     replaces: Callable[[Path], bool] = lambda folder: False,
     usable: Callable[[Path], bool] = lambda folder: False,
 ) -> Iterator[Path]:
-    """An empty folder beside `target` that becomes `target` once the block has ended well.
+    """A new folder next to `target` that is renamed to `target` when the block ends without error.
 
-    It takes the place of an empty folder, or of one that `replaces` accepts. Anything else at `target`, whenever it
-    appeared, is a FileExistsError and stays. After an error nothing is left of the new folder. Folders that a killed
-    process left behind are removed first.
+    It replaces an empty folder, or one that `replaces` accepts. Anything else at `target` stays and is a
+    FileExistsError, even if it appears during the block. After an error the new folder is removed. Folders of killed
+    processes are removed first.
 
-    usable: says whether an unfinished folder can be gone on with. One that can stays after an error, and what is left
-    of a killed process is handed out instead of an empty folder.
+    usable: whether an unfinished folder can be continued. Such a folder stays after an error, and one of a killed
+    process is used instead of an empty folder.
     """
     partial, lock = _taken_up(target, usable) or _make(target)
     try:
@@ -49,7 +49,7 @@ def new_folder(
 
 
 def _put(partial: Path, target: Path, replaces: Callable[[Path], bool]) -> None:
-    """Rename the new folder. The system itself refuses to rename it onto a file or a folder that is not empty."""
+    """Rename the new folder. The system refuses to replace a file or a folder that is not empty."""
     if _renamed(partial, target):
         return
     if target.is_symlink() or not target.is_dir() or not replaces(target):
@@ -58,13 +58,13 @@ def _put(partial: Path, target: Path, replaces: Callable[[Path], bool]) -> None:
     target.rename(old)
     lock = _lock(old)
     try:
-        # checked again: another process may have put another folder there since the check above
+        # check again: another process may have replaced the folder since the check above
         if not replaces(old) or not _renamed(partial, target):
             raise FileExistsError(errno.EEXIST, "it was changed at the same time", str(target))
     except BaseException:
-        if not _renamed(old, target):  # under a name that no later run takes for a leftover
+        if not _renamed(old, target):  # keep it under a name that later runs do not remove
             kept = old.rename(target.with_name(old.name.removeprefix(".")))
-            logger.warning("%s was replaced by somebody else; what was there is %s now", target, kept)
+            logger.warning("%s was replaced by somebody else; the old folder is now %s", target, kept)
         raise
     finally:
         if lock is not None:
@@ -73,7 +73,7 @@ def _put(partial: Path, target: Path, replaces: Callable[[Path], bool]) -> None:
 
 
 def _renamed(folder: Path, target: Path) -> bool:
-    """Rename, unless something other than an empty folder is there."""
+    """Rename; False if the target is something other than an empty folder."""
     try:
         folder.rename(target)
     except OSError as error:
@@ -84,16 +84,16 @@ def _renamed(folder: Path, target: Path) -> bool:
 
 
 def _make(target: Path) -> tuple[Path, int]:
-    """A new hidden folder, locked as long as this process lives: a lock tells that somebody writes there."""
+    """A new hidden folder with a lock that lasts as long as this process: it marks the folder as in use."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
         number = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pass  # another process takes it for a leftover, and removes it
+            pass  # another process treats it as a leftover and removes it
         except OSError:
-            return folder, number  # a file system without locks: leftovers cannot be told there, and stay
+            return folder, number  # a file system without locks: leftovers cannot be recognized and stay
         else:
             if folder.is_dir():
                 return folder, number
@@ -101,9 +101,9 @@ def _make(target: Path) -> tuple[Path, int]:
 
 
 def _taken_up(target: Path, usable: Callable[[Path], bool]) -> tuple[Path, int] | None:
-    """What a killed process left and can be gone on with, locked; everything else that such left is removed.
+    """Lock and return a leftover folder that can be continued; remove the other leftovers of killed processes.
 
-    A folder that was moved aside and not replaced is put back.
+    A folder that was moved aside and not replaced is moved back.
     """
     taken: tuple[Path, int] | None = None
     for leftover in list(target.parent.iterdir()):
@@ -121,7 +121,7 @@ def _taken_up(target: Path, usable: Callable[[Path], bool]) -> tuple[Path, int] 
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder; None: a living process holds it, or it cannot be locked."""
+    """Lock a folder; None: another process holds the lock, or it cannot be locked."""
     try:
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -135,7 +135,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _flush(folder: Path) -> None:
-    """Put the files on the disk before the folder gets its name: a power cut must not leave a model with holes."""
+    """Flush all files before the folder gets its name, so that a power cut cannot leave a damaged model."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The numbers of a model for the planner, from its skeleton: no weights are needed."""
+"""Computes a model's sizes and costs for the planner from its skeleton, without weights."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from outpace.cache.kv_cache import BLOCK_SIZE, block_bytes, page_dtype
 from outpace.errors import NotSupported
 from outpace.inject.linears import is_linear, is_transposed, role_of
 from outpace.inject.policy import READERS
-from outpace.loading.inspect import describe
+from outpace.loading.inspect import describe, text_config
 from outpace.loading.offload import CONTEXT
 from outpace.offload.numbers import Experts, Layer, Numbers
 from outpace.offload.units import find_layers, unit_bytes
@@ -23,7 +23,7 @@ _SHORT: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 def precisions(dtype: torch.dtype) -> tuple[str, ...]:
-    """The dtype itself by its name, and the schemes."""
+    """The precisions of a model: its dtype, and the schemes."""
     return (_SHORT[dtype], *SCHEMES)
 
 
@@ -31,8 +31,8 @@ def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
     """Sizes and costs of a model that runs in `dtype`."""
     layers = [layer for _, layer in find_layers(model)]
     if not layers:
-        raise NotSupported(f"model: {type(model).__name__} has no list of layers, so nothing of it can be streamed")
-    config, names = _text_config(model), precisions(dtype)
+        raise NotSupported(f"model: {type(model).__name__} has no list of layers, so it cannot be streamed")
+    config, names = text_config(model), precisions(dtype)
     inside = {id(weight) for layer in layers for weight in layer.parameters()}
     outside = {name: weight for name, weight in model.named_parameters() if id(weight) not in inside}
     embedding, head = _ends(model)
@@ -51,7 +51,7 @@ def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
         head=heads,
         head_flops=0 if chosen_by is None else 2 * chosen_by.numel(),
         workspace=CONTEXT,
-        token_workspace=dtype.itemsize * (2 * inner + 6 * width),  # what loading.offload keeps free
+        token_workspace=dtype.itemsize * (2 * inner + 6 * width),  # as loading.offload reserves
         hidden_bytes=2 * dtype.itemsize * width,
         choice_bytes=(dtype.itemsize + 16) * vocabulary,
         page=BLOCK_SIZE,
@@ -59,7 +59,7 @@ def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
 
 
 class _Weights:
-    """The weights of one layer."""
+    """Sizes of the weights of one layer."""
 
     def __init__(self, model: nn.Module, layer: nn.Module, dtype: torch.dtype) -> None:
         info = describe(model)
@@ -68,7 +68,7 @@ class _Weights:
         self._roles = dict(self._found())
 
     def _found(self) -> Iterator[tuple[str, tuple[Role, tuple[int, ...]]]]:
-        """Weights that schemes apply to, with their shapes [.., N, K]."""
+        """Name of a weight to which schemes apply -> (role, shape [.., N, K])."""
         for path, module in self._layer.named_modules():
             if is_linear(module):
                 weight = module.get_parameter("weight")
@@ -82,7 +82,7 @@ class _Weights:
         return weight.dim() == 3 and 0 < self._total == len(weight)
 
     def _parts(self, name: str, weight: nn.Parameter, precision: str) -> list[int]:
-        """Bytes of a weight, and of the scales beside it."""
+        """Bytes of a weight and of its scales."""
         scheme = None
         if precision in SCHEMES and name in self._roles:
             role, shape = self._roles[name]
@@ -95,7 +95,7 @@ class _Weights:
         return unit_bytes(size for path, each in weights.items() for size in self._parts(path, each, precision))
 
     def layer(self, names: Sequence[str], attention: tuple[int, int, int]) -> Layer:
-        """Its numbers; attention: bytes of a key and a value, operations, and the window."""
+        """The layer for the planner. attention: bytes of a key and a value, operations, and the window."""
         own = dict(self._layer.named_parameters())
         stacks = {path: weight for path, weight in own.items() if self._stacked(weight)}
         experts = None
@@ -117,11 +117,11 @@ class _Weights:
 
 
 def _attention(config: Any, index: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes of a key and a value, operations for each token that is looked at, and the window, of one layer."""
+    """(bytes of a key and a value, operations for each token in the context, window) of one layer."""
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     if not heads:
         return 0, 0, 0
-    if getattr(config, "qk_nope_head_dim", None):  # latent attention, which pages keep as ordinary keys and values
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention, stored in pages as ordinary keys and values
         key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
         key = value = int(READERS["head_dim"](config, index))
@@ -131,22 +131,17 @@ def _attention(config: Any, index: int, dtype: torch.dtype) -> tuple[int, int, i
 
 
 def _ends(model: Any) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-    """The weights of embedding and head; None: the model has none."""
+    """(weight of the embedding, weight of the head); None: the model has none."""
     found = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
     first, last = (getattr(module, "weight", None) for module in found)
     return first, last
 
 
 def _head_bytes(weight: nn.Parameter | None, precision: str, tied: bool, dtype: torch.dtype) -> int:
-    """Of the head: int8 beside any scheme, but as it is where it is the embedding too."""
+    """Bytes of the head: int8 with any scheme, but not quantized if it is tied to the embedding."""
     if weight is None:
         return 0
     scheme = None if tied or precision not in SCHEMES else Rules(NAMED[precision], fit=True).of(
         "head", ["lm_head.weight"], tuple(weight.shape)
     )  # fmt: skip
     return weight.numel() * dtype.itemsize if scheme is None else scheme.nbytes(tuple(weight.shape))
-
-
-def _text_config(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,4 +1,4 @@
-"""Which layers of a model do not stay on its device: what they take, what there is room for, what tells them apart."""
+"""Plans which layers of a model are streamed: their sizes, the room for them, and the key of their file."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,20 +12,21 @@ from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.rules import places_weights
 from outpace.errors import ConfigError, OffloadError, OutpaceError
 from outpace.inject.recipe import Recipe
-from outpace.loading.fill import Before, Target, targets
+from outpace.loading.inspect import text_config
+from outpace.loading.targets import Before, Target, targets
 from outpace.loading.weights import Extent, Source
 from outpace.log import chosen
 from outpace.offload.asked import Layers, Room, folder, pinned, room_for
 from outpace.offload.place import Placement, spread
-from outpace.offload.store import ReadOptions, stored_size
+from outpace.offload.store_read import ReadOptions, stored_size
 from outpace.offload.streaming import Folder, Streaming
 from outpace.offload.units import Form, experts_of, find_layers, is_stacked, layer_of
 from outpace.parallel.mesh import Mesh
 
-CONTEXT = 1 << 30  # what CUDA and its libraries take of a device beside everything that is allocated
-TOKENS = 8192  # of a step, where nothing else is said
-REQUEST = 1024  # tokens of a request that pages are kept free for, unless requests are shorter
-FEW = 8  # sequences of a call of `generate`
+CONTEXT = 1 << 30  # device memory of CUDA and its libraries
+TOKENS = 8192  # default tokens of a step
+REQUEST = 1024  # tokens of a request for which pages are reserved, unless requests are shorter
+FEW = 8  # assumed sequences of a `generate` call
 
 
 def plan_streaming(
@@ -36,20 +37,20 @@ def plan_streaming(
     sources: Mapping[str, Source] | None,
     mesh: Mesh,
 ) -> Streaming | None:
-    """How layers are streamed, as the config asks; None: they all stay."""
+    """How layers are streamed, as the config asks; None: all layers stay on the device."""
     if not places_weights(config):
         return None
     found = find_layers(model)
     if not found:
         raise ConfigError(
             f"{_field(config)}: {type(model).__name__} has no list of layers (nn.ModuleList, nn.Sequential) that could "
-            "be streamed; leave it out"
+            "be streamed; remove it"
         )
     every = targets(model, before)
     stay = _staying(every, config)
     parts = _by_layer(every, found, stay)
     if len(parts) == 1:
-        chosen("layers", f"all {len(found)} on {device}", "their parameters are smaller than those that are streamed")
+        chosen("layers", f"all {len(found)} on {device}", "their parameters are below zero's threshold for streaming")
         return None
     found = [layer for number, layer in enumerate(found) if number in parts]
     layers = _layers(parts, found)
@@ -70,7 +71,7 @@ def plan_streaming(
 def _room(
     config: InferenceConfig, layers: Layers, reserved: int, key: str | None, mesh: Mesh, device: torch.device
 ) -> Room:
-    """What the config leaves for layers; ranks that find nothing wrong fail with the one that does."""
+    """The room for layers; if one rank finds an error, all ranks fail."""
     problem: OutpaceError | None = None
     room = Room(0, 0, None, 1, 0)
     try:
@@ -83,19 +84,19 @@ def _room(
     if problem is not None:
         raise problem
     if not good:
-        raise OffloadError(f"{_field(config)}: another rank cannot place its layers, and says why")
+        raise OffloadError(f"{_field(config)}: another rank cannot place its layers and reports why")
     return room
 
 
 def _placed(layers: Layers, room: Room, mesh: Mesh, device: torch.device) -> Placement:
-    """The same on all ranks: they take steps together."""
+    """The same placement on all ranks, since they run steps together."""
     least = [mesh.least(value, device) for value in (room.device, room.host)]
     disk = None if room.disk is None else mesh.least(room.disk, device)
     return spread(layers.sizes, least[0], least[1], disk, room.slots, staging=room.buffers)
 
 
 def _staying(every: list[Target], config: InferenceConfig) -> frozenset[Recipe]:
-    """Weights too small to be worth streaming, as ZeRO's thresholds say."""
+    """Weights that stay because they are below ZeRO's thresholds."""
     if config.zero.stage != 3:
         return frozenset()
     left, stay = config.zero.model_persistence_threshold, set()
@@ -110,7 +111,7 @@ def _staying(every: list[Target], config: InferenceConfig) -> frozenset[Recipe]:
 def _by_layer(
     every: list[Target], found: list[tuple[str, nn.Module]], stay: frozenset[Recipe]
 ) -> dict[int | None, list[Target]]:
-    """Weights by the layer that has them; None: what is no layer's alone."""
+    """Index of a layer -> its weights; None: weights that do not belong to exactly one layer."""
     of = layer_of([layer for _, layer in found])
     parts: dict[int | None, list[Target]] = {None: []}
     for target in every:
@@ -121,7 +122,7 @@ def _by_layer(
 
 
 def _layers(parts: Mapping[int | None, list[Target]], found: list[tuple[str, nn.Module]]) -> Layers:
-    """found: the layers that have some of the weights."""
+    """Sizes of layers. found: the layers that have weights to stream."""
     own = [part for number, part in sorted(parts.items(), key=lambda item: item[0] or 0) if number is not None]
     forms = tuple(_form(part, layer) for part, (_, layer) in zip(own, found, strict=True))
     values = sum(torch.Size(target.recipe.shape).numel() for part in own for target in part)
@@ -129,7 +130,7 @@ def _layers(parts: Mapping[int | None, list[Target]], found: list[tuple[str, nn.
 
 
 def _form(part: list[Target], layer: nn.Module) -> Form:
-    """How the weights of a layer lie in a unit."""
+    """The layout of a layer's weights as a unit."""
     experts = experts_of(layer)
     stacked = [
         (experts is not None and target.owners[0][0] is experts and is_stacked(experts, shape), size)
@@ -141,14 +142,13 @@ def _form(part: list[Target], layer: nn.Module) -> Form:
 
 
 def _kept(target: Target) -> list[tuple[tuple[int, ...], int]]:
-    """Shapes and bytes of what becomes of a weight."""
+    """(shape, bytes) of the tensors of a weight in the running model."""
     return [(shape, torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in target.kept.values()]
 
 
 def _reserved(model: nn.Module, config: InferenceConfig, before: Before) -> int:
-    """Bytes of a GPU that steps and pages will want: a guess, made before anything can be measured."""
-    own: Any = getattr(model, "config", None)
-    text = own.get_text_config() if hasattr(own, "get_text_config") else own
+    """Estimated GPU bytes for steps and pages, before anything can be measured."""
+    text = text_config(model)
     hidden = int(getattr(text, "hidden_size", 0) or 4096)
     inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
     heads = int(getattr(text, "num_attention_heads", 0) or 32)
@@ -178,7 +178,7 @@ def _folder(config: InferenceConfig, key: str | None, room: Room) -> Folder | No
 
 
 def _key(sources: Mapping[str, Source], every: list[Target], mesh: Mesh, device: torch.device) -> str | None:
-    """What tells a model's weights, as they run, from all others; None: they come from somewhere without a name."""
+    """A key that identifies a model's weights as they run; None: their sources have no file name."""
     ranks = [f"{group.rank} of {group.size}" for group in (mesh.tp, mesh.ep, mesh.expert_tp)]
     digest = hashlib.sha256(f"{__version__} {device.type} {', '.join(ranks)}".encode())
     seen: dict[Any, str] = {}

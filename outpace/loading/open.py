@@ -1,4 +1,4 @@
-"""Open a checkpoint of any kind: its tensors by name, known and checked before any of them is read."""
+"""Opens a checkpoint of any kind and checks the names and shapes of its tensors before reading any."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from outpace.loading.weights import Source, Weights
 from outpace.log import chosen, logger
 
 _TORCH = (".pt", ".pth", ".bin")
-_PARTS = "regions"  # of the metadata of what `outpace shard` writes
+_PARTS = "regions"  # metadata key in files of `outpace shard`
 _WHOLE = "list it under tp, or shard the model again"
 _ADD_TP = 'if the files are parts of ranks, add "parallelization": "tp" to the descriptor'
 _DEEPSPEED_NAMES = (".attn_qkvw", ".attn_ow", ".inter_w", ".output_w")
@@ -33,12 +33,12 @@ def open_weights(
     splits: Splits | None = None,
     field: str = "model",
 ) -> Weights:
-    """The weights of a folder, a file or a descriptor, with tensors that ranks split put together.
+    """The weights of a folder, a file or a descriptor; tensors that ranks split are joined.
 
-    base_dir: the folder of a descriptor's files. training_mp_size: how many ranks saved it; 1: as many as there are.
-    shapes: those of the model's tensors by name, which tell how ranks split them. splits: how the model would be cut
-    over so many ranks, which tells in what order they hold the rows of a fused query, key and value.
-    field: the option that named the source, which errors begin with.
+    base_dir: the folder of a descriptor's files. training_mp_size: number of ranks that saved it; 1: as many as there
+    are. shapes: shapes of the model's tensors by name, to find out how ranks split them. splits: how the model would be
+    split over ranks, to find the order of rows in fused query, key and value. field: the option that named the source,
+    for errors.
     """
     try:
         degree, weights = _open(source, base_dir, Wanted(shapes or {}, splits), field)
@@ -52,14 +52,14 @@ def open_weights(
     if training_mp_size not in (1, degree):
         raise ModelError(
             f"training_mp_size: {weights.origin} was saved by {degree} rank{'s' * (degree != 1)}, "
-            f"not {training_mp_size}; leave it out"
+            f"not {training_mp_size}; remove it"
         )
     return weights
 
 
 def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted, field: str) -> tuple[int, Weights]:
-    """How many ranks saved it, and the weights."""
-    takes_base_dir = field != "model"  # LLM's and the commands' own source has no base_dir
+    """(number of ranks that saved it, weights)."""
+    takes_base_dir = field != "model"  # the model argument of LLM and the commands has no base_dir
     if isinstance(source, Mapping):
         return _of_descriptor(read_descriptor(source, base_dir), wanted)
     path = _find(source, base_dir)
@@ -77,7 +77,7 @@ def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted,
 
 
 def _find(source: str | Path, base_dir: str) -> Path:
-    """The file or folder that is meant, below base_dir or by itself."""
+    """The file or folder of `source`, inside base_dir or not."""
     base = Path(base_dir).expanduser()
     if base_dir and (below := base / source).absolute().is_relative_to(base.absolute()) and below.exists():
         return below
@@ -85,7 +85,7 @@ def _find(source: str | Path, base_dir: str) -> Path:
     if path is None:
         raise ModelError(f"model: no such file or folder {str(source)!r}; check the name")
     if base_dir and not (path.suffix.lower() == ".json" or (path / DESCRIPTOR).is_file()):
-        raise ModelError(f"base_dir: {path} does not lie in {base_dir}; leave base_dir out")
+        raise ModelError(f"base_dir: {path} is not in {base_dir}; remove base_dir")
     return path
 
 
@@ -95,7 +95,7 @@ def _of_layout(folder: Path, layout: Layout) -> Weights:
 
 
 def _of_file(path: Path, remedy: str = "name the folder that holds all of them") -> Mapping[str, Source]:
-    """The whole tensors of a file. remedy: what to do if it holds the part of a rank."""
+    """The whole tensors of a file. remedy: for the error if it holds the part of a rank."""
     suffix = path.suffix.lower()
     if suffix in _TORCH:
         return read_torch(path, remedy=remedy)
@@ -104,7 +104,9 @@ def _of_file(path: Path, remedy: str = "name the folder that holds all of them")
 
         return read_gguf(path).weights().sources
     if suffix != ".safetensors":
-        raise ModelError(f"model: {path} is no checkpoint; name a folder, or a file .safetensors, .gguf, .pt or .bin")
+        raise ModelError(
+            f"model: {path} is not a checkpoint; name a folder, or a file .safetensors, .gguf, .pt or .bin"
+        )
     sources, parts = _of_safetensors(path)
     if parts:
         raise ModelError(f"model: {path} holds the part of one rank; {remedy}")
@@ -145,7 +147,7 @@ def _wrong_degree(degree: int, files: int) -> str:
 
 
 def _version(origin: str, ranks: Sequence[RankFile], asked: float | None) -> float:
-    """Megatron's version: the descriptor's, else the files'; files that name none are of version 0."""
+    """Megatron's version: the descriptor's, else that of the files; version 0 if they have none."""
     found = {rank.version for rank in ranks} if asked is None else {asked}
     if len(found) > 1 or (known := found.pop()) not in (None, 0, 1, 2, 3):
         raise ModelError(f"{origin}: checkpoint_version differs between ranks, or is not 0, 1.0, 2.0 or 3.0")
@@ -174,7 +176,7 @@ def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
 
 
 def _check_together(found: Descriptor) -> None:
-    """Files of `outpace shard` belong together if one run wrote them. Older releases wrote no id: not checked."""
+    """Check that all files of `outpace shard` come from one run. Older releases wrote no id."""
     files = [*found.whole, *(path for files in found.ranks for path in files)]
     ids: dict[Path, str | None] = {}
     for path in files:
@@ -193,7 +195,7 @@ def _check_together(found: Descriptor) -> None:
 
 
 def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:
-    """The tensors of files of ranks: those of `outpace shard` say what they hold, of others their shapes tell."""
+    """Join the files of ranks: those of `outpace shard` describe their parts, others are joined by shapes."""
     ranks: list[dict[str, Source]] = []
     parts: dict[str, list[tuple[RankPart, Source]]] = {}
     for files in found.ranks:
@@ -224,7 +226,7 @@ def _union(
     places: Mapping[str, Path] | None = None,
     remedy: str = "remove one of them",
 ) -> dict[str, Source]:
-    """The tensors of several files. places: where an index says they are, which settles what is in two files."""
+    """The tensors of several files. places: the index, which decides if a tensor is in two files."""
     by_path, places = dict(files), places or {}
     found = {name: by_path[path][name] for name, path in places.items() if name in by_path[path]}
     owner, settled = {name: places[name] for name in found}, set(found)
@@ -233,6 +235,8 @@ def _union(
             if found.setdefault(name, source) is not source and name not in settled:
                 raise ModelError(f"model: {name[:200]!r} is in two files, {owner[name]} and {path}; {remedy}")
             owner.setdefault(name, path)
-    if stale := sorted(places.keys() - found.keys()):  # the model may not need them; if it does, they are missing
+    if stale := sorted(
+        places.keys() - found.keys()
+    ):  # only a warning: if the model needs them, they are reported as missing
         logger.warning("weights that the index lists and no file has: %s (%d)", ", ".join(stale[:5]), len(stale))
     return found

@@ -1,4 +1,4 @@
-"""The folder that a model is written to: what may be replaced, and errors of the disk in words."""
+"""Checks and creates the folder that a model is written to, with errors for everything that can go wrong."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from outpace.log import size_text
 
 
 class Kind(NamedTuple):
-    """What a folder holds that --force may replace."""
+    """The kind of folder that --force may replace."""
 
     words: str
     sign: str
-    """What such a folder has."""
+    """How such a folder is recognized, for errors."""
     holds: Callable[[Path], bool]
 
 
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 def out_folder(
     out: Path, kind: Kind, *, force: bool, field: str = "out", usable: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
-    """A folder that becomes `out` when the block has ended well (see `new_folder`)."""
+    """A folder that becomes `out` when the block ends without error (see `new_folder`)."""
     try:
         with new_folder(out, kind.holds if force else lambda folder: False, usable) as folder:
             yield folder
@@ -43,7 +43,7 @@ def out_folder(
 
 
 def check_out(out: Path, kind: Kind, *, force: bool, field: str = "out") -> Path:
-    """Where the folder will be; refused where something is in the way that must not be replaced."""
+    """The resolved folder; an error if something is there that must not be replaced."""
     out = out.expanduser().resolve()
     if not out.parent.is_dir():
         raise InputError(f"{field}: there is no folder {out.parent}; make it first")
@@ -64,13 +64,13 @@ def check_out(out: Path, kind: Kind, *, force: bool, field: str = "out") -> Path
 
 
 def check_apart(sources: Mapping[str, Source], out: Path, field: str = "out") -> None:
-    """Files that are read, now or later, must not be replaced."""
+    """Refuse to replace files that are read."""
     if any(path.resolve().is_relative_to(out) for path in files_of(sources)):
         raise InputError(f"{field}: {out} holds the model itself; give another folder")
 
 
 def check_space(out: Path, needed: int, field: str = "out") -> None:
-    """Refuse what cannot fit on the disk."""
+    """Refuse to write more than fits on the disk."""
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise OutpaceError(
@@ -80,11 +80,11 @@ def check_space(out: Path, needed: int, field: str = "out") -> None:
 
 
 def files_of(sources: Mapping[str, Source]) -> set[Path]:
-    """The files that tensors are read from."""
+    """The files from which tensors are read."""
     places = (piece.place for source in sources.values() for piece in source.pieces)
     return {place.path for place in places if isinstance(place, Extent)}
 
 
 def _is_written(path: Path, out: Path) -> bool:
-    """Whether a path is part of what is written: the folder, its hidden name, or the folder that it is in."""
+    """Whether a path is being written: the folder, its hidden sibling, or the parent folder."""
     return path in (out, out.parent) or any(part.name.startswith(partial_prefix(out)) for part in (path, *path.parents))

@@ -1,4 +1,4 @@
-"""One known file from a package index, without pip, which a venv need not have (uv makes them without)."""
+"""Downloads one known file from a package index without pip, which environments made by uv do not have."""
 
 import hashlib
 import html.parser
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 PAGE_BYTES = 32 * 2**20
 CHUNK = 2**20
 TIMEOUT_S = 15.0
-"""Seconds without a byte."""
+"""Timeout in seconds without data."""
 JSON = "application/vnd.pypi.simple.v1+json"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The one file that will do."""
+    """The file to download, identified by its hash."""
 
     project: str
     file: str
@@ -38,9 +38,9 @@ class Wanted:
 
 
 def fetch(wanted: Wanted, target: Path, limit_s: float) -> None:
-    """Write the file to `target`, from the first place that has it: what pip and uv are told to use, or PyPI.
+    """Download the file to `target` from the first place that has it: the places of pip and uv, or PyPI.
 
-    It is checked before it is kept. Raises DownloadError with what each place said.
+    Its hash is checked. Raises DownloadError with the error of each place.
     """
     import httpx
 
@@ -48,7 +48,7 @@ def fetch(wanted: Wanted, target: Path, limit_s: float) -> None:
     said: list[str] = []
     try:
         client = _client(found)
-    except (ImportError, ValueError, OSError) as error:  # a proxy it cannot use, a file of certificates that is not one
+    except (ImportError, ValueError, OSError) as error:  # an unusable proxy, an invalid file of certificates
         raise DownloadError(f"no connection can be made ({error})") from None
     with client:
         getter = _Getter(client, time.monotonic() + limit_s)
@@ -58,11 +58,11 @@ def fetch(wanted: Wanted, target: Path, limit_s: float) -> None:
                 return
             except (_Refused, httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OSError, ValueError) as error:
                 said.append(f"{_shown(place)}: {str(error) or type(error).__name__}")
-    raise DownloadError("; ".join(said) or "pip or uv is told to use no index")
+    raise DownloadError("; ".join(said) or "the settings of pip or uv allow no index")
 
 
 class _Refused(Exception):
-    """A place that does not have the file, or has another one."""
+    """A place does not have the file, or has a different one."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Getter:
     deadline: float
 
     def get(self, wanted: Wanted, place: str, target: Path) -> None:
-        """The file from a folder, a page of links, or a project's page of an index."""
+        """Download the file from a folder, a page of links, or a project's page of an index."""
         part = target.with_name(f"{target.name}.part")
         digest, size = hashlib.sha256(), 0
         with self._opened(self._find(wanted, place)) as (chunks, _), part.open("wb") as file:
@@ -86,7 +86,7 @@ class _Getter:
         part.replace(target)
 
     def _find(self, wanted: Wanted, place: str) -> str:
-        """The URL of the file, or its path."""
+        """The URL or path of the file."""
         folder = _local(place)
         if folder is not None and not (folder / "index.html").is_file():
             if (folder / wanted.file).is_file():
@@ -108,7 +108,7 @@ class _Getter:
 
     @contextmanager
     def _opened(self, place: str) -> Iterator[tuple[Iterator[bytes], str]]:
-        """What is there, in pieces, and where that was in the end."""
+        """(chunks of the content, final URL after redirects)."""
         path = _local(place)
         if path is not None:
             with path.open("rb") as file:
@@ -134,7 +134,7 @@ def _client(found: Sources) -> "httpx.Client":
 
 
 def _local(place: str) -> Path | None:
-    """The path of a file:// URL or of what is no URL; None: it is elsewhere."""
+    """The path of a file:// URL or a plain path; None: an http URL."""
     parts = urlsplit(place)
     if parts.scheme == "file":
         return Path(url2pathname(parts.path))
@@ -142,7 +142,8 @@ def _local(place: str) -> Path | None:
 
 
 def _joined(base: str, link: str) -> str:
-    """Where a link of a page leads. Only a local page leads to local files; the password of a host is for that host."""
+    """Resolve a link of a page. Only local pages may link to local files; credentials are kept only for the same
+    host."""
     url = urljoin(base, link)
     parts, page = urlsplit(url), urlsplit(base)
     if parts.scheme not in ("http", "https") and page.scheme != "file":
@@ -153,7 +154,7 @@ def _joined(base: str, link: str) -> str:
 
 
 def _links(page: bytes) -> Iterator[tuple[str, str | None]]:
-    """The links of a page, JSON or HTML, each with the sha256 that it names."""
+    """The links of a JSON or HTML page, each with its sha256 if it has one."""
     if page.lstrip().startswith(b"{"):
         for file in msgspec.json.decode(page, type=_Page).files:
             yield file.url, file.hashes.get("sha256")
@@ -180,11 +181,11 @@ class _Anchors(html.parser.HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Remember where a link leads."""
+        """Collect the targets of links."""
         self.found += [value for name, value in attrs if tag == "a" and name == "href" and value]
 
 
 def _shown(place: str) -> str:
-    """A place without the password in it."""
+    """A place without credentials."""
     parts = urlsplit(place)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,4 +1,4 @@
-"""What transformers and the libraries under it raise for files that are not what they should be, and how it is told."""
+"""The errors that transformers and its libraries raise for bad files, and the text for our errors."""
 
 import pickle
 
@@ -13,5 +13,5 @@ REMEDY = "download the model again, or use one that transformers runs by itself:
 
 
 def line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

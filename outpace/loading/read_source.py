@@ -1,4 +1,4 @@
-"""A source read whole on the host, with plain reads: for conversions, comparisons and tests."""
+"""Reads a whole source into host memory with plain reads, for conversions, comparisons and tests."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from outpace.loading.unchanged import unreadable
 from outpace.loading.weights import Extent, Piece, Source
 
 _AT_ONCE = 64 * 2**20
-"""Bytes of each of two sources that are in memory while they are compared."""
+"""Bytes of each source that are in memory while two are compared."""
 
 
 def read(source: Source) -> Tensor:
@@ -25,7 +25,7 @@ def read(source: Source) -> Tensor:
 
 
 def same(first: Source, second: Source, dtype: torch.dtype) -> bool:
-    """Whether two sources of one shape hold the same values once they are of a dtype; never holds both whole."""
+    """Whether two sources of one shape are equal after conversion to a dtype; never holds both in memory."""
     if first == second:
         return True
     if not first.shape:
@@ -41,12 +41,12 @@ def same(first: Source, second: Source, dtype: torch.dtype) -> bool:
 
 
 def _made(source: Source) -> bool:
-    """Whether a part of it is computed, so that each cut would compute all of it again."""
+    """Whether a piece is computed, so that reading it in parts would compute it repeatedly."""
     return any(not isinstance(piece.place, Extent) for piece in source.pieces)
 
 
 def _take(piece: Piece) -> Tensor:
-    """The stored tensor's region; of a file, only the rows that are needed are read."""
+    """The stored region of a piece; only the needed rows of a file are read."""
     if not isinstance(piece.place, Extent):
         make: Callable[[], Tensor] = piece.place
         return make()[piece.take]
@@ -60,7 +60,7 @@ def _take(piece: Piece) -> Tensor:
 
 
 def _bytes(place: Extent, skip: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """Elements of a file, after so many others."""
+    """`elements` values of a file, after `skip` others."""
     buffer = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
     target, done = memoryview(buffer.numpy()), 0  # type: ignore[arg-type]
     try:

@@ -1,6 +1,5 @@
-"""The tokenizer of a model without its weights. It is the one of transformers, which works without torch as well."""
+"""Loads the tokenizer of a model without its weights, with transformers, also in processes without torch."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +11,17 @@ from outpace.loading.cache import holds_model, models_dir
 from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, default_model_path
 from outpace.log import chosen
+from outpace.process_wide import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-
 
 def import_without_torch() -> None:
-    """Import transformers as if torch were missing, for a process that only needs tokenizers.
+    """Import transformers as if torch were not installed, for a process that only needs tokenizers.
 
-    Their code is the same in both cases, but the import takes a third of the time and of the memory. torch itself can
-    be imported afterwards; the models of transformers cannot. Nothing happens where either is imported already.
+    The tokenizers are the same, but the import takes a third of the time and memory. torch can be imported afterwards;
+    the models of transformers cannot. Does nothing if either is imported already.
     """
     if "torch" not in sys.modules and "transformers" not in sys.modules:
         with _hidden_torch():
@@ -34,21 +32,16 @@ def import_without_torch() -> None:
 
 @contextmanager
 def _hidden_torch() -> Iterator[None]:
-    before = os.environ.get(_NO_ADVICE)
-    os.environ[_NO_ADVICE] = "1"  # it would warn that there is no torch
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-        if before is None:
-            del os.environ[_NO_ADVICE]
-        else:
-            os.environ[_NO_ADVICE] = before
+    with environment({"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}):  # no warning that torch is missing
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del sys.modules["torch"]
 
 
 def load_tokenizer(source: str | Path | None) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of what `build.load` would load; None: it has none."""
+    """The tokenizer of the model that `build.load` would load; None: it has none."""
     path = None if source is None else local_path(source)
     if path is not None and path.suffix.lower() == ".gguf":
         from outpace.loading.gguf import read_gguf_tokenizer
@@ -60,12 +53,12 @@ def load_tokenizer(source: str | Path | None) -> "PreTrainedTokenizerBase | None
 
 
 def is_default(source: str | Path | None, path: Path | None) -> bool:
-    """Whether the default model is meant. path: what the source names on this machine."""
+    """Whether `source` means the default model. path: the local file or folder of `source`, if any."""
     return source is None or (path is None and source == DEFAULT_MODEL)
 
 
 def is_here(source: str | Path | None) -> bool:
-    """Whether a model is on this machine, so that nothing needs to be fetched or converted first."""
+    """Whether a model is on this machine, so that nothing has to be downloaded or converted."""
     path = None if source is None else local_path(source)
     if is_default(source, path):
         return holds_model(models_dir() / DEFAULT_MODEL)
@@ -83,7 +76,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
         chosen("tokenizer", None, f"{checkpoint.folder} holds none; pass token ids")
         return None
 
-    from transformers import AutoTokenizer  # imported late: seconds, and the callers check options first
+    from transformers import AutoTokenizer  # imported late: this takes seconds, and bad options should fail first
 
     from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 

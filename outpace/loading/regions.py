@@ -1,16 +1,22 @@
-"""Sources cut, joined, stacked and transposed without reading them: only their regions change."""
+"""Cuts, joins, stacks and transposes sources without reading them, by changing their regions.
 
-from collections.abc import Iterator, Sequence
+`Traced` tensors have no values: Hugging Face's conversion operations run on them as on ordinary tensors, and the result
+says where each part is stored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from outpace.loading.weights import Piece, Region, Source
 
 
 class Inexpressible(Exception):
-    """A region cannot say this; the tensor has to be read and computed."""
+    """Regions cannot express this operation; the tensor has to be read and computed."""
 
 
 def cut(source: Source, dim: int, start: int, stop: int) -> Source:
@@ -22,7 +28,7 @@ def cut(source: Source, dim: int, start: int, stop: int) -> Source:
 
 
 def join(sources: Sequence[Source], dim: int) -> Source:
-    """As torch.cat."""
+    """Like torch.cat."""
     shape = list(sources[0].shape)
     dim = dim % len(shape)
     shape[dim] = 0
@@ -35,7 +41,7 @@ def join(sources: Sequence[Source], dim: int) -> Source:
 
 
 def stack(sources: Sequence[Source], dim: int) -> Source:
-    """As torch.stack."""
+    """Like torch.stack."""
     dim = dim % (len(sources[0].shape) + 1)
     pieces = [
         replace(piece, into=(*into[:dim], number, *into[dim:]))
@@ -47,12 +53,16 @@ def stack(sources: Sequence[Source], dim: int) -> Source:
 
 
 def transpose(source: Source, dim0: int, dim1: int) -> Source:
-    """As torch.transpose."""
+    """Like torch.transpose."""
     first, second = sorted((dim0 % len(source.shape), dim1 % len(source.shape)))
     shape = list(source.shape)
     shape[first], shape[second] = shape[second], shape[first]
     pieces = [
-        replace(piece, into=_exchanged(into, first, second), swap=_swapped(piece, into, first, second))
+        replace(
+            piece,
+            into=_with(_with(into, first, into[second]), second, into[first]),
+            swap=_swapped(piece, into, first, second),
+        )
         for piece, into in _placed(source)
     ]
     return _source(tuple(shape), source.dtype, pieces)
@@ -64,7 +74,7 @@ def _placed(source: Source) -> Iterator[tuple[Piece, Region]]:
 
 
 def _source(shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]) -> Source:
-    """A source with the regions that are everything written as ()."""
+    """A source in which regions that cover everything are written as ()."""
     return Source(
         shape,
         dtype,
@@ -77,7 +87,7 @@ def _dtype(sources: Sequence[Source]) -> torch.dtype:
 
 
 def _full(region: Region, shape: tuple[int, ...]) -> Region:
-    """The region with an entry for each dimension, slices with both ends."""
+    """The region with an entry for each dimension and slices with both ends."""
     given = [
         slice(*part.indices(size)[:2]) if isinstance(part, slice) else part % size
         for part, size in zip(region, shape, strict=False)
@@ -98,17 +108,13 @@ def _moved(part: slice | int, by: int) -> slice | int:
     return slice(part.start + by, part.stop + by) if isinstance(part, slice) else part + by
 
 
-def _exchanged(region: Region, first: int, second: int) -> Region:
-    return _with(_with(region, first, region[second]), second, region[first])
-
-
 def _slices(region: Region) -> list[int]:
-    """The dimensions that indexing with the region keeps."""
+    """The dimensions that remain after indexing with the region."""
     return [dim for dim, part in enumerate(region) if isinstance(part, slice)]
 
 
 def _cut(piece: Piece, into: Region, dim: int, start: int, stop: int) -> Piece | None:
-    """The part of a piece that lies in the cut, None if there is none."""
+    """The part of a piece inside of the cut; None: there is none."""
     place = into[dim]
     if isinstance(place, int):
         return replace(piece, into=_with(into, dim, place - start)) if start <= place < stop else None
@@ -126,7 +132,7 @@ def _cut(piece: Piece, into: Region, dim: int, start: int, stop: int) -> Piece |
 
 
 def _swapped(piece: Piece, into: Region, first: int, second: int) -> tuple[int, int] | None:
-    """What a piece's swap becomes when two dimensions of the tensor that it is a part of are exchanged."""
+    """The piece's `swap` after two dimensions of its tensor are exchanged."""
     kept = _slices(into)
     if first == second or (first not in kept and second not in kept):
         return piece.swap
@@ -140,3 +146,51 @@ def _swapped(piece: Piece, into: Region, first: int, second: int) -> tuple[int, 
     if set(piece.swap) == set(swap):
         return None
     raise Inexpressible("two transposes of different dimensions")
+
+
+class Traced(Tensor):
+    """A tensor on the meta device with the source of its values. Operations that regions cannot express raise."""
+
+    source: Source
+
+    @staticmethod
+    def of(source: Source) -> "Traced":
+        """The tensor of a source."""
+        tensor = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(Traced)
+        tensor.source = source
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on meta tensors, which checks it and computes shapes, then on the sources."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, list | tuple) else (result,)
+        if not any(isinstance(value, Tensor) for value in results):
+            return result  # a query of the shape or dtype
+        operation = _OPERATIONS.get(func.__name__)
+        if operation is None:
+            raise Inexpressible(func.__name__)
+        traced = tuple(map(Traced.of, operation(results, *args, **(kwargs or {}))))
+        return traced if isinstance(result, list | tuple) else traced[0]
+
+
+def _split(results: Sequence[Tensor], tensor: Traced, _: int | Sequence[int], dim: int = 0) -> list[Source]:
+    parts, start = [], 0
+    for result in results:
+        parts.append(cut(tensor.source, dim, start, start + result.shape[dim]))
+        start += result.shape[dim]
+    return parts
+
+
+_OPERATIONS: Mapping[str, Callable[..., list[Source]]] = {
+    "cat": lambda _, tensors, dim=0: [join([tensor.source for tensor in tensors], dim)],
+    "stack": lambda _, tensors, dim=0: [stack([tensor.source for tensor in tensors], dim)],
+    "transpose": lambda _, tensor, dim0, dim1: [transpose(tensor.source, dim0, dim1)],
+    "chunk": _split,
+    "split": _split,
+    "contiguous": lambda _, tensor: [tensor.source],
+    "detach": lambda _, tensor: [tensor.source],
+}

@@ -1,46 +1,82 @@
-"""A safetensors file as `Weights`: every tensor is bytes of the file."""
+"""Reads a safetensors file as sources, and writes one tensor by tensor."""
 
+import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
+from torch import Tensor
 
-from outpace.loading.safetensors_header import Entry, Header, read_header
+from outpace.errors import NotSupported
+from outpace.loading import safetensors_header
+from outpace.loading.dtypes import short
+from outpace.loading.safetensors_header import Header
 from outpace.loading.weights import Extent, Piece, Source
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
+    name: getattr(torch, dtype) for name, (dtype, _) in safetensors_header.DTYPES.items()
 }
-
-
-def read_safetensors(path: Path) -> dict[str, Source]:
-    """The tensors of a file by name."""
-    return sources_of(path, read_header(path))
+_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
 
 
 def sources_of(path: Path, header: Header) -> dict[str, Source]:
     """The tensors of a file whose header has been read."""
-    return {name: _source(path, entry) for name, entry in header.entries.items()}
+    return {
+        name: Source(entry.shape, dtype, (Piece(Extent(path, entry.start), entry.shape, dtype),))
+        for name, entry in header.entries.items()
+        for dtype in (DTYPES[entry.dtype],)
+    }
 
 
-def _source(path: Path, entry: Entry) -> Source:
-    dtype = DTYPES[entry.dtype]
-    return Source(entry.shape, dtype, (Piece(Extent(path, entry.start), entry.shape, dtype),))
+class SafetensorsWriter:
+    """A file with its header written and space for its tensors, given as name -> (dtype, shape)."""
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+    ) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+        self._places: dict[str, int] = {}
+        end = 0
+        for name, (dtype, shape) in sorted(
+            tensors.items(), key=lambda item: -item[1][0].itemsize
+        ):  # large elements first, for alignment
+            if dtype not in _NAMES:
+                raise NotSupported(f"safetensors: {name} is {short(dtype)}, which such a file cannot store")
+            self._places[name], start = end, end
+            end += math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._data = 8 + len(text)
+        self.size = self._data + end
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.truncate(self._file, self.size)
+            self._put(len(text).to_bytes(8, "little") + text, 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def write(self, name: str, tensor: Tensor, skip: int = 0) -> int:
+        """Write elements of a tensor after its first `skip` elements; returns the number of bytes."""
+        content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        self._put(content, self._data + self._places[name] + skip * tensor.dtype.itemsize)
+        return len(content)
+
+    def _put(self, content: bytes | memoryview, offset: int) -> None:
+        view, done = memoryview(content), 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done:], offset + done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)

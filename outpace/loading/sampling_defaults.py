@@ -1,4 +1,4 @@
-"""Sampling values that a model recommends: those of generation_config.json, in the place of neutral defaults."""
+"""Reads the sampling defaults that a model recommends from generation_config.json."""
 
 import json
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from outpace.types import SamplingParams
 
 FILE = "generation_config.json"
 OFF = ("none", "vllm")
-"""Values of the option `generation_config` that turn the recommended values off; the second is vLLM's word."""
+"""Values of the option `generation_config` that turn recommended values off; the second is vLLM's."""
 _NAMES = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-"""Names in generation_config.json -> in SamplingParams. vLLM reads the same; `do_sample` has no meaning there."""
+"""Name in generation_config.json -> name in SamplingParams. Like vLLM, `do_sample` is ignored."""
 
 
 def sampling_defaults(asked: str, own: Any, recommended: Mapping[str, float]) -> dict[str, float]:
-    """What requests get where they do not say, by names of SamplingParams.
+    """The default sampling values of requests, by names of SamplingParams.
 
-    asked: the option `generation_config`; own: the model's, or None; recommended: what else is known of the model.
+    asked: the option `generation_config`; own: the model's config, or None; recommended: other known values.
     """
     if asked in OFF:
         return {}

@@ -1,7 +1,6 @@
-"""A model saved as shards: a live module, or a checkpoint whose tensors pass through one at a time."""
+"""Saves a live module or a checkpoint as shards for tensor parallelism, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outpace.errors import InputError, ModelError, as_field
-from outpace.inject.split import known_splits, split_model
-from outpace.loading.checkpoint import weight_files
+from outpace.errors import ModelError, as_field
+from outpace.inject.split import split_model
 from outpace.loading.dtypes import short
 from outpace.loading.inspect import kept_in_fp32
 from outpace.loading.names import match
-from outpace.loading.open import open_weights
-from outpace.loading.original import CONFIG, find_model, opened, own_dtype, say_plain, set_entries, skeleton_of
+from outpace.loading.original import CONFIG, Original, own_dtype, say_plain, set_entries
 from outpace.loading.out_folder import check_out
-from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Piece, Source
 from outpace.loading.write_shards import SHARDS, Progress, Written, write_shards
 from outpace.log import chosen, size_text
@@ -31,10 +27,9 @@ def save_shards(
     dtype: torch.dtype | None,
     sources: Mapping[str, Source] | None = None,
 ) -> Written:
-    """Write a module that nothing was changed in yet; shards that are there are replaced.
+    """Write the shards of an unchanged module; existing shards are replaced.
 
-    dtype: what floating tensors are written in; None: as they are. sources: where the values are, if the module is
-    on the meta device.
+    dtype: dtype of floating tensors; None: their own. sources: the values, if the module is on the meta device.
     """
     with as_field("tensor_parallel.tp_size", known_as="tensor parallelism"):
         splits = split_model(module, tp_size)
@@ -58,23 +53,17 @@ def shard_model(
     force: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Written:
-    """Write the shards of a checkpoint of any kind; everything is checked before the first byte."""
+    """Write the shards of a checkpoint of any kind; everything is checked before anything is written."""
     check_out(out, SHARDS, force=force)
-    path = find_model(model)
-    if path.is_relative_to(out.expanduser().resolve()):
-        raise InputError(f"out: {out} holds the model itself; give another folder")
-    config, beside = opened(path)
-    unchanged = Unchanged.of(weight_files(path))
-    skeleton = skeleton_of(config)
+    original = Original.of(model, out)
+    skeleton = original.skeleton
     with as_field("tp", known_as="tensor parallelism"):
         splits = split_model(skeleton, ranks)
-    shapes = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
-    weights = open_weights(path, shapes=shapes, splits=partial(known_splits, skeleton))
-    sources = _own(skeleton, match(skeleton, weights, dtype or own_dtype(config)))
+    sources = _own(skeleton, match(skeleton, original.weights, dtype or own_dtype(original.config)))
     keep = kept_in_fp32(skeleton, dtype) if dtype is not None else set()
 
     def write_beside(folder: Path) -> None:
-        beside(folder)
+        original.beside(folder)
         say_plain(folder / CONFIG)
         if dtype is not None:
             set_entries(folder / CONFIG, dtype=short(dtype))
@@ -88,13 +77,13 @@ def shard_model(
         keep=keep,
         beside=write_beside,
         force=force,
-        unchanged=unchanged,
+        unchanged=original.unchanged,
         progress=progress,
     )
 
 
 def _configs_of(module: nn.Module, dtype: torch.dtype | None) -> Callable[[Path], None]:
-    """Writes what a module of Hugging Face knows of itself; another module has weights alone."""
+    """A function that writes the configs of a Hugging Face module; other modules have only weights."""
 
     def beside(target: Path) -> None:
         for name in ("config", "generation_config"):
@@ -111,7 +100,7 @@ def _configs_of(module: nn.Module, dtype: torch.dtype | None) -> Callable[[Path]
 
 
 def _live(module: nn.Module) -> dict[str, Source]:
-    """The tensors of a module, each taken to the host when it is written."""
+    """The tensors of a module as sources; each is copied to the host when it is written."""
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     if empty := [name for name, value in tensors.items() if value.is_meta]:
         raise ModelError(
@@ -124,7 +113,7 @@ def _live(module: nn.Module) -> dict[str, Source]:
 
 
 def _own(module: nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """One name of each tensor: what is tied is written once."""
+    """The sources with one name for each tensor, so that tied weights are written once."""
     names: dict[int, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if name in sources:

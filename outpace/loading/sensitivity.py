@@ -1,10 +1,10 @@
-"""What quantized weights do to the loss of a model: measured for all of them, estimated for each alone.
+"""Measures how much quantized weights increase a model's loss, and estimates it for each weight alone.
 
-The estimate is of second order. A change of a linear's output by d at some token adds about (g d)^2 / 2 to the loss,
-where g is the gradient of the loss at that output if the token to predict is drawn from the model's own distribution:
-then the mean of g g^T is the Fisher matrix, which stands for the Hessian, and the terms of first order vanish. So one
-pass forward and back over a few hundred tokens, with one more product for each weight and scheme, ranks all of them;
-trying each alone would take a pass for each. Stacks of experts are no linears: they are tried, by the KL divergence.
+The estimate is of second order. If a linear's output at a token changes by d, the loss grows by about (g d)^2 / 2,
+where g is the gradient of the loss at that output for a target token drawn from the model's own distribution: then the
+mean of g g^T is the Fisher matrix, which approximates the Hessian, and first-order terms vanish. So one forward and
+backward pass over a few hundred tokens, plus one product for each weight and scheme, ranks all weights, instead of a
+pass for each. Stacks of experts are not linears: each is measured, by the KL divergence.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,37 +19,38 @@ from transformers.pytorch_utils import Conv1D
 
 from outpace.errors import ModelError
 from outpace.inject.recipe import Recipe
-from outpace.kernels.quantize import quantize_rows_ref
-from outpace.loading.windows import Tokens, Window
+from outpace.kernels.quantize import quantize_rows_torch
+from outpace.loading.windows import TextTokens, Window
 from outpace.quant.rounding import restored
 from outpace.quant.rules import TOGETHER, Role
 from outpace.quant.scheme import Scheme
 
 TOGETHER_TOKENS = 2048
-"""Most tokens of a pass."""
+"""Maximum tokens of a pass."""
 Advance = Callable[[], None]
-"""Told after every pass."""
+"""Called after each pass."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensors of a model that are quantized alike: those of one fused weight, or one alone."""
+    """Tensors that get the same scheme: those of one fused weight, or a single one."""
 
     role: Role
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """[N, K] of all together, of experts [E, N, K]."""
+    """[N, K] of all tensors together; [E, N, K] for experts."""
     transposed: bool
-    """The model keeps them [in, out]."""
+    """The model stores them as [in, out]."""
     tied: bool
-    """It is a tensor that the model needs anyway, for another purpose: a head that is the embedding too."""
+    """The unquantized tensor is needed anyway: a head that is tied to the embedding."""
 
 
 Schemes = Mapping[Weight, Scheme]
 
 
 def weights(made: Mapping[tuple[str, ...], tuple[Role, Recipe]]) -> list[Weight]:
-    """What is quantized alike. Linears that fused layers join are joined in others too, so that a plan fits both."""
+    """Group tensors that get the same scheme. Linears that fused layers join are always grouped, so that a plan fits
+    both."""
     found: dict[tuple[str, ...], list[tuple[tuple[str, ...], Role, Recipe]]] = {}
     for names, (role, recipe) in made.items():
         found.setdefault(_family(names), []).append((names, role, recipe))
@@ -72,7 +73,7 @@ def _joined(each: list[tuple[tuple[str, ...], Role, Recipe]]) -> Weight:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor of a model, where it stands."""
+    """A tensor of a model: its module and attribute."""
 
     module: nn.Module
     attribute: str
@@ -95,14 +96,14 @@ class _Place:
         return tensor.data.transpose(-1, -2) if self.transposed else tensor.data
 
     def rounded(self, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-        """As a quantized one would be, as the model keeps it."""
+        """The tensor after quantization and dequantization, in the model's layout."""
         made = restored(self.tensor, scheme, dtype)
         return made.transpose(-1, -2) if self.transposed else made
 
 
 @contextmanager
 def rounded(model: nn.Module, schemes: Schemes) -> Iterator[None]:
-    """The model as if these weights were quantized: each is rounded while its module runs, and no longer."""
+    """Run the model as if these weights were quantized: each is rounded only while its module runs."""
     with ExitStack() as stack:
         for weight, scheme in schemes.items():
             for place in _Place.of(model, weight):
@@ -122,7 +123,7 @@ def _round_in(place: _Place, scheme: Scheme, stack: ExitStack) -> None:
     def after(module: nn.Module, *rest: Any) -> None:
         module._parameters[place.attribute] = own
 
-    stack.callback(after, place.module)  # whatever happens in between
+    stack.callback(after, place.module)  # also after an error
     stack.enter_context(_removed(place.module.register_forward_pre_hook(before)))
     stack.enter_context(_removed(place.module.register_forward_hook(after)))
 
@@ -136,14 +137,14 @@ def _removed(handle: Any) -> Iterator[None]:
 
 
 def _rounded_rows(x: Tensor, kind: str) -> Tensor:
-    values, scales = quantize_rows_ref(x.reshape(-1, x.shape[-1]), kind)
+    values, scales = quantize_rows_torch(x.reshape(-1, x.shape[-1]), kind)
     return (values.float() * scales).to(x.dtype).view(x.shape)
 
 
 def loss(
-    model: nn.Module, tokens: Tokens, windows: Sequence[Window], schemes: Schemes, advance: Advance = lambda: None
+    model: nn.Module, tokens: TextTokens, windows: Sequence[Window], schemes: Schemes, advance: Advance = lambda: None
 ) -> float:
-    """The mean loss of a token, in nats, with weights quantized by these schemes."""
+    """The mean loss per token, in nats, with weights quantized by these schemes."""
     total, count = 0.0, 0
     for batch in _batches(tokens, windows):
         rows = [tokens.of(window) for window in batch]
@@ -163,8 +164,8 @@ def loss(
     return total / count
 
 
-def _batches(tokens: Tokens, windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Windows of one length that run together: weights are rounded once for all of them."""
+def _batches(tokens: TextTokens, windows: Sequence[Window]) -> Iterator[list[Window]]:
+    """Batches of windows with equal lengths, so that weights are rounded once for each batch."""
     batch: list[Window] = []
     for window in windows:
         length = len(tokens.of(window))
@@ -190,9 +191,9 @@ Estimates = dict[Weight, dict[Scheme, float]]
 def estimates(
     model: Any, asked: Mapping[Weight, Sequence[Scheme]], windows: Sequence[Sequence[int]], advance: Advance
 ) -> Estimates:
-    """What each scheme of each weight adds to the loss of a token, in nats. Weights that did not run are left out.
+    """Estimated increase of the loss per token, in nats, for each scheme of each weight that runs.
 
-    windows: of one length. On a CPU, where rounding takes longer than a pass, they run together.
+    windows: all of the same length. On a CPU they run in one batch, because rounding takes longer than a pass.
     """
     found: Estimates = {}
     places = {weight: _Place.of(model, weight) for weight in asked}
@@ -216,7 +217,7 @@ def estimates(
 
 
 class _Listener:
-    """Hears what goes through a linear and what its gradient is, and adds up what each scheme would change."""
+    """A hook that records a linear's inputs and output gradients, and sums the estimate of each scheme."""
 
     def __init__(self, place: _Place, schemes: Sequence[Scheme], sums: dict[Scheme, float], factor: float) -> None:
         self._place, self._schemes, self._sums, self._factor = place, schemes, sums, factor
@@ -242,7 +243,7 @@ class _Listener:
 
 
 def _backward(model: nn.Module, rows: Sequence[Sequence[int]], seed: int) -> None:
-    """One pass forward and back, of the loss against tokens that are drawn from the model's own distributions."""
+    """One forward and backward pass with target tokens drawn from the model's own distributions."""
     device = next(model.parameters()).device
     with torch.inference_mode(False), torch.enable_grad():
         logits = model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits.flatten(0, 1).float()
@@ -253,7 +254,7 @@ def _backward(model: nn.Module, rows: Sequence[Sequence[int]], seed: int) -> Non
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter wants a gradient: those of rows are enough, and take little memory."""
+    """Turn off gradients of parameters: only those of activations are needed, and take little memory."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in wanted:
@@ -271,7 +272,7 @@ def _tried(
     found: Estimates,
     advance: Advance,
 ) -> None:
-    """The mean KL divergence from the model, with each weight quantized alone."""
+    """Add the mean KL divergence from the original model with each weight quantized alone."""
     tokens = sum(map(len, windows))
     for ids in windows if asked else ():
         plain = _logits(model, [ids])[0].log_softmax(dim=1, dtype=torch.float32)

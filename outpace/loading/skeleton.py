@@ -1,4 +1,4 @@
-"""A model without its weights: parameters on the meta device, which takes no memory, and buffers real."""
+"""Makes models without weights: parameters on the meta device, which takes no memory; buffers with values."""
 
 import copy
 import threading
@@ -18,16 +18,16 @@ from transformers.modeling_utils import local_torch_dtype
 from outpace.errors import ConfigError
 from outpace.log import logger
 
-_MAKING = threading.RLock()  # transformers changes torch's default dtype and torch.nn.init for all threads
+_MAKING = threading.RLock()  # because transformers changes torch's default dtype and torch.nn.init for all threads
 _INNERMOST: ContextVar["OnDevice | None"] = ContextVar("OnDevice", default=None)
 
 
 class OnDevice:
-    """Modules that are made inside have their parameters on `device`, and their buffers where they would be.
+    """A context in which modules get their parameters on `device`; buffers are not moved.
 
-    With "meta" they take no memory until `init_inference(model, checkpoint=...)` fills them. DeepSpeed's arguments:
-    `OnDevice(dtype=torch.float16, device="meta")`; a device alone will do. Only parameters get the dtype: tables of
-    positions that are computed in half precision would be wrong. Other threads notice nothing.
+    With "meta" parameters take no memory until `init_inference(model, checkpoint=...)` fills them. Takes DeepSpeed's
+    arguments, `OnDevice(dtype=torch.float16, device="meta")`, or only a device. Only parameters get the dtype: position
+    tables computed in half precision would be wrong. Other threads are not affected.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class OnDevice:
         try:
             self._device = torch.device(place)
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device: {place!r:.60} is no device; give 'meta', 'cpu' or 'cuda'") from error
+            raise ConfigError(f"device: {place!r:.60} is not a device; give 'meta', 'cpu' or 'cuda'") from error
         self._enabled = enabled
         self._undo: list[tuple[Any, Token[OnDevice | None]]] = []
 
     def __enter__(self) -> Self:
         if self._enabled:
-            moved: Any = self._moved  # torch's hint forgets that a hook may return a parameter
+            moved: Any = self._moved  # torch's type hint does not allow a hook to return a parameter
             hook = register_module_parameter_registration_hook(moved)
             self._undo.append((hook, _INNERMOST.set(self)))
         return self
@@ -64,7 +64,7 @@ class OnDevice:
 
     @torch.no_grad()
     def _moved(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The parameter that is registered instead; None: this one."""
+        """The parameter to register instead; None: keep this one."""
         if _INNERMOST.get() is not self:
             return None
         dtype = self._dtype if parameter.is_floating_point() else None
@@ -74,7 +74,7 @@ class OnDevice:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """What is made inside stays where it is, though somebody's OnDevice is around it."""
+    """Disable a surrounding OnDevice of the caller."""
     outer = _INNERMOST.set(None)
     try:
         yield
@@ -84,13 +84,13 @@ def outside() -> Iterator[None]:
 
 @contextmanager
 def _making(dtype: torch.dtype) -> Iterator[None]:
-    """A model is made in `dtype`. What would draw random numbers is left out, and imports of seconds with it."""
+    """Make a model in `dtype` without random initialization, which would also import slow modules."""
     with _MAKING, no_init_weights(), local_torch_dtype(dtype):
         yield
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal model of a config without weights, its parameters of `dtype`. Its buffers are computed in float32."""
+    """The causal model of a config without weights, with parameters of `dtype` and buffers computed in float32."""
     with _making(torch.float32), OnDevice(dtype=dtype, device="meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights(recompute_mapping=False)
@@ -98,11 +98,11 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def with_buffers(model: nn.Module) -> nn.Module:
-    """A module of somebody's without weights, with the buffers that are computed: in float32, by making it anew."""
+    """Give a module without weights its computed buffers, in float32, by making another instance."""
     if not isinstance(model, PreTrainedModel) or not any(value.is_meta for _, value in _tensors(model)):
         return model
     with OnDevice("meta"):
-        made = _made_anew(model, torch.float32)
+        made = _another(model, torch.float32)
     buffers = {} if made is None else dict(made.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
@@ -113,29 +113,31 @@ def with_buffers(model: nn.Module) -> nn.Module:
 
 
 def own_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of a Hugging Face model's tensors when its class makes it in `dtype`: float32 for rotary frequencies,
-    `dtype` for most others. Read off a skeleton without values (55 ms for 30 layers); empty for other models."""
+    """The dtypes that a Hugging Face class gives its tensors in `dtype`: float32 for rotary frequencies, `dtype` for
+    most. Taken from a skeleton (55 ms for 30 layers); empty for other models."""
     if not isinstance(model, PreTrainedModel):
         return {}
     with torch.device("meta"):
-        made = _made_anew(model, dtype)
+        made = _another(model, dtype)
     return {} if made is None else {name: value.dtype for name, value in _tensors(made)}
 
 
-def _made_anew(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Another model of its class and config; None: its class has a constructor of its own."""
+def _another(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Another instance with its class and config; None: its constructor takes other arguments."""
     try:
         config = copy.deepcopy(model.config)
         set_dtype(config, dtype)
         with _making(dtype):
             return type(model)(config)
-    except Exception as error:  # somebody's class
-        logger.warning("dtype: what %s keeps in another dtype is not known (%s)", type(model).__name__, error)
+    except Exception as error:  # a user's class
+        logger.warning(
+            "dtype: it is not known which tensors %s keeps in another dtype (%s)", type(model).__name__, error
+        )
         return None
 
 
 def set_dtype(config: Any, dtype: torch.dtype) -> None:
-    """Let a config, if it is one of Hugging Face, say the dtype of its model, and its parts too."""
+    """Set the dtype in a Hugging Face config and its sub-configs."""
     for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         if hasattr(each, "dtype"):
             each.dtype = dtype

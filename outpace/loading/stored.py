@@ -1,4 +1,4 @@
-"""Weights that a file stores quantized: converted as they are read, or run from their own numbers."""
+"""Weights that a file stores quantized: converted while loading, or run as they are stored."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,54 +18,51 @@ from outpace.log import chosen, size_text
 from outpace.quant.scheme import Scheme
 from outpace.quant.stored import StoredForms, fitted
 
-_NO_FORM = "the weight that it becomes a part of has no form for it, or the device no product"
-_NOT_ALONE = "weights of which several make up one of the model, as experts do, do not run as they are stored yet"
+_NO_FORM = "the fused weight cannot hold this format, or the device has no kernel for it"
+_NOT_ALONE = "weights that are merged into one tensor, such as experts, cannot run as they are stored yet"
 
 
 class StoredWeight(ABC):
-    """A quantized weight [N, K] of a file, what makes it of its stored tensors, and the place of a `Piece`."""
+    """A quantized weight [N, K] of a file. It is the `place` of a `Piece`, and converts its stored tensors."""
 
     sources: Mapping[str, Source]
-    """Its stored tensors, by the endings of their names."""
+    """Ending of the name -> its stored tensor."""
+    words: str | None = None
+    """What the checkpoint says about quantized activations and cache; None: nothing."""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """What the log calls its format."""
+        """The name of its format in the log."""
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """Stored tensors that are looked at on the host."""
+        """Stored tensors whose values are needed on the host."""
         return ()
-
-    @property
-    def told(self) -> str | None:
-        """What the checkpoint says about activations and the cache, in words; None: nothing."""
-        return None
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Of its stored tensors."""
+        """Bytes of its stored tensors."""
 
     @abstractmethod
     def __call__(self) -> Tensor:
-        """The plain weight, on the host."""
+        """The converted weight, on the host."""
 
     @abstractmethod
     def scheme(self, dtype: torch.dtype) -> Scheme | str:
-        """What its own numbers are in a model of this dtype, or why they are nothing that runs. Reads no weights."""
+        """The scheme that holds its numbers in a model of this dtype, or why there is none. Reads no weights."""
 
     @abstractmethod
     def packed(self, tensors: Mapping[str, Tensor], scales: torch.dtype) -> Packed:
-        """The weight made of its stored tensors, where they are; those of `peeks` are on the host.
+        """The weight as a `Packed` on the device of its stored tensors; those of `peeks` are on the host.
 
-        scales: what scales and zeros that are no stored numbers are rounded to.
+        scales: dtype of scales and zeros that are computed rather than stored.
         """
 
 
 def stored_weight(source: Source) -> StoredWeight | None:
-    """The one that a tensor of the model is, unchanged; None: it is something else."""
+    """The stored weight that is a whole tensor of the model, unchanged; None: the source is something else."""
     if len(source.pieces) != 1:
         return None
     piece = source.pieces[0]
@@ -76,9 +73,9 @@ def stored_weight(source: Source) -> StoredWeight | None:
 def stored_forms(
     sources: Mapping[str, Source], dtype: torch.dtype, runs: Callable[[Scheme], bool] = lambda scheme: True
 ) -> StoredForms | None:
-    """The tensors of a model that can run from the numbers of its checkpoint; None: there are none.
+    """The tensors of a model that can run as its checkpoint stores them; None: there are none.
 
-    runs: whether the device has products for a scheme.
+    runs: whether the device has kernels for a scheme.
     """
     schemes: dict[str, Scheme] = {}
     for name, source in sources.items():
@@ -88,7 +85,7 @@ def stored_forms(
 
 
 def reasons(sources: Mapping[str, Source]) -> set[str]:
-    """Why quantized weights of a checkpoint do not run as they are stored, each with the name of the format."""
+    """The reasons why quantized weights cannot run as they are stored, each with the name of the format."""
     found = set()
     for source in sources.values():
         places = [piece.place for piece in source.pieces[:1] if isinstance(piece.place, StoredWeight)]
@@ -99,13 +96,13 @@ def reasons(sources: Mapping[str, Source]) -> set[str]:
 
 
 def kept_names(model: nn.Module) -> set[str]:
-    """The tensors of a checkpoint that a model runs as they are stored."""
+    """Names of the tensors that a model runs as they are stored."""
     made = [recipe for module in model.modules() if isinstance(module, Made) for recipe in module.recipes.values()]
     return {part.name for recipe in made if recipe.scheme and recipe.scheme.stored for part in recipe.parts}
 
 
 def as_read(sources: Mapping[str, Source], kept: Collection[str]) -> dict[str, Source]:
-    """What is read of a checkpoint: of the tensors in `kept` that which is stored."""
+    """The sources that are read: for tensors in `kept` their stored tensors."""
     found = {name: source for name, source in sources.items() if name not in kept}
     for name in kept:
         if (weight := stored_weight(sources[name])) is not None:
@@ -116,8 +113,8 @@ def as_read(sources: Mapping[str, Source], kept: Collection[str]) -> dict[str, S
 def log_converted(
     sources: Mapping[str, Source], dtype: torch.dtype, kept: Collection[str] = (), note: str | None = None
 ) -> None:
-    """Say which quantized weights are converted, and why; note: the reason for all of them."""
-    told: set[tuple[str, str | None]] = set()
+    """Log which quantized weights are converted, and why. note: the reason for all of them."""
+    activations: set[tuple[str, str | None]] = set()
     found: dict[tuple[str, str], dict[int, Piece]] = {}
     for name, source in sources.items():
         for piece in source.pieces:
@@ -126,9 +123,9 @@ def log_converted(
                 continue
             whole = stored_weight(source) is not None
             scheme = (weight.scheme(dtype) if whole else _NOT_ALONE) if name in kept or note is None else None
-            if weight.told:
+            if weight.words:
                 rows = scheme.activations if name in kept and isinstance(scheme, Scheme) else None
-                told.add((weight.told, rows))
+                activations.add((weight.words, rows))
             if name not in kept:
                 why = scheme if isinstance(scheme, str) else _NO_FORM if note is None else note
                 found.setdefault((weight.label, why), {})[id(weight)] = piece
@@ -139,7 +136,7 @@ def log_converted(
         count = f"{len(weights)} weights, " if kept else ""
         reason = f"; {why}" if why else ""
         chosen(label, f"converted to {short(dtype)} while loading", f"{count}{sizes}{reason}")
-    for words, kind in sorted(told, key=str):
+    for words, kind in sorted(activations, key=str):
         if kind is None:
             chosen("activations", f"not quantized, although the checkpoint has {words}", "this is more exact")
         else:
@@ -147,10 +144,7 @@ def log_converted(
 
 
 class StoredPart:
-    """A stored weight on its way into the weight that it is a part of (see `stream.Group`).
-
-    Its stored tensors are read to the device, and become what they are there.
-    """
+    """A stored weight that is read to the device and copied into its part of a fused weight (a `stream.Group`)."""
 
     def __init__(self, part: Part, source: Source, made: Mapping[str, Tensor], recipe: Recipe) -> None:
         weight, scheme = stored_weight(source), recipe.scheme
@@ -163,7 +157,6 @@ class StoredPart:
         """Where in the files it begins."""
 
     def begin(self) -> list[Job]:
-        """See `Group`."""
         return list(self._jobs())
 
     def _jobs(self) -> Iterator[Job]:
@@ -175,7 +168,6 @@ class StoredPart:
             yield from jobs(Recipe.whole(ending, source.shape), tensor, {ending: source})
 
     def end(self) -> None:
-        """See `Group`."""
         tensors, self._tensors = self._tensors, {}
         for ending in self._weight.peeks:
             if ending in self._weight.sources:
@@ -196,5 +188,5 @@ class StoredPart:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Numbers of 8 bits as bytes: not every device moves float8."""
+    """float8 as bytes, because not all devices can copy float8."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -1,12 +1,10 @@
-"""One stream of bytes from files into weights: several threads read, into place or through page-locked memory."""
+"""Reads files in order with several threads, and moves the bytes into weights."""
 
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,54 +12,52 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.loading.jobs import Job, Run, as_rows, flat
+from outpace.loading.jobs import Job, Run, flat
+from outpace.loading.landing import CHUNK, Device, Files, Host, Landing, Read, StagingRing, page_locked
 from outpace.loading.weights import Extent
 
-CHUNK = 8 << 20  # bytes that are read at once
-DEVICE_CHUNK = 16 << 20  # on the way to an H200: 44 GB/s, with 8 MiB 36 to 39, since Python has work for each chunk
+DEVICE_CHUNK = 16 << 20  # to an H200 44 GB/s; with 8 MiB 36 to 39, because of Python's work for each chunk
 THREADS = 16
-SPARE = 4  # slots of page-locked memory that are copied from while each thread fills one
-LOOK_EVERY = 0.05  # seconds between looks at how far the threads are
+SPARE = 4  # slots of page-locked memory that are being copied while each thread fills one
+LOOK_EVERY = 0.05  # seconds between progress reports
 
 Advance = Callable[[int], None]
-"""Told how many more bytes are in place."""
-Read = Callable[[np.ndarray, int], None]
-"""Reads bytes of a stored tensor, from an offset on, into an array."""
+"""Called with the number of bytes that were loaded since the last call."""
 
 
 class Group(Protocol):
-    """Jobs that fill one weight, which then becomes something else: groups come one after the other."""
+    """Jobs that fill one weight, which is then converted; groups run one after the other."""
 
     nbytes: int
-    """That are read."""
+    """Bytes that are read."""
     held: int
-    """Bytes that the weight takes until it has become something else."""
+    """Bytes of the weight until it is converted."""
 
     def begin(self) -> Sequence[Job]:
-        """Make room for the weight; its jobs."""
+        """Allocate the weight; returns its jobs."""
 
     def end(self) -> None:
-        """All of them are done."""
+        """Convert the weight, after all jobs are done."""
 
 
 def stream(
     jobs: Sequence[Job], device: torch.device, advance: Advance = lambda count: None, groups: Sequence[Group] = ()
 ) -> None:
-    """Do all jobs, in the order of the files, then the groups. All places are on `device`."""
+    """Run all jobs in the order of the files, then the groups. All destinations are on `device`."""
     copy = torch.cuda.Stream(device) if device.type == "cuda" else None
     total = sum(job.nbytes for job in jobs) + sum(group.nbytes for group in groups)
     chunk = CHUNK if copy is None else DEVICE_CHUNK
     threads = _threads(total, chunk)
-    with _Files() as files:
+    with Files() as files:
         work = _Work(_tasks(jobs, groups, files, chunk))
-        landings: list[_Landing] = [_Host() for _ in range(threads)]
+        landings: list[Landing] = [Host() for _ in range(threads)]
         if copy is not None:
             copy.wait_stream(torch.cuda.current_stream(device))
-            landings = [_Device(copy, _Ring(threads + SPARE, chunk))] * threads
+            landings = [Device(copy, StagingRing(threads + SPARE, chunk))] * threads
         try:
             work.run(landings, advance)
         finally:
-            if copy is not None:  # after an error too: nobody may get memory that is still written to
+            if copy is not None:  # also after an error: memory must not be reused while it is written
                 copy.synchronize()
 
 
@@ -70,162 +66,27 @@ def _threads(total: int, chunk: int) -> int:
 
 
 def lock_ahead(total: int, device: torch.device) -> None:
-    """Lock the pages that a stream of so many bytes will take, beside what is done until then: 8 ms for each slot.
+    """Allocate the page-locked slots of a stream in the background, because each takes 8 ms.
 
-    They are given back at once, to torch, which keeps them for whoever asks for as many.
+    They are freed at once: torch's allocator keeps them for the stream.
     """
     count = _threads(total, DEVICE_CHUNK) + SPARE
 
     def lock() -> None:
-        with torch.cuda.device(device), suppress(RuntimeError):  # the stream says what is wrong, if it is still so then
-            held = [_page_locked(DEVICE_CHUNK) for _ in range(count)]
+        with torch.cuda.device(device), suppress(RuntimeError):  # the stream reports the error if it persists
+            held = [page_locked(DEVICE_CHUNK) for _ in range(count)]
             del held
 
     if device.type == "cuda" and total >= DEVICE_CHUNK:
         threading.Thread(target=lock, name="outpace-lock-pages", daemon=True).start()
 
 
-class _Files:
-    """Open files."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number in self._open.values():
-            os.close(number)
-
-    def reader(self, extent: Extent) -> Read:
-        """Reads from where a tensor begins."""
-        if extent.path not in self._open:
-            try:
-                self._open[extent.path] = os.open(extent.path, os.O_RDONLY)
-            except OSError as error:
-                raise ModelError(f"model: cannot open {extent.path} ({error.strerror}); check it") from error
-        number = self._open[extent.path]
-
-        def read(into: np.ndarray, offset: int) -> None:
-            done = 0
-            while done < len(into):
-                try:
-                    count = os.preadv(number, [into.data[done:]], extent.offset + offset + done)
-                except OSError as error:
-                    raise ModelError(f"model: cannot read {extent.path} ({error.strerror}); check the disk") from error
-                if count == 0:
-                    raise ModelError(f"model: {extent.path} ends early: it became shorter while it was read; try again")
-                done += count
-
-        return read
+Task = Callable[[Landing], int]
+"""A piece of work for one thread; returns the number of bytes that it loaded."""
 
 
-class _Landing(Protocol):
-    """How a thread gets bytes into place."""
-
-    def begin(self) -> None:
-        """Called first, by each thread."""
-
-    def copy(self, place: Tensor, read: Read, offset: int) -> None:
-        """Bytes as they are: `place` is some of the bytes of a weight."""
-
-    def convert(self, job: Job, run: Run, read: Read) -> None:
-        """Rows that are converted, or do not lie together."""
-
-
-class _Host:
-    """Into memory of the host."""
-
-    def __init__(self) -> None:
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-
-    def begin(self) -> None:
-        """Nothing to do."""
-
-    def copy(self, place: Tensor, read: Read, offset: int) -> None:
-        read(place.numpy(), offset)
-
-    def convert(self, job: Job, run: Run, read: Read) -> None:
-        if len(self._scratch) < run.nbytes:
-            self._scratch = torch.empty(max(run.nbytes, CHUNK), dtype=torch.uint8)
-        data = self._scratch[: run.nbytes]
-        read(data.numpy(), run.offset)
-        job.write(run, as_rows(job, run, data))
-
-
-class _Slot:
-    """Page-locked memory, and when it has been copied. Whoever needs it first locks it, while others read already."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._array = self._memory.numpy()
-        self.copied = torch.cuda.Event()
-
-    def grow(self, size: int) -> None:
-        """Hold so many bytes at least."""
-        if len(self._memory) < size:
-            self._memory = _page_locked(size)
-            self._array = self._memory.numpy()
-
-    def fill(self, count: int, read: Read, offset: int) -> Tensor:
-        """So many bytes."""
-        read(self._array[:count], offset)
-        return self._memory[:count]
-
-
-def _page_locked(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-
-class _Ring:
-    """Slots that all threads share. The one that was filled longest ago is filled next, once it has been copied."""
-
-    def __init__(self, count: int, size: int) -> None:
-        self._size = size
-        self._slots: SimpleQueue[_Slot] = SimpleQueue()
-        for _ in range(count):
-            self._slots.put(_Slot())
-
-    @contextmanager
-    def slot(self, count: int) -> Iterator[_Slot]:
-        """One that nobody copies from any more: there are more of them than threads, and each thread has one."""
-        slot = self._slots.get()
-        try:
-            slot.copied.synchronize()  # at once where nothing was copied yet
-            slot.grow(max(count, self._size))  # nothing yet, or a row of more than a chunk
-            yield slot
-        finally:
-            self._slots.put(slot)
-
-
-class _Device:
-    """Onto a GPU: through slots of page-locked memory, from which one stream copies."""
-
-    def __init__(self, copies: torch.cuda.Stream, ring: _Ring) -> None:
-        self._copies, self._ring = copies, ring
-
-    def begin(self) -> None:
-        torch.cuda.set_stream(self._copies)  # and its device, for this thread: the first GPU stays as it is
-
-    def copy(self, place: Tensor, read: Read, offset: int) -> None:
-        with self._ring.slot(len(place)) as slot:
-            place.copy_(slot.fill(len(place), read, offset), non_blocking=True)
-            slot.copied.record(self._copies)
-
-    def convert(self, job: Job, run: Run, read: Read) -> None:
-        with self._ring.slot(run.nbytes) as slot:
-            data = slot.fill(run.nbytes, read, run.offset)
-            job.write(run, as_rows(job, run, data.to(self._copies.device, non_blocking=True)))
-            slot.copied.record(self._copies)
-
-
-Task = Callable[[_Landing], int]
-"""A piece of work for one thread; returns the bytes that it put in place."""
-
-
-def _tasks(jobs: Sequence[Job], groups: Sequence[Group], files: _Files, chunk: int) -> Iterator[Task]:
-    """In the order of the files; tensors that are made on the host come last, one at a time; then groups, in order."""
+def _tasks(jobs: Sequence[Job], groups: Sequence[Group], files: Files, chunk: int) -> Iterator[Task]:
+    """Tasks in the order of the files; then tensors that are computed on the host, one at a time; then groups."""
     stored = [(job.piece.place, job) for job in jobs if isinstance(job.piece.place, Extent)]
     for extent, job in sorted(stored, key=lambda pair: (pair[0].path, pair[0].offset)):
         yield from _pieces(job, files.reader(extent), chunk)
@@ -234,15 +95,15 @@ def _tasks(jobs: Sequence[Job], groups: Sequence[Group], files: _Files, chunk: i
         if not isinstance(job.piece.place, Extent):
             yield _made(job, alone, chunk)
     largest = max((group.held for group in groups), default=0)
-    room = _Room(max(THREADS * chunk, largest))  # work for all threads, or one weight
+    room = _Room(max(THREADS * chunk, largest))  # enough for all threads, or for one weight
     for group in groups:
         yield from _grouped(group, files, alone, chunk, room)
 
 
 class _Room:
-    """Memory that groups share: one that would take too much waits until others have ended.
+    """A memory budget that groups share: a group that does not fit waits until others have ended.
 
-    A group is waited for while its tasks are with other threads, all of them: they are handed out in order.
+    This cannot deadlock: tasks are handed out in order, so the tasks of earlier groups are already running.
     """
 
     def __init__(self, limit: int) -> None:
@@ -250,67 +111,63 @@ class _Room:
         self._changed = threading.Condition()
 
     def take(self, size: int) -> None:
-        """Wait for so many bytes; what is larger than the limit is alone."""
+        """Wait until `size` bytes are free; a larger request than the limit waits for all others."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed or not self._held or self._held + size <= self._limit)
             self._held += size
 
     def give_back(self, size: int) -> None:
-        """A group has ended."""
+        """Free the bytes of a group that has ended."""
         with self._changed:
             self._held -= size
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """A group will never end: nobody waits any more."""
+        """A group failed and will never end: stop waiting."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
 
-def _ended(group: Group, room: _Room) -> None:
-    group.end()
-    room.give_back(group.held)
-
-
-def _grouped(group: Group, files: _Files, alone: threading.Lock, chunk: int, room: _Room) -> Iterator[Task]:
-    """The tasks of a group; the thread that does the last one ends the group."""
+def _grouped(group: Group, files: Files, alone: threading.Lock, chunk: int, room: _Room) -> Iterator[Task]:
+    """The tasks of a group; the thread that runs the last one ends the group."""
     tasks: list[Task] = []
     room.take(group.held)
     for job in group.begin():
         extent = job.piece.place
         tasks += _pieces(job, files.reader(extent), chunk) if isinstance(extent, Extent) else [_made(job, alone, chunk)]
-    if not tasks:
-        _ended(group, room)
-    left = _Countdown(len(tasks), partial(_ended, group, room))
-    del group  # the last task lets go of it
+    ending = _Ending(group, len(tasks), room)
+    del group  # the last task holds the only reference
     for task in tasks:
-        yield partial(_counted, task=task, left=left, room=room)
+        yield partial(ending.run, task=task)
 
 
-class _Countdown:
-    """Calls something after so many calls of `done`."""
+class _Ending:
+    """Ends a group when its last task is done; if a task fails, waiters are released."""
 
-    def __init__(self, count: int, end: Callable[[], None]) -> None:
-        self._count, self._end = count, end
+    def __init__(self, group: Group, count: int, room: _Room) -> None:
+        self._group, self._left, self._room = group, count, room
         self._lock = threading.Lock()
-
-    def done(self) -> None:
-        with self._lock:
-            self._count -= 1
-            last = self._count == 0
-        if last:
+        if not count:
             self._end()
 
+    def run(self, landing: Landing, task: Task) -> int:
+        """Run one of the group's tasks."""
+        try:
+            count = task(landing)
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if last:
+                self._end()
+        except BaseException:
+            self._room.fail()
+            raise
+        return count
 
-def _counted(landing: _Landing, task: Task, left: _Countdown, room: _Room) -> int:
-    try:
-        count = task(landing)
-        left.done()
-    except BaseException:
-        room.fail()
-        raise
-    return count
+    def _end(self) -> None:
+        self._group.end()
+        self._room.give_back(self._group.held)
 
 
 def _pieces(job: Job, read: Read, chunk: int) -> Iterator[Task]:
@@ -325,26 +182,28 @@ def _pieces(job: Job, read: Read, chunk: int) -> Iterator[Task]:
         yield partial(_copied, place=place, span=slice(start, start + chunk), read=read, before=before)
 
 
-def _copied(landing: _Landing, place: Tensor, span: slice, read: Read, before: int) -> int:
+def _copied(landing: Landing, place: Tensor, span: slice, read: Read, before: int) -> int:
     part = place[span]
     landing.copy(part, read, before + span.start)
     return len(part)
 
 
-def _converted(landing: _Landing, job: Job, run: Run, read: Read) -> int:
+def _converted(landing: Landing, job: Job, run: Run, read: Read) -> int:
     landing.convert(job, run, read)
     return run.nbytes
 
 
 def _made(job: Job, alone: threading.Lock, chunk: int) -> Task:
-    """A tensor that is made on the host: one at a time, so that there is never more than one."""
+    """A task that computes a tensor on the host. Only one runs at a time, so that at most one tensor is in memory."""
 
-    def task(landing: _Landing) -> int:
+    def task(landing: Landing) -> int:
         make: Any = job.piece.place
         with alone:
             tensor: Tensor = make()
             if tuple(tensor.shape) != job.piece.shape or tensor.dtype != job.piece.dtype:
-                raise ModelError(f"model: a tensor of {tensor.dtype} {tuple(tensor.shape)} is not what its file said")
+                raise ModelError(
+                    f"model: a tensor of {tensor.dtype} {tuple(tensor.shape)} differs from what its file described"
+                )
             data = flat(tensor.contiguous()).numpy()
 
             def read(into: np.ndarray, offset: int) -> None:
@@ -356,7 +215,7 @@ def _made(job: Job, alone: threading.Lock, chunk: int) -> Task:
 
 
 class _Work:
-    """Tasks that several threads share. The first error ends all of them."""
+    """Runs tasks in several threads; the first error stops all of them."""
 
     def __init__(self, tasks: Iterator[Task]) -> None:
         self._tasks = tasks
@@ -365,37 +224,37 @@ class _Work:
         self._error: BaseException | None = None
         self._stopped = False
 
-    def run(self, landings: Sequence[_Landing], advance: Advance) -> None:
-        """Do all tasks; an error of any thread is raised here."""
+    def run(self, landings: Sequence[Landing], advance: Advance) -> None:
+        """Run all tasks; the error of any thread is raised here."""
         threads = [threading.Thread(target=self._thread, args=[each], name="outpace-load") for each in landings]
-        told = 0
+        reported = 0
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(LOOK_EVERY)
-                    told, before = self._done, told
-                    advance(told - before)
+                    reported, before = self._done, reported
+                    advance(reported - before)
         finally:
-            self._stopped = True  # an interruption ends the threads too
+            self._stopped = True  # stop the threads after an interrupt too
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            failed, self._error = self._error, None  # kept, it would keep its frames, and they all weights
-        advance(self._done - told)
+            failed, self._error = self._error, None  # a stored error would keep its frames and all weights alive
+        advance(self._done - reported)
         if failed is not None:
             try:
                 raise failed
             finally:
                 del failed
 
-    def _thread(self, landing: _Landing) -> None:
+    def _thread(self, landing: Landing) -> None:
         try:
             landing.begin()
             while (task := self._next()) is not None:
                 count = task(landing)
-                del task  # or the weight that it filled would stay until this thread has another one
+                del task  # or its weight would stay alive until the next task
                 with self._lock:
                     self._done += count
         except BaseException as error:

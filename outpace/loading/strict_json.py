@@ -1,4 +1,4 @@
-"""JSON as checkpoints may hold it: no name twice in an object, no NaN, no file without end. Imports no torch."""
+"""Parses JSON of checkpoints strictly: no duplicate names, no NaN, limited size. Imports no torch."""
 
 import json
 from collections import Counter
@@ -11,18 +11,18 @@ _MAX_BYTES = 100_000_000
 
 
 def parse(text: bytes) -> Any:
-    """The value of a JSON text in UTF-8; whatever is wrong with it is a ValueError."""
+    """The value of a JSON text in UTF-8; all errors are ValueErrors."""
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
         if b"\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode("utf-8")  # refuses halves of surrogate pairs
+            json.dumps(found, ensure_ascii=False).encode("utf-8")  # raises for lone surrogates
         return found
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file. what: the kind of file it should be, for the error."""
+    """The JSON object in a file. what: the expected kind of file, for the error."""
     try:
         if not path.is_file():
             raise ValueError("there is no such file")
@@ -32,7 +32,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
             raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
         found = parse(text)
         if not isinstance(found, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise ModelError(f"model: {path} is not a {what} ({error}); check the file, or download it again") from error
     return found

@@ -1,4 +1,4 @@
-"""The text that models are evaluated on, or calibrated with: given, in a file, or the built-in one."""
+"""Reads the text for evaluation or calibration: given, from a file, or the built-in one."""
 
 import os
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ Text = str | os.PathLike[str] | Sequence[int] | None
 
 
 def built_in_text() -> str:
-    """Some thousand words of plain English: stories, dialogue, instructions, code, numbers, tables."""
+    """A few thousand words: stories, dialogue, instructions, code, numbers, tables."""
     return (files("outpace") / "quality" / "text.txt").read_text(encoding="utf-8")
 
 
 def read_text(text: Text) -> tuple[str, str | Sequence[int]]:
-    """Where a text comes from, and the text or its token ids."""
+    """(name of the source, the text or its token ids)."""
     if text is None:
         return "built-in text", built_in_text()
     if isinstance(text, str):
@@ -36,5 +36,5 @@ def _read_file(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise InputError(f"text: {path} is not UTF-8 text from byte {error.start} on; give a text file") from None
     if "\0" in text:
-        raise InputError(f"text: {path} holds zero bytes and is no text; give a text file")
+        raise InputError(f"text: {path} contains zero bytes and is not text; give a text file")
     return text

@@ -1,4 +1,4 @@
-"""Files of torch.save, read with weights_only=True alone. Their tensors are mapped: read from the disk when used."""
+"""Reads files of torch.save, always with weights_only=True. Tensors are memory-mapped and read when used."""
 
 import pickletools
 import re
@@ -23,18 +23,18 @@ _MAX_DEPTH = 16
 _MAX_NAMES = 500_000
 _MAX_SCANNED = 1 << 20
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-_OURS = ("torch", "collections", "_codecs")  # modules whose names are in every file of tensors
+_OURS = ("torch", "collections", "_codecs")  # modules that occur in all files of tensors
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one tensor-parallel rank of a training run saved."""
+    """The file of one tensor-parallel rank of a training run."""
 
     sources: Mapping[str, Source]
     version: float | None
-    """Of Megatron's checkpoints: how query, key and value lie in one tensor. None: the file does not say."""
+    """Megatron's version, which defines the layout of fused query, key and value. None: the file does not say."""
     degree: int | None
-    """The number of ranks that saved, where the file says it."""
+    """The number of ranks that saved the checkpoint; None: the file does not say."""
 
 
 def read_torch(
@@ -51,14 +51,14 @@ def read_torch(
 
 
 def read_rank(path: Path) -> RankFile:
-    """The file of one rank, as DeepSpeed and Megatron save it: exactly one of the keys `module` and `model`."""
+    """Read the file of one rank of DeepSpeed or Megatron, which has exactly one of the keys `module` and `model`."""
     found = _mapping(path, load_object(path))
     keys = [key for key in ("module", "model") if key in found]
     if len(keys) != 1:
         if "model0" in found:
             raise ModelError(f"model: {path} holds interleaved pipeline stages (model0, ..); save it without pipeline")
         problem = "both keys 'module' and 'model'" if keys else "neither a key 'module' nor 'model'"
-        raise ModelError(f"model: {path} has {problem}; it is no checkpoint of one rank of DeepSpeed or Megatron")
+        raise ModelError(f"model: {path} has {problem}; it is not a checkpoint of one rank of DeepSpeed or Megatron")
     sources = _sources(path, _mapping(path, found[keys[0]]))
     if not any(0 not in source.shape for source in sources.values()):
         raise ModelError(
@@ -72,18 +72,18 @@ def read_rank(path: Path) -> RankFile:
 
 
 def load_object(path: Path) -> Any:
-    """What torch.save wrote, if it is nothing but data; no code in the file ever runs."""
+    """Load a file of torch.save that holds only data; code in the file never runs."""
     if not path.is_file():
-        raise ModelError(f"model: {path} is missing or no plain file; download the model again")
+        raise ModelError(f"model: {path} is missing or not a plain file; download the model again")
     check_fetched(path)
     try:
         return torch.load(path, weights_only=True, mmap=_is_zip(path), map_location="cpu")
-    except Exception as error:  # torch raises errors of many kinds for damaged files
+    except Exception as error:  # torch raises many kinds of errors for damaged files
         raise ModelError(_refusal(path, error)) from error
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether a file can be mapped. Files older than torch 1.6 are no archives, and are read into memory."""
+    """Whether a file can be memory-mapped. Files from before torch 1.6 are not archives and are read into memory."""
     with path.open("rb") as file:
         if file.read(len(_ZIP)) != _ZIP:
             return False
@@ -94,14 +94,14 @@ def _is_zip(path: Path) -> bool:
 
 
 def _refusal(path: Path, error: Exception) -> str:
-    """Never in torch's own words: those advise to run the code in the file."""
+    """The error for a file. Torch's own message is not used: it suggests running the code in the file."""
     text = str(error)
     found = _GLOBAL.search(text)
     if name := found[1] if found else _foreign_global(path):
         allow = f", or allow it with torch.serialization.add_safe_globals([{name}]) if you know that it is harmless"
         return (
-            f"model: {path} holds {name}, which is no tensor, and files are read with weights_only=True: code in them "
-            f"never runs. Convert it to safetensors where you trust it{allow if 'not an allowed' in text else ''}"
+            f"model: {path} holds {name}, which is not a tensor, and files are read with weights_only=True: code in "
+            f"them never runs. Convert it to safetensors if you trust it{allow if 'not an allowed' in text else ''}"
         )
     return f"model: {path} is damaged or incomplete ({_reason(path, error)}); download it again"
 
@@ -113,11 +113,11 @@ def _reason(path: Path, error: Exception) -> str:
         return "it ends early"
     if isinstance(error, OSError) or (type(error) in (ValueError, RuntimeError) and "weights_only" not in str(error)):
         return line(error)
-    return "it is no file of torch.save"
+    return "it is not a file of torch.save"
 
 
 def _foreign_global(path: Path) -> str | None:
-    """The first class or function in a pickle that no file of tensors needs. The pickle is only looked at, not run."""
+    """The first class or function in a pickle that a file of tensors does not need. The pickle is not executed."""
     strings: list[str] = []
     try:
         for code, argument, _ in pickletools.genops(_pickled(path)):
@@ -128,7 +128,7 @@ def _foreign_global(path: Path) -> str | None:
                 strings.append(argument)
             if name and name.partition(".")[0] not in _OURS:
                 return name[:200]
-    except Exception:  # damaged: whatever stands in it, genops stops somewhere
+    except Exception:  # damaged: genops raises many kinds of errors
         return None
     return None
 
@@ -156,13 +156,13 @@ def _degree(found: Mapping[Any, Any]) -> int | None:
 
 
 def _sources(path: Path, found: Mapping[Any, Any]) -> dict[str, Source]:
-    """Tensors of nested mappings, with names joined by dots."""
+    """The tensors of nested mappings, with names joined by dots."""
     values: dict[str, Any] = {}
     pending: list[tuple[str, Any, int]] = [("", found, 0)]
     while pending:
         name, value, depth = pending.pop()
         if isinstance(value, Mapping):
-            # a pickle can repeat one mapping at no cost, so that walking it would never end
+            # limits, because a small pickle can reference one mapping so often that walking it would never end
             if depth > _MAX_DEPTH or len(values) + len(pending) + len(value) > _MAX_NAMES:
                 raise ModelError(f"model: {path} is nested too deeply or has too many names; convert it to safetensors")
             inner = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
@@ -178,9 +178,9 @@ def _source(path: Path, name: str, value: Any) -> Source:
     if not isinstance(value, Tensor):
         problem = f"is a {type(value).__name__}, not a tensor"
     elif value.layout != torch.strided or value.is_quantized or value.is_meta:
-        problem = "is sparse, quantized or empty of values"
+        problem = "is sparse, quantized or without values"
     elif value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        problem = f"claims the shape {tuple(value.shape)}, which its data do not fill"
+        problem = f"claims the shape {tuple(value.shape)}, but has too little data"
     else:
         tensor = value.detach()
         return Source(tuple(tensor.shape), tensor.dtype, (Piece(lambda: tensor, tuple(tensor.shape), tensor.dtype),))

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed and Megatron save while they train: which files are those of the ranks. Imports no torch."""
+"""Finds the files of ranks in training checkpoints of DeepSpeed and Megatron. Imports no torch."""
 
 import re
 from pathlib import Path
@@ -30,9 +30,9 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def find_ranks(folder: Path) -> tuple[Path, ...] | None:
-    """The files of all ranks in order; None: the folder is no checkpoint of a training run.
+    """The files of all ranks in order; None: the folder is not a training checkpoint.
 
-    folder: the one with all checkpoints (the latest is taken), or the one of a tag or iteration.
+    folder: that of a tag or iteration, or the one with all of them, of which the latest is used.
     """
     return _ranks_of(_newest(folder) or folder)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, known without reading it: tensors by name, each a piece of some file or several."""
+"""Describes a checkpoint without reading it: tensors by name, each made of pieces of files."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Region = tuple[slice | int, ...]
-"""Part of a tensor, as in `tensor[region]`; (): all of it. Slices have a step of 1."""
+"""Part of a tensor, as in `tensor[region]`; (): the whole tensor. Slices have step 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,15 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stored tensor, or a region of it, and the region of a wanted tensor that it is.
+    """A region of a stored tensor, and the region of a wanted tensor that it fills.
 
     wanted[into] = stored[take], or its transpose(*swap).
     """
 
     place: Extent | Callable[[], Tensor]
-    """Where its bytes are, or what makes it on the host when it is wanted: mapped, dequantized, converted."""
+    """Its bytes in a file, or a function that computes it on the host: memory-mapped, dequantized or converted."""
     shape: tuple[int, ...]
-    """As it is stored."""
+    """The shape of the stored tensor."""
     dtype: torch.dtype
     take: Region = ()
     swap: tuple[int, int] | None = None
@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of what is taken."""
+        """Bytes of the region."""
         parts = zip(self.take, self.shape, strict=False)
         spans = (len(range(size)[part]) if isinstance(part, slice) else 1 for part, size in parts)
         return self.dtype.itemsize * math.prod((*spans, *self.shape[len(self.take) :]))
@@ -47,30 +47,34 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One wanted tensor: together its pieces fill it, each element once."""
+    """One wanted tensor; its pieces fill each element once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
+    def empty(self) -> Tensor:
+        """A tensor on the meta device with its shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 def stored_bytes(sources: Mapping[str, Source]) -> int:
-    """Of all pieces, each counted once however many tensors it is in."""
+    """Bytes of all pieces; a piece in several tensors counts once."""
     return sum({id(piece): piece.nbytes for source in sources.values() for piece in source.pieces}.values())
 
 
 def first_place(pieces: Iterable[Piece]) -> tuple[str, int]:
-    """Where in the files these pieces begin."""
+    """The first place of these pieces in the files."""
     extents = (piece.place for piece in pieces if isinstance(piece.place, Extent))
     return min(((str(extent.path), extent.offset) for extent in extents), default=("", 0))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint: its tensors by the names that it gives them."""
+    """A checkpoint: its tensors by their stored names."""
 
     origin: str
-    """What errors call it: a folder or a file."""
+    """Its folder or file, for errors."""
     sources: Mapping[str, Source]
     quantization: Mapping[str, Any] | None = None
-    """The quantization_config that lies beside it, {} if the config there has none; None: there is no config."""
+    """The quantization_config of its config.json; {}: the config has none; None: there is no config."""

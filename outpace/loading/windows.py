@@ -1,4 +1,4 @@
-"""A text as tokens, cut into windows that a model can read."""
+"""Tokenizes a text and cuts it into windows that fit a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from outpace.errors import InputError
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A text as one tokenizer cuts it."""
+class TextTokens:
+    """A tokenized text."""
 
     ids: list[int]
     """Without special tokens."""
     prefix: list[int]
-    """Special tokens that the tokenizer puts before a text (BOS): every window begins with them."""
+    """Special tokens that the tokenizer puts before a text (BOS); each window starts with them."""
     num_bytes: int | None
-    """Of the text in UTF-8; None: unknown."""
+    """Bytes of the text in UTF-8; None: unknown."""
 
     def of(self, window: "Window") -> list[int]:
         """The tokens of a window, special ones first."""
@@ -27,44 +27,46 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of the text that the model reads at once."""
+    """A piece of the text for one pass of the model."""
 
     begin: int
     end: int
-    """Where it begins and ends in the text, in tokens."""
+    """Begin and end in the text, in tokens."""
     first: int
-    """Position in the window, after special tokens, of the first token that counts; those before it are context."""
+    """Position in the window, including special tokens, of the first token that counts; earlier ones are context."""
     place: int
-    """Number of that token among all tokens that count."""
+    """Index of that token among all tokens that count."""
     tokens: int
-    """Tokens that count."""
+    """Number of tokens that count."""
 
 
-def read_tokens(tokenizer: PreTrainedTokenizerBase | None, text: str | Sequence[int], max_tokens: int | None) -> Tokens:
-    """The tokens of a text, at most `max_tokens` of them; token ids are taken as they are."""
+def read_tokens(
+    tokenizer: PreTrainedTokenizerBase | None, text: str | Sequence[int], max_tokens: int | None
+) -> TextTokens:
+    """The tokens of a text, at most `max_tokens`; token ids are used as they are."""
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 2):
         raise InputError(f"max_tokens: expected an integer from 2, got {max_tokens!r}")
     if not isinstance(text, str):
-        return Tokens(_checked(text)[:max_tokens], [], None)
+        return TextTokens(_checked(text)[:max_tokens], [], None)
     if tokenizer is None:
         raise InputError("text: the model has no tokenizer; pass token ids, or a tokenizer")
     if not text.strip():
-        raise InputError("text: it is empty; give some sentences, or leave it out for the built-in text")
+        raise InputError("text: it is empty; give some sentences, or remove it for the built-in text")
     try:
         plain = _encode(tokenizer, text, add_special_tokens=False)
         prefix = _prefix(_encode(tokenizer, text), plain)
-    except (TypeError, ValueError) as error:  # a lone surrogate, say
+    except (TypeError, ValueError) as error:  # for example a lone surrogate
         raise InputError(f"text: the tokenizer cannot read it ({error})") from error
     ids = plain[:max_tokens]
     used = text if len(ids) == len(plain) else tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return Tokens(ids, prefix, len(str(used).encode()))
+    return TextTokens(ids, prefix, len(str(used).encode()))
 
 
-def make_windows(tokens: Tokens, window: int, stride: int | None = None) -> list[Window]:
-    """Windows of at most `window` tokens, special ones included, that begin every `stride` tokens of the text.
+def make_windows(tokens: TextTokens, window: int, stride: int | None = None) -> list[Window]:
+    """Windows of at most `window` tokens, including special ones, that start every `stride` tokens of the text.
 
-    Each token counts once, in the first window that has it. Without a special token before them, the first token of
-    the text, and of windows that do not overlap, has no context and does not count.
+    Each token counts once, in its first window. Without special tokens, the first token of the text, and of windows
+    that do not overlap, has no context and does not count.
     """
     stride = check_window(window, stride, len(tokens.prefix))
     room, found, seen, place = window - len(tokens.prefix), list[Window](), 0, 0
@@ -82,7 +84,7 @@ def make_windows(tokens: Tokens, window: int, stride: int | None = None) -> list
 
 
 def check_window(window: int, stride: int | None, num_prefix: int = 0) -> int:
-    """The stride, where both can work."""
+    """Check window and stride; returns the stride."""
     least = 1 + max(1, num_prefix)
     if type(window) is not int or window < least:
         raise InputError(f"window: expected an integer from {least} (context and a token to predict), got {window!r}")
@@ -101,12 +103,12 @@ def _checked(ids: Any) -> list[int]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
-    found: Any = tokenizer(text, verbose=False, **options)["input_ids"]  # no warning that it is long
+    found: Any = tokenizer(text, verbose=False, **options)["input_ids"]  # no warning about the length
     return [int(token) for token in found]
 
 
 def _prefix(full: list[int], plain: list[int]) -> list[int]:
-    """Special tokens before the text; those after it are left out."""
+    """The special tokens before the text, without those after it."""
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start]

@@ -1,8 +1,7 @@
-"""Tensors written as a folder of quantized safetensors in the order in which calibration makes them."""
+"""Writes the files of quantized safetensors in the order in which calibration quantizes the weights."""
 
 import math
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,57 +10,26 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.loading.calibrate import Give
-from outpace.loading.out_folder import check_apart, check_out, check_space, out_folder
-from outpace.loading.safetensors_write import SafetensorsWriter
-from outpace.loading.unchanged import Unchanged
-from outpace.loading.write_quantized import (
-    QUANTIZED,
-    Item,
-    WrittenQuantized,
-    change_of,
-    files_of,
-    specs_of,
-    write_index,
-    write_item,
-)
-from outpace.loading.write_shards import Progress, place_of
+from outpace.loading.safetensors_file import SafetensorsWriter
+from outpace.loading.write_items import Item, change_of, specs_of, write_item
 from outpace.quant.compressed import stored
 
 Run = Callable[[Give], Mapping[str, Tensor]]
-"""Quantizes weights, gives them by name, and returns others that have changed."""
+"""Quantizes weights, passes each on by name, and returns other tensors that changed."""
 
 
 def write_calibrated(
-    items: Collection[Item],
-    out: Path,
-    *,
-    run: Run,
-    beside: Callable[[Path], None],
-    unchanged: Unchanged,
-    force: bool = False,
-    progress: Progress = lambda done, total: None,
-) -> WrittenQuantized:
-    """Write all items into a new folder `out`, which appears whole or not at all; see `write_quantized`."""
-    begin = time.perf_counter()
-    out = check_out(out, QUANTIZED, force=force)
-    check_apart({item.name: item.source for item in items}, out)
-    files = files_of(sorted(items, key=lambda item: place_of(item.source)))
-    total = sum(item.nbytes for item in items)
-    check_space(out, total)
-    with out_folder(out, QUANTIZED, force=force) as folder:
-        with ExitStack() as stack:
-            made = _Files(folder, files, stack, lambda count: progress(count, total))
-            made.write_rest(run(made.give))
-        unchanged.check()
-        write_index(folder, files)
-        beside(folder)
-        sizes = {name: (folder / name).stat().st_size for name in files}
-    before = sum(size for size, _ in unchanged.seen.values())
-    return WrittenQuantized(out, sizes, time.perf_counter() - begin, before, made.errors)
+    folder: Path, files: Mapping[str, list[Item]], run: Run, progress: Callable[[int], None]
+) -> dict[str, float]:
+    """Write all files of a folder while `run` quantizes the weights; returns the error of each quantized weight."""
+    with ExitStack() as stack:
+        made = _Files(folder, files, stack, progress)
+        made.write_rest(run(made.give))
+    return made.errors
 
 
 class _Files:
-    """All files of a folder, open."""
+    """The open files of the folder."""
 
     def __init__(
         self, folder: Path, files: Mapping[str, list[Item]], stack: ExitStack, progress: Callable[[int], None]
@@ -72,10 +40,10 @@ class _Files:
             self._places.update({item.name: (item, writer) for item in items})
         self._progress, self._count = progress, 0
         self.errors: dict[str, float] = {}
-        """Of each quantized weight (see `WrittenQuantized`)."""
+        """Errors of quantized weights (see `WrittenQuantized`)."""
 
     def give(self, name: str, weight: Tensor, made: Mapping[str, Tensor]) -> None:
-        """Write a weight that calibration has made."""
+        """Write a weight that calibration has quantized."""
         item, writer = self._places[name]
         assert item.scheme is not None, "it is quantized"
         lost, whole = change_of(weight, made, item.scheme)
@@ -91,7 +59,7 @@ class _Files:
         self._advance(sum(writer.write(prefix + end, tensor) for end, tensor in tensors.items()))
 
     def write_rest(self, changed: Mapping[str, Tensor]) -> None:
-        """Write what calibration has not given."""
+        """Write all tensors that calibration did not pass on."""
         for name, (item, writer) in self._places.items():
             if name in changed:
                 self._advance(writer.write(name, changed[name].to(item.dtype)))

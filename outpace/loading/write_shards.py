@@ -1,4 +1,4 @@
-"""A checkpoint written as one file for each rank of tensor parallelism, in one process that never holds the model."""
+"""Writes one file for each tensor-parallel rank, in one process that never holds the whole model."""
 
 import json
 import math
@@ -18,19 +18,19 @@ from outpace.loading.layout import DESCRIPTOR, SAVE_ID
 from outpace.loading.out_folder import Kind, check_apart, check_out, check_space, files_of, out_folder
 from outpace.loading.read_source import read
 from outpace.loading.regions import cut
-from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.loading.safetensors_file import SafetensorsWriter
 from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Extent, Piece, Source
 from outpace.parallel.spans import Split
 
 SHARDS = Kind("shards", DESCRIPTOR, lambda folder: (folder / DESCRIPTOR).is_file())
 WHOLE = "non_tp.safetensors"
-_NAMED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # those that a descriptor can name
+_NAMED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that a descriptor can name
 BLOCK_BYTES = 64 * 2**20
-"""Bytes that are in memory at a time, where a tensor can be read in parts."""
+"""Bytes in memory at a time, if a tensor can be read in parts."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are written and those that will be."""
+"""Called with the bytes written so far and the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +39,25 @@ class Written:
 
     folder: Path
     files: Mapping[str, int]
-    """The bytes of each file with weights."""
+    """File with weights -> its bytes."""
     seconds: float
 
     @property
     def nbytes(self) -> int:
-        """Of all these files."""
+        """Bytes of all files."""
         return sum(self.files.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one file holds of a tensor."""
+    """The part of a tensor in one file."""
 
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     dim: int = 0
     spans: tuple[tuple[int, int], ...] | None = None
-    """None: all of it."""
+    """Ranges in `dim`; None: the whole tensor."""
 
 
 def write_shards(
@@ -74,11 +74,11 @@ def write_shards(
     unchanged: Unchanged | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Written:
-    """Write every tensor, cut as the splits say, into a new folder `out`: it appears whole or not at all.
+    """Write all tensors, divided by the splits, into a new folder `out`, which appears atomically.
 
-    dtype: what floating tensors become, except those in `keep`, which become float32. beside: writes the other files
-    of the folder. force: replace a folder of shards. field: the option that named `out`, for errors. unchanged: files
-    that are read, as they were at the beginning.
+    dtype: dtype of floating tensors, except those in `keep`, which become float32. beside: writes the other files of
+    the folder. force: replace a folder of shards. field: the option that named `out`, for errors. unchanged: the state
+    of the files that are read.
     """
     begin = time.perf_counter()
     out = check_out(out, SHARDS, force=force, field=field)
@@ -148,7 +148,7 @@ def _write_weights(
 def _write_tensor(
     writers: Mapping[str, SafetensorsWriter], name: str, source: Source, parts: list[_Part]
 ) -> Iterator[int]:
-    """Write a tensor block by block, and yield the bytes of each; none is held when the next tensor is read."""
+    """Write a tensor block by block; yields the bytes of each block. No block is kept when the next tensor is read."""
     for first, block in blocks(source):
         yield sum(_write(writers[part.file], name, part, first, block) for part in parts)
 
@@ -169,15 +169,15 @@ def _writer(
 
 
 def place_of(source: Source) -> tuple[str, int]:
-    """Where a source is first read: tensors are read in the order of their files."""
+    """The first place of a source in its file, to read tensors in file order."""
     place = source.pieces[0].place if source.pieces else None
     return (str(place.path), place.offset) if isinstance(place, Extent) else ("", 0)
 
 
 def blocks(source: Source, nbytes: int | None = None, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
-    """A tensor in blocks of rows, each with the number of its first row; it is read in them too where that is cheap.
+    """Yield (first row, block of rows) of a tensor, which is read in blocks if that is cheap.
 
-    multiple: every block but the last has so many rows, or several times that.
+    multiple: the number of rows in each block except the last is a multiple of this.
     """
     rows = source.shape[0] if source.shape else 1
     size = max(1, source.dtype.itemsize * math.prod(source.shape[1:]))
@@ -193,7 +193,7 @@ def blocks(source: Source, nbytes: int | None = None, multiple: int = 1) -> Iter
 
 
 def _whole(source: Source) -> Tensor:
-    """All of a tensor; one that is made as it is wanted, or that a module holds, is not copied."""
+    """The whole tensor; a tensor that is computed or held by a module is not copied."""
     match source.pieces:
         case (Piece(place=place, take=(), swap=None, into=()),) if not isinstance(place, Extent):
             return place()
@@ -201,7 +201,7 @@ def _whole(source: Source) -> Tensor:
 
 
 def _write(writer: SafetensorsWriter, name: str, part: _Part, first: int, block: Tensor) -> int:
-    """Write what a part has of a block of rows; returns the bytes."""
+    """Write the rows of a block that belong to a part; returns the bytes."""
     row = math.prod(part.shape[1:])
     if part.spans is None:
         return writer.write(name, block.to(part.dtype), first * row)

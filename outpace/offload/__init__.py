@@ -1,1 +1,1 @@
-"""Models larger than the device: where each layer lives, and how it gets to where it runs."""
+"""Offload: runs models larger than the device by streaming layers from host memory or disk."""

@@ -1,4 +1,4 @@
-"""What a config asks for of offload, in bytes of this machine."""
+"""Memory budgets for offload, computed in bytes from the config and this machine."""
 
 import math
 import os
@@ -11,72 +11,72 @@ import torch
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import ConfigError
 from outpace.log import size_text
-from outpace.offload.store import free_memory
+from outpace.offload.store_memory import free_memory
 from outpace.offload.units import Form
 
 GIB = 1 << 30
-HOST_FRACTION = 0.8  # of free memory, unless told otherwise
-SLOTS = 2  # one layer is computed while another one comes
-EXPERTS_FRACTION = 0.25  # of what the device has for layers, unless told otherwise: for experts that were used last
-BUFFERS = 3  # in host memory, for layers on their way from a file to a GPU
+HOST_FRACTION = 0.8  # default share of free host memory
+SLOTS = 2  # one layer is computed while the next one is loaded
+EXPERTS_FRACTION = 0.25  # default share of the device memory for layers that caches experts
+BUFFERS = 3  # buffers in host memory for layers that are read from a file for a GPU
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What is known of the layers of a model before they are placed."""
+    """Sizes of the layers of a model, before they are placed."""
 
     forms: tuple[Form, ...]
-    """Each as a unit."""
+    """The layout of each layer as a unit."""
     values: int
-    """Weights in all of them, however many bits each has."""
+    """Number of parameters in all layers."""
     others: int
-    """Bytes of what stays on the device in any case."""
+    """Bytes of weights that always stay on the device."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each."""
+        """Bytes of each layer."""
         return tuple(form.nbytes for form in self.forms)
 
     @property
     def experts(self) -> int:
-        """Bytes of all their experts."""
+        """Bytes of all experts."""
         return self.total - sum(form.dense for form in self.forms)
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest."""
+        """Bytes of the largest layer."""
         return max(self.sizes)
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Bytes of all layers."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that layers may take."""
+    """Bytes that layers may use in each place."""
 
     device: int
-    """Slots included."""
+    """Including the slots."""
     host: int
     disk: int | None
-    """None: no folder was named."""
+    """None: no folder was given."""
     slots: int
     buffers: int
-    """Layers in host memory on their way from a file to a GPU; one of them for experts, if there are any."""
+    """Number of buffers in host memory for layers that are read from a file for a GPU; one is for experts, if any."""
     experts: int = 0
-    """Of the device beside those, for experts that were used last."""
+    """More bytes on the device, for the cache of experts."""
 
 
 def folder(config: InferenceConfig) -> Path | None:
-    """Where files of layers go."""
+    """The folder for files of layers; None: none was given."""
     named = config.zero.offload_param.nvme_path if config.zero.stage == 3 else config.offload.nvme
     if named is None:
         return None
     path, field = Path(named), "zero.offload_param.nvme_path" if config.zero.stage == 3 else "offload.nvme"
     try:
-        path.mkdir(exist_ok=True)  # the one above must be there: a drive that is not mounted is not made up for
+        path.mkdir(exist_ok=True)  # its parent must exist, so that an unmounted drive is an error
     except OSError as error:
         raise ConfigError(f"{field}: cannot make the folder {path} ({error.strerror}); name another one") from None
     if not os.access(path, os.W_OK):
@@ -85,12 +85,12 @@ def folder(config: InferenceConfig) -> Path | None:
 
 
 def pinned(config: InferenceConfig) -> bool:
-    """Whether host memory is page-locked."""
+    """Whether host memory for layers is page-locked."""
     return config.zero.offload_param.pin_memory and config.device_type == "cuda"
 
 
 def device_budget(config: InferenceConfig) -> int:
-    """Bytes of the device that everything may take; on a CPU, those of weights."""
+    """Bytes of device memory for everything; on a CPU, for weights only."""
     asked, device = config.offload.device_memory, config.torch_device
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -101,10 +101,10 @@ def device_budget(config: InferenceConfig) -> int:
 
 
 def room_for(config: InferenceConfig, layers: Layers, reserved: int, *, ranks: int = 1, stored: int = 0) -> Room:
-    """What the config leaves for layers of this rank.
+    """The room that the config leaves for layers of this rank.
 
-    reserved: bytes of the device for pages and steps. ranks: those that share host memory and disk with this one, it
-    included. stored: bytes of the file that another start has left for the same weights.
+    reserved: device bytes for pages and steps. ranks: number of ranks that share host memory and disk, including this
+    one. stored: bytes of the file with the same weights that an earlier start wrote.
     """
     path = folder(config)
     disk = None if path is None else shutil.disk_usage(path).free // ranks + stored
@@ -125,10 +125,10 @@ def room_for(config: InferenceConfig, layers: Layers, reserved: int, *, ranks: i
 
 
 def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: int) -> Room:
-    """The same with some of the device for experts that were used last. device: what all of it has for layers."""
+    """Set device memory aside for the cache of experts. device: all device bytes for layers."""
     asked, left = config.offload.expert_cache, device - room.slots * layers.largest
     if asked is not None and not layers.experts:
-        raise ConfigError("offload.expert_cache: no layer of this model has fused experts; leave it out")
+        raise ConfigError("offload.expert_cache: no layer of this model has fused experts; remove it")
     if layers.total <= room.device or not layers.experts:
         return room
     if asked is None:
@@ -137,14 +137,14 @@ def _with_experts(config: InferenceConfig, layers: Layers, room: Room, device: i
         experts = min(_bytes(asked, device_budget(config)), layers.experts)
     if asked is not None and experts > left:
         raise ConfigError(
-            f"offload.expert_cache: {size_text(experts)} wanted, and beside {room.slots} slots for streamed layers "
-            f"{size_text(max(0, left))} are left; give less, or raise offload.device_memory"
+            f"offload.expert_cache: {size_text(experts)} requested, but {room.slots} slots for streamed layers leave "
+            f"{size_text(max(0, left))}; give less, or raise offload.device_memory"
         )
     return replace(room, device=min(room.device, device - experts), experts=experts)
 
 
 def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None, ranks: int = 1) -> Room:
-    """DeepSpeed counts values. If anything is fetched ahead, two layers at least are on the device at a time."""
+    """The room by DeepSpeed's options, which count parameters. With prefetch at least two layers are on the device."""
     zero, param = config.zero, config.zero.offload_param
     per_value, largest = layers.total / max(1, layers.values), layers.largest
     ahead = (
@@ -164,11 +164,11 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None, ranks:
 
 
 def _free() -> int:
-    """Bytes of host memory that are free."""
+    """Free bytes of host memory."""
     known = free_memory()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
 
 
 def _bytes(asked: float, of: int) -> int:
-    """Bytes, or a fraction of so many."""
+    """A number of bytes, or a fraction of `of`."""
     return int(asked * of) if isinstance(asked, float) else asked

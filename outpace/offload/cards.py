@@ -1,4 +1,4 @@
-"""Usual devices, for plans on a machine that has none of them."""
+"""A table of common GPUs, to plan for a device that this machine lacks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from outpace.offload.numbers import Rates
 
 REACHED = Rates(bandwidth=0.90, flops=0.80, link=0.86)
-"""Parts of a data sheet that are reached. An H200 was measured to read 4.3 of its 4.8 TB/s, to compute 790 of its 989
-TFLOP/s in bf16, and to copy 55 of the 64 GB/s of its link (PCIe 5.0 x16)."""
+"""Fractions of a data sheet's figures that are reached: an H200 was measured at 4.3 of 4.8 TB/s, 790 of 989 TFLOP/s in
+bf16, and 55 of 64 GB/s over its link (PCIe 5.0 x16)."""
 DISK = 5e9
-"""Bytes per second of a usual NVMe drive (PCIe 4.0 x4 reads 5 to 7 GB/s), where none can be measured."""
+"""Bytes per second of a common NVMe drive (PCIe 4.0 x4 reads 5 to 7 GB/s), if none can be measured."""
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # x16
 
 
 @dataclass(frozen=True)
 class Card:
-    """A device as its data sheet has it."""
+    """A device with the figures of its data sheet."""
 
     memory: float
     """Bytes."""
@@ -24,18 +24,18 @@ class Card:
     flops: float
     """Operations per second of dense products in bf16 or fp16."""
     link: float
-    """Bytes per second from the host, in one direction."""
+    """Bytes per second from the host."""
     fp8: bool = False
-    """Whether it multiplies in fp8."""
+    """Whether it can multiply in fp8."""
 
     @property
     def rates(self) -> Rates:
-        """What is reached of that."""
+        """The rates that are reached in practice."""
         assert REACHED.link is not None
         return Rates(self.bandwidth * REACHED.bandwidth, self.flops * REACHED.flops, self.link * REACHED.link)
 
 
-# NVIDIA's data sheets and white papers; dense figures, with fp32 sums: where a sheet names those with sparsity, half.
+# NVIDIA's data sheets and white papers: dense figures with fp32 accumulation (half of those with sparsity).
 CARDS: Mapping[str, Card] = {
     "t4": Card(16e9, 320e9, 65e12, _PCIE3),
     "4090": Card(24e9, 1008e9, 165.2e12, _PCIE4, fp8=True),
@@ -52,9 +52,9 @@ CARDS: Mapping[str, Card] = {
     "h200": Card(141e9, 4800e9, 989e12, _PCIE5, fp8=True),
     "b200": Card(180e9, 7700e9, 2250e12, _PCIE5, fp8=True),
 }
-"""By their names on the command line, small ones first."""
+"""Name on the command line -> card, smallest memory first."""
 
 
 def card_with(memory: float) -> str:
-    """The first of them with so much memory, or else the largest."""
+    """The first card with at least this memory, or else the largest."""
     return next((name for name, card in CARDS.items() if card.memory >= memory), list(CARDS)[-1])

@@ -1,6 +1,6 @@
-"""How fast a disk reads: blocks with O_DIRECT, one after the other or several at a time.
+"""Measures how fast a disk reads: blocks with O_DIRECT, by one thread or several.
 
-One at a time is the yardstick of everything that comes from files; several are what layers are read with.
+One thread is the reference for everything that is read from files; layers are read by several.
 """
 
 import os
@@ -42,7 +42,7 @@ def read_rate(path: str | os.PathLike[str], nbytes: int | None = None, *, thread
 
 
 def _write(number: int, total: int) -> None:
-    """Blocks that differ, of bytes that no disk can squeeze."""
+    """Write blocks that differ, with random bytes that a disk cannot compress."""
     os.posix_fallocate(number, 0, total)
     direct = go_direct(number, to_write=True)
     block = aligned(_BLOCK)
@@ -57,7 +57,7 @@ def _write(number: int, total: int) -> None:
 
 
 def _read(number: int, total: int, path: Path, threads: int) -> float:
-    """A rate; the first block is read once before the clock starts."""
+    """Bytes per second; the first block is read once before the clock starts."""
     direct = go_direct(number)
     memory = [aligned(_BLOCK).numpy() for _ in range(threads)]
     for data in memory:
@@ -67,7 +67,7 @@ def _read(number: int, total: int, path: Path, threads: int) -> float:
         for offset in range(thread * _BLOCK, total, threads * _BLOCK):
             wanted = min(_BLOCK, total - offset)
             if fill(number, memory[thread][:wanted], offset, _BLOCK, direct) < wanted:
-                raise OffloadError(f"{path} was cut while it was read")
+                raise OffloadError(f"{path} was truncated while it was read")
 
     begun = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""Experts of streamed layers that stay on the device for a while: those of each layer that were used last."""
+"""A cache of experts of streamed layers on the device: the last used experts of each layer."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -9,46 +9,46 @@ from torch import Tensor
 from outpace.offload.units import Form
 
 ALL = 3
-"""Choices for each expert from which on all experts are fetched ahead of the layer, and nobody looks at the choices.
+"""With this many choices per expert, all experts are prefetched with the layer, and the host does not read the choices.
 
-If they were random, experts that nobody chose would be e**-3, 5 % of all: too few for the link to wait for a look.
+If choices were random, e**-3 (5 %) of the experts would not be needed: too few to make the link wait for the choices.
 """
 
 
 @dataclass
 class Counts:
-    """What was fetched so far."""
+    """Counts of what was fetched so far."""
 
     loads: int = 0
-    """Units."""
+    """Units that were loaded."""
     nbytes: int = 0
-    """Bytes that came from host memory or from files."""
+    """Bytes from host memory or files."""
     hits: int = 0
-    """Experts that were needed and still on the device."""
+    """Cache hits: needed experts that were on the device."""
     misses: int = 0
-    """Experts that were needed and fetched."""
+    """Cache misses: needed experts that were fetched."""
 
 
 class Kept:
-    """The experts of one layer that were used last, in pieces of device memory.
+    """The last used experts of one layer, in pieces of device memory.
 
-    Each layer has pieces of its own. Layers run in turn: in a cache of all of them, the piece that was used longest
-    ago would be one that is needed next.
+    Each layer has its own pieces: layers run in turn, so in a shared cache the least recently used piece would be one
+    that is needed next.
     """
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self._free = list(pieces)
-        self._pieces: OrderedDict[int, Tensor] = OrderedDict()  # those used last come last
+        self._pieces: OrderedDict[int, Tensor] = OrderedDict()  # least recently used first
 
     def find(self, experts: Collection[int]) -> dict[int, Tensor]:
-        """The pieces of those of the experts that are here."""
+        """The pieces of those of these experts that are cached."""
         found = [expert for expert in experts if expert in self._pieces]
         for expert in found:
             self._pieces.move_to_end(expert)
         return {expert: self._pieces[expert] for expert in found}
 
     def take(self, experts: Sequence[int], used: Collection[int]) -> dict[int, Tensor]:
-        """Pieces for some of these experts that have none: free ones, and those of experts that are not in use now."""
+        """Pieces for as many new experts as possible: free ones, then those of cached experts that are not in use."""
         new = [expert for expert in experts if expert not in self._pieces]
         old = [expert for expert in self._pieces if expert not in used]
         room = len(self._free) + len(old)
@@ -57,17 +57,17 @@ class Kept:
         return {expert: self._free.pop() for expert in new[:room]}
 
     def put(self, pieces: Mapping[int, Tensor]) -> None:
-        """Experts are now in these pieces, which were taken for them."""
+        """These experts are now in the pieces that were taken for them."""
         self._pieces.update(pieces)
 
     def forget(self, taken: Mapping[int, Tensor]) -> None:
-        """Nothing is known of what is in the pieces any more."""
+        """The content of all pieces is unknown; free them."""
         self._free += [*taken.values(), *self._pieces.values()]
         self._pieces.clear()
 
 
 def shares(forms: Sequence[Form], nbytes: int) -> list[int]:
-    """How many pieces each unit gets of so many bytes: by turns, and none more than it has experts."""
+    """Number of pieces for each unit out of `nbytes`: one by one in turn, at most one for each of its experts."""
     counts, left = [0] * len(forms), -1
     while left != nbytes:
         left = nbytes

@@ -1,4 +1,4 @@
-"""What the planner reckons with: the numbers of a model, budgets, rates, and the work."""
+"""The inputs of the planner: sizes of a model, memory budgets, measured rates, and the work."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,72 +21,73 @@ class Experts:
     """Bytes of one expert, by precision."""
 
     def touched(self, tokens: float) -> float:
-        """How many of them so many tokens go to, if each is as likely as any other."""
+        """Expected number of experts that this many tokens use, if all are equally likely."""
         return self.total * (1 - (1 - self.per_token / self.total) ** tokens)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the model: what is streamed as a whole, or stays."""
+    """One layer of the model; it is streamed or stays as a whole."""
 
     weights: Mapping[str, int]
-    """Bytes by precision, experts among them."""
+    """Bytes by precision, including experts."""
     flops: int
-    """Of one token, with the experts that it goes to, attention left out."""
+    """Operations for one token with its experts, without attention."""
     kv_bytes: int = 0
-    """Of one token."""
+    """Bytes of keys and values of one token."""
     attention_flops: int = 0
-    """Of one token, for each token that it looks at."""
+    """Operations for one token and each token in its context."""
     window: int = 0
-    """Tokens that a token looks at; 0: all."""
+    """Sliding window in tokens; 0: none."""
     experts: Experts | None = None
 
     def read_bytes(self, precision: str, tokens: float) -> float:
-        """Weights that so many tokens together read."""
+        """Bytes of weights that a batch of this many tokens reads."""
         if self.experts is None:
             return self.weights[precision]
         one = self.experts.weights[precision]
         return self.weights[precision] - one * (self.experts.total - self.experts.touched(tokens))
 
     def seen(self, context: float) -> float:
-        """How many tokens of a context are looked at."""
+        """Tokens of a context that attention reads."""
         return min(context, self.window) if self.window else context
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A model in numbers. All mappings are by precision: the model's dtype by its name, int8, int4, fp8."""
+    """Sizes and costs of a model. The keys of mappings are precisions: the name of the model's dtype, int8, int4,
+    fp8."""
 
     layers: tuple[Layer, ...]
     rest: Mapping[str, int]
-    """Bytes of what is never streamed: embedding, head, norms."""
+    """Bytes of weights that are never streamed: embedding, head, norms."""
     head: Mapping[str, int]
-    """Bytes of them that are read when tokens are chosen."""
+    """Bytes of the head, which are read to choose tokens."""
     head_flops: int = 0
-    """Of one choice of a token."""
+    """Operations to choose one token."""
     workspace: int = 0
-    """Bytes on the device beside weights and cache, whatever the step."""
+    """Device bytes besides weights and cache, independent of the step."""
     token_workspace: int = 0
-    """And for each token of a micro-batch, inside of a layer."""
+    """More bytes for each token of the running micro-batch."""
     hidden_bytes: int = 0
-    """And for each token of the other micro-batches of a step, between layers."""
+    """More bytes for each token of the other micro-batches of a step."""
     choice_bytes: int = 0
-    """And for each request of which a token is chosen."""
+    """More bytes for each request for which a token is chosen."""
     page: int = 1
-    """Tokens of a page of the cache."""
+    """Tokens in a page of the cache."""
 
     def sizes(self, precision: str) -> tuple[int, ...]:
         """Bytes of each layer."""
         return tuple(layer.weights[precision] for layer in self.layers)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of the pages for so many tokens of one request."""
+        """Bytes of the pages for this many tokens of one request."""
         return -(-tokens // self.page) * self.page * sum(layer.kv_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that may be taken."""
+    """Bytes that a plan may use."""
 
     device: int
     host: int = 0
@@ -96,33 +97,33 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations per second, as measured."""
+    """Measured rates of a machine."""
 
     bandwidth: float
-    """Of the device's memory."""
+    """Bytes per second of the device's memory."""
     flops: float
-    """Of large products in the model's dtype."""
+    """Operations per second of large products in the model's dtype."""
     link: float | None = None
-    """From pinned host memory to the device; None: the device is the host."""
+    """Bytes per second from pinned host memory to the device; None: the device is the CPU."""
     disk: float | None = None
-    """Read from disk; None: not known, and nothing is planned there."""
+    """Bytes per second read from disk; None: unknown, so no plan uses it."""
 
     @staticmethod
     def load_or_measure(device: "torch.device", folder: Path | None, cache: Path, *, again: bool = False) -> "Rates":
-        """Of this machine; `folder`: for layers on disk; `cache`: the folder where they are kept."""
-        from outpace.offload.probe import probe  # it needs torch, which planning does not
+        """The rates of this machine. folder: for layers on disk; cache: the folder that stores measured rates."""
+        from outpace.offload.probe import probe  # imported late: it needs torch, planning does not
 
         return probe(device, folder, cache, again=again).rates
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done."""
+    """The work to plan for."""
 
     prompt: int = 512
     """Tokens of a prompt."""
     new: int = 32
-    """Tokens that follow it."""
+    """New tokens of each request."""
     requests: int = 1
 
     def __post_init__(self) -> None:
@@ -133,35 +134,26 @@ class Work:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Parts of the measured rates that steps reach, and what they take beside."""
+    """Fractions of the measured rates that steps reach, and fixed costs."""
 
     link: float = 0.995
     disk: float = 0.95
     bandwidth: float = 0.85
-    """Where a step has few rows, and reading takes the time."""
+    """For steps with few rows, which are bound by reads."""
     compute: float = 0.80
-    """Where it has many, and products take it."""
+    """For steps with many rows, which are bound by products."""
     half_rows: float = 0.35
-    """Rows with which products reach half of that, as a part of flops / bandwidth: 64 rows of an H200, 2 of a CPU."""
+    """Rows at which products reach half of `compute`, as a fraction of flops / bandwidth: 64 rows on an H200, 2 on a
+    CPU."""
     by_precision: Mapping[str, float] = field(default_factory=lambda: {"int8": 0.8, "int4": 0.8, "fp8": 1.3})
-    """Products with quantized weights beside those in the model's dtype; with fp8 activations are fp8 too."""
+    """Speed of products with quantized weights relative to the model's dtype; for fp8, activations are fp8 too."""
     step_seconds: float = 5e-4
-    """Of the host between two steps."""
+    """Seconds of host work between two steps."""
     layer_seconds: float = 2e-5
-    """Launches in a layer, out of a captured graph."""
+    """Seconds to launch a layer from a captured graph."""
     eager_layer_seconds: float = 5e-4
-    """The same where some layers come from disk, and nothing is captured."""
+    """The same without a graph, because some layers are on disk."""
 
 
-PERFECT = Efficiency(
-    link=1.0,
-    disk=1.0,
-    bandwidth=1.0,
-    compute=1.0,
-    half_rows=0.0,
-    by_precision={"fp8": 2.0},
-    step_seconds=0.0,
-    layer_seconds=0.0,
-    eager_layer_seconds=0.0,
-)
-"""The limit: rates are reached, and nothing is waited for. Products of fp8 are twice as fast as those of bf16."""
+PERFECT = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, {"fp8": 2.0}, 0.0, 0.0, 0.0)
+"""The limit: all rates are fully reached and nothing else costs time. fp8 products are twice as fast as bf16."""

@@ -1,4 +1,4 @@
-"""Plans as a picture: where the bytes live, and how fast that is beside its limit."""
+"""Draws offload plans: where the bytes live, the predicted speed, and its limit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ PARTS: Mapping[str, Part] = {
     "layers in host memory": ("#fd8d3c", lambda places: places.host + places.staging),
     "layers on disk": ("#bdbdbd", lambda places: places.disk),
 }
-"""What bytes are for: a colour, and how many there are."""
+"""Purpose of bytes -> colour, and their number."""
 
 
 def draw(title: str, plans: Sequence[Plan], limits: Sequence[float], path: Path) -> None:
-    """Draw a row for each plan: bytes by place on the left; tokens/s, and the limit as a line, on the right."""
+    """Draw one row for each plan: bytes by place on the left, tokens/s with the limit as a line on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.8 + 0.42 * len(plans)), layout="constrained")

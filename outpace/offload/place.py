@@ -1,4 +1,4 @@
-"""Which layers live where: on the device, in host memory, or on disk."""
+"""Decides which layers live on the device, in host memory, or on disk."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,30 +12,29 @@ Tier = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Placement:
-    """A place for each layer, and the ring of slots that those that do not stay on the device run out of."""
+    """The place of each layer, and the number of slots on the device for streamed layers."""
 
     tiers: tuple[Tier, ...]
     slots: int
-    """Each is as large as the largest layer that is streamed. 0: all layers stay on the device."""
+    """Each slot is as large as the largest streamed layer. 0: all layers stay on the device."""
 
     def device_bytes(self, sizes: Sequence[int]) -> int:
-        """Layers that stay on the device, and the slots."""
+        """Bytes of layers that stay on the device, and of the slots."""
         streamed = [size for size, tier in zip(sizes, self.tiers, strict=True) if tier != "device"]
         return sum(sizes) - sum(streamed) + self.slots * max(streamed, default=0)
 
     def tier_bytes(self, sizes: Sequence[int], tier: Tier) -> int:
-        """Of the layers of one tier."""
+        """Bytes of the layers in one tier."""
         return sum(size for size, place in zip(sizes, self.tiers, strict=True) if place == tier)
 
 
 def spread(
     sizes: Sequence[int], device_bytes: int, host_bytes: int, disk_bytes: int | None, slots: int, *, staging: int = 0
 ) -> Placement:
-    """Place layers of these sizes so that as few bytes as possible are streamed, and as few of those come from disk.
+    """Place layers so that as few bytes as possible are streamed, and as few of those as possible come from disk.
 
-    Streamed layers are spread evenly, the first layer among them; those on disk are spread evenly among the streamed.
-    `disk_bytes` None: there is no disk. `staging`: buffers in host memory that layers on disk pass through, each as
-    large as the largest of them.
+    Streamed layers are spread evenly, starting with the first layer; those on disk are spread evenly among them.
+    disk_bytes: None without a disk. staging: number of host buffers for layers on disk, each as large as the largest.
     """
     return next(placements(sizes, device_bytes, host_bytes, disk_bytes, slots, staging=staging))
 
@@ -43,7 +42,7 @@ def spread(
 def placements(
     sizes: Sequence[int], device_bytes: int, host_bytes: int, disk_bytes: int | None, slots: int, *, staging: int = 0
 ) -> Iterator[Placement]:
-    """What `spread` finds, then those that stream more bytes in all for fewer from disk (where sizes differ)."""
+    """The placement of `spread`, then those that stream more bytes in total but fewer from disk (if sizes differ)."""
     if not sizes or min(sizes) < 1 or slots < 1:
         raise ConfigError("offload: expected layers of at least a byte, and at least one slot")
     if sum(sizes) <= device_bytes:
@@ -68,7 +67,7 @@ def placements(
 
 
 def everywhere(tier: Tier, layers: int) -> tuple[Tier, ...]:
-    """All layers in one place."""
+    """The same tier for all layers."""
     return (tier,) * layers
 
 
@@ -82,7 +81,7 @@ def _tiers(layers: int, streamed: Sequence[int], on_disk: Sequence[int]) -> tupl
 
 
 def even(number: int, among: int) -> tuple[int, ...]:
-    """So many places among all, as far apart as can be, 0 the first of them."""
+    """`number` indices below `among`, as far apart as possible, the first one 0."""
     return tuple(index * among // number for index in range(number))
 
 
@@ -99,7 +98,7 @@ def _need(sizes: Sequence[int], streamed: Sequence[int], slots: int) -> int:
 
 
 def _on_disk(sizes: list[int], host_bytes: int, disk_bytes: int | None, staging: int) -> tuple[int, ...] | None:
-    """Which of the streamed layers go to disk, as few bytes as possible; None: they do not fit in both together."""
+    """The streamed layers that go to disk, with as few bytes as possible; None: host memory and disk are too small."""
     total = sum(sizes)
     if total <= host_bytes:
         return ()
@@ -117,8 +116,8 @@ def _on_disk(sizes: list[int], host_bytes: int, disk_bytes: int | None, staging:
 def _too_small(sizes: Sequence[int], device_bytes: int, slots: int) -> ConfigError:
     least = min(_need(sizes, streamed, slots) for streamed in _patterns(len(sizes)))
     return ConfigError(
-        f"offload.device_memory: {size_text(max(0, device_bytes))} are left for layers, and {slots} slots for the "
-        f"layers that are streamed need {size_text(least)} (the largest layer: {size_text(max(sizes))}); give "
+        f"offload.device_memory: {size_text(max(0, device_bytes))} are left for layers, and {slots} slots for "
+        f"streamed layers need {size_text(least)} (the largest layer: {size_text(max(sizes))}); give "
         f"{size_text(least - device_bytes)} more, fewer or shorter requests, or smaller weights (int8, int4)"
     )
 
@@ -128,7 +127,7 @@ def _no_room(
 ) -> ConfigError:
     least = min(_sum(sizes, streamed) for streamed in fitting)
     missing = least - host_bytes - (disk_bytes or 0)
-    if missing <= 0:  # what is there suffices in bytes, but not for whole layers and what they pass through
+    if missing <= 0:  # there are enough bytes, but not for whole layers and their buffers
         missing = (staging + 1) * max(sizes)
     disk = "no folder for a disk is given" if disk_bytes is None else f"the disk takes {size_text(disk_bytes)}"
     remedy = "name a folder with offload.nvme" if disk_bytes is None else "free as much on the disk of offload.nvme"

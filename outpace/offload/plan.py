@@ -1,10 +1,10 @@
-"""From the numbers of a model to a plan: what lives where, in which precision, how many requests at once, how fast."""
+"""Searches for the fastest plan to run a model: where layers live, the precision, the batch size."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Required, TypedDict, Unpack
 
 from outpace.errors import ConfigError
 from outpace.log import size_text
@@ -14,13 +14,13 @@ from outpace.offload.predict import Clock, Prediction, Resource, Schedule
 
 Kind = Literal["mixed", "host", "disk"]
 
-SLOTS = 2  # as the runtime has them: a third one cannot make the link faster, and takes memory
+SLOTS = 2  # as in the runtime: a third slot would not make the link faster, and takes memory
 STAGING = 3
-"""Buffers in host memory that layers on disk pass through, each as large as the largest of them."""
+"""Number of host buffers for layers on disk, each as large as the largest of them."""
 MICRO_TOKENS = tuple(512 << power for power in range(8))
-"""Tokens of a micro-batch that are tried, up to those of all prompts of a batch."""
+"""Sizes of micro-batches to try, in tokens, up to all prompts of a batch."""
 ENOUGH = 1.01
-"""A relief that is worth naming."""
+"""Smallest speedup that `relief` reports."""
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,30 @@ class Places:
     """Bytes by place."""
 
     rest: int
-    """On the device: what is never streamed."""
+    """On the device: weights that are never streamed."""
     layers: int
     """On the device: layers that stay there."""
     ring: int
-    """On the device: slots of the others."""
+    """On the device: slots for streamed layers."""
     kv: int
     """On the device: keys and values."""
     workspace: int
-    """On the device: the rest of a step."""
+    """On the device: workspace of a step."""
     host: int
     """Layers in host memory."""
     staging: int
-    """Buffers there that layers from disk pass through."""
+    """Buffers in host memory for layers from disk."""
     disk: int
 
     @property
     def device(self) -> int:
-        """All on the device."""
+        """All bytes on the device."""
         return self.rest + self.layers + self.ring + self.kv + self.workspace
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run the model."""
+    """One way to run the model, with its predicted speed."""
 
     precision: str
     kind: Kind
@@ -67,40 +67,28 @@ class Plan:
         return self.prediction.tokens_per_second
 
 
-def best_plan(
-    numbers: Numbers,
-    budgets: Budgets,
-    rates: Rates,
-    work: Work,
-    *,
-    precisions: Sequence[str],
-    micro_batches: int = 1,
-    efficiency: Efficiency | None = None,
-) -> Plan:
-    """The plan with the most tokens per second by prediction; of equal ones the one that takes least of the device."""
-    found = plans(
-        numbers, budgets, rates, work, precisions=precisions, micro_batches=micro_batches, efficiency=efficiency
-    )
+class Options(TypedDict, total=False):
+    """Keywords of the functions that look for plans."""
+
+    precisions: Required[Sequence[str]]
+    micro_batches: int
+    """Maximum number of micro-batches that use a layer while it is loaded. The runtime has 1."""
+    efficiency: Efficiency
+
+
+def best_plan(numbers: Numbers, budgets: Budgets, rates: Rates, work: Work, **options: Unpack[Options]) -> Plan:
+    """The plan with the most predicted tokens per second; among equals, the one that uses the least device memory."""
+    found = plans(numbers, budgets, rates, work, **options)
     return max(found, key=lambda plan: (plan.tokens_per_second, -plan.places.device))
 
 
-def plans(
-    numbers: Numbers,
-    budgets: Budgets,
-    rates: Rates,
-    work: Work,
-    *,
-    precisions: Sequence[str],
-    micro_batches: int = 1,
-    efficiency: Efficiency | None = None,
-) -> list[Plan]:
-    """The best of each precision, kind of placement and batch that fits; ConfigError: nothing does.
-
-    micro_batches: most of them that use a layer while it is loaded; the runtime runs all tokens of a step at once.
-    """
+def plans(numbers: Numbers, budgets: Budgets, rates: Rates, work: Work, **options: Unpack[Options]) -> list[Plan]:
+    """The best plan for each precision, kind of placement and batch that fits; ConfigError if nothing fits."""
+    precisions = options["precisions"]
     if not precisions or not numbers.layers:
         raise ConfigError("plan: expected a model with layers, and at least one precision")
-    planner = _Planner(numbers, budgets, rates, work, efficiency or Efficiency(), micro_batches)
+    efficiency, micro_batches = options.get("efficiency", Efficiency()), options.get("micro_batches", 1)
+    planner = _Planner(numbers, budgets, rates, work, efficiency, micro_batches)
     found = [
         plan for precision in precisions for batch in batches(work.requests) for plan in planner.of(precision, batch)
     ]
@@ -110,69 +98,49 @@ def plans(
 
 
 def relief(
-    numbers: Numbers,
-    budgets: Budgets,
-    rates: Rates,
-    work: Work,
-    *,
-    precisions: Sequence[str],
-    micro_batches: int = 1,
-    efficiency: Efficiency | None = None,
+    numbers: Numbers, budgets: Budgets, rates: Rates, work: Work, **options: Unpack[Options]
 ) -> dict[Resource, float]:
-    """How many times as fast the best plan would be with twice as much of a resource, where that helps; best first."""
+    """The speedup of the best plan if a resource were doubled, largest first, where there is one."""
     more: dict[Resource, tuple[Budgets, Rates]] = {
-        "device memory": (Budgets(2 * budgets.device, budgets.host, budgets.disk), rates),
-        "host memory": (Budgets(budgets.device, 2 * budgets.host, budgets.disk), rates),
-        "device bandwidth": (budgets, Rates(2 * rates.bandwidth, rates.flops, rates.link, rates.disk)),
-        "compute": (budgets, Rates(rates.bandwidth, 2 * rates.flops, rates.link, rates.disk)),
+        "device memory": (replace(budgets, device=2 * budgets.device), rates),
+        "host memory": (replace(budgets, host=2 * budgets.host), rates),
+        "device bandwidth": (budgets, replace(rates, bandwidth=2 * rates.bandwidth)),
+        "compute": (budgets, replace(rates, flops=2 * rates.flops)),
     }
     if rates.link is not None:
-        more["link"] = (budgets, Rates(rates.bandwidth, rates.flops, 2 * rates.link, rates.disk))
+        more["link"] = (budgets, replace(rates, link=2 * rates.link))
     if rates.disk is not None:
-        more["disk"] = (budgets, Rates(rates.bandwidth, rates.flops, rates.link, 2 * rates.disk))
-
-    def speed(budgets: Budgets, rates: Rates) -> float:
-        best = best_plan(
-            numbers, budgets, rates, work, precisions=precisions, micro_batches=micro_batches, efficiency=efficiency
-        )
-        return best.tokens_per_second
-
-    now = speed(budgets, rates)
-    times = {resource: speed(*given) / now for resource, given in more.items()}
+        more["disk"] = (budgets, replace(rates, disk=2 * rates.disk))
+    now = best_plan(numbers, budgets, rates, work, **options).tokens_per_second
+    times = {name: best_plan(numbers, *given, work, **options).tokens_per_second / now for name, given in more.items()}
     return {name: times[name] for name in sorted(times, key=lambda name: -times[name]) if times[name] > ENOUGH}
 
 
 def batches(requests: int) -> list[int]:
-    """Numbers of requests at once that are tried: powers of two, and those that share the work out evenly."""
+    """Batch sizes to try: powers of two, and sizes that divide the requests into equal rounds."""
     powers = {1 << power for power in range(requests.bit_length()) if 1 << power <= requests}
     return sorted(powers | {-(-requests // rounds) for rounds in range(1, 9)})
 
 
 class _Planner:
-    """Tries out what fits."""
+    """Enumerates the plans that fit."""
 
     def __init__(
-        self,
-        numbers: Numbers,
-        budgets: Budgets,
-        rates: Rates,
-        work: Work,
-        efficiency: Efficiency,
-        micro_batches: int,
+        self, numbers: Numbers, budgets: Budgets, rates: Rates, work: Work, efficiency: Efficiency, micro_batches: int
     ) -> None:
         self._numbers, self._rates, self._work, self._most = numbers, rates, work, micro_batches
         self._budgets = budgets if rates.disk is not None else Budgets(budgets.device, budgets.host)
-        if rates.link is None:  # the device is the host: what would be in its memory is on the device
+        if rates.link is None:  # on a CPU host memory is device memory
             self._budgets = Budgets(self._budgets.device, 0, self._budgets.disk)
         self._clock = Clock(numbers, rates, work, efficiency)
 
     @cached_property
     def _staging(self) -> int:
-        """A CPU reads from disk into the slots themselves."""
+        """Number of staging buffers: a CPU needs none, it reads from disk directly into the slots."""
         return 0 if self._rates.link is None else STAGING
 
     def of(self, precision: str, batch: int) -> Iterator[Plan]:
-        """The fastest of each kind of placement; nothing where it does not fit."""
+        """The fastest plan of each kind of placement that fits."""
         best: dict[Kind, Plan] = {}
         for schedule in self._schedules(batch):
             for kind, placement in self._placements(precision, schedule):
@@ -182,7 +150,7 @@ class _Planner:
         yield from best.values()
 
     def _schedules(self, batch: int) -> Iterator[Schedule]:
-        """Micro-batches of each size, and twice as many of them until one step has all prompts of a batch."""
+        """Micro-batches of each size, doubling their number until one step has all prompts of a batch."""
         tokens = batch * self._work.prompt
         for micro in sorted({min(max(size, batch), tokens) for size in (*MICRO_TOKENS, tokens)}):
             number, enough = 1, min(self._most, -(-tokens // micro))
@@ -192,7 +160,7 @@ class _Planner:
             yield Schedule(batch, micro, enough)
 
     def _left(self, precision: str, schedule: Schedule) -> int:
-        """Bytes of the device for layers and slots."""
+        """Device bytes for layers and slots."""
         return self._budgets.device - self._numbers.rest[precision] - self._kv(schedule) - self._workspace(schedule)
 
     def _kv(self, schedule: Schedule) -> int:
@@ -234,7 +202,7 @@ class _Planner:
         return Plan(precision, kind, placement, schedule, places, prediction)
 
     def why_not(self, precisions: Sequence[str]) -> ConfigError:
-        """What is missing for the smallest way to run it."""
+        """The error that says how much is missing even for the smallest plan."""
         precision = min(precisions, key=lambda name: sum(self._numbers.sizes(name)))
         schedule = min(self._schedules(1), key=self._workspace)
         left, sizes = self._left(precision, schedule), self._numbers.sizes(precision)
@@ -242,5 +210,5 @@ class _Planner:
             list(placements(sizes, left, self._budgets.host, self._budgets.disk, SLOTS, staging=self._staging))
         except ConfigError as error:
             taken = size_text(self._budgets.device - left)
-            return ConfigError(f"{error}. That is {precision} with one request; what is not layers takes {taken}")
+            return ConfigError(f"{error}. That is {precision} with one request; everything except layers takes {taken}")
         raise AssertionError("something fits")

@@ -1,10 +1,10 @@
-"""How fast a model runs when layers are streamed, reckoned from rates.
+"""Predicts the speed of a model with streamed layers from measured rates.
 
-Copies run beside computation, across the end of a step too, since the ring has room for the next layer while one is
-computed. So a step takes as long as the slowest of three: the link for all that is streamed, the disk for what comes
-from there, and the device for its layers one after the other, each as long as the larger of its reads and its products.
-Nothing waits in between as long as streamed layers are spread evenly; only the very first step waits for its first
-layer. Where link and device take about the same time, this is too good by up to a layer's computation for each copy.
+Copies overlap with computation, also across steps, because there is a slot for the next layer while one is computed. So
+a step takes as long as the slowest of three: the link for all streamed bytes, the disk for bytes from disk, and the
+device for all layers in turn, each bound by its reads or its products. If streamed layers are spread evenly, only the
+first step waits for its first layer. Where link and device take about the same time, the prediction is too fast by up
+to the computation of one layer for each copy.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ Resource = Literal["link", "disk", "device bandwidth", "compute", "device memory
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens at once."""
+    """How requests are batched."""
 
     batch: int
-    """Requests."""
+    """Number of requests that run together."""
     micro_tokens: int
-    """Tokens of a micro-batch, at most."""
+    """Maximum tokens of a micro-batch."""
     micro_batches: int
-    """Micro-batches that use a layer while it is loaded."""
+    """Number of micro-batches that use a layer while it is loaded."""
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, at most."""
+        """Maximum tokens of a step."""
         return self.micro_tokens * self.micro_batches
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long each resource is at work; of the device's time `reads` and `products` are the layers that they bind."""
+    """How long a step uses each resource. `reads` and `products`: device time of the layers that each of them binds."""
 
     link: float
     disk: float
@@ -45,12 +45,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The slowest one."""
+        """Seconds of the step: those of the slowest resource."""
         return max(self.link, self.disk, self.reads + self.products + self.host)
 
     @property
     def binds(self) -> Resource:
-        """Which one is that."""
+        """The slowest resource."""
         if self.total == self.disk and self.disk:
             return "disk"
         if self.total == self.link and self.link:
@@ -60,20 +60,20 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How fast a plan does its work."""
+    """The predicted speed of a plan."""
 
     prompt: Seconds
-    """Of one step of prompts, with all requests of a batch."""
+    """One prefill step."""
     prompt_steps: int
-    """How many such steps the prompts of a batch take."""
+    """Number of prefill steps for the prompts of a batch."""
     decode: Seconds
-    """Of one decode step at the mean context."""
+    """One decode step at the mean context length."""
     seconds: float
-    """Of the whole work."""
+    """Seconds for the whole work."""
     tokens_per_second: float
     """Output tokens over the whole work."""
     binds: Resource
-    """What most of the time is spent waiting for."""
+    """The resource that limits most of the time."""
 
 
 def predict(
@@ -85,7 +85,7 @@ def predict(
     work: Work,
     efficiency: Efficiency | None = None,
 ) -> Prediction:
-    """How fast the model runs so."""
+    """The speed of a model with this placement and schedule."""
     sizes = numbers.sizes(precision)
     streamed = sum(sizes) - placement.tier_bytes(sizes, "device")
     first = sizes[0] if placement.tiers[0] != "device" else 0
@@ -94,14 +94,14 @@ def predict(
 
 
 class Clock:
-    """How long steps take. What the device does is the same whatever is streamed, and computed once."""
+    """Computes how long steps take. The device's part does not depend on the placement and is cached."""
 
     def __init__(self, numbers: Numbers, rates: Rates, work: Work, efficiency: Efficiency) -> None:
         self._numbers, self._rates, self._work, self._efficiency = numbers, rates, work, efficiency
         self._known: dict[tuple[str, Schedule, int, bool], tuple[tuple[float, float], tuple[float, float]]] = {}
 
     def predict(self, precision: str, streamed: int, on_disk: int, first: int, schedule: Schedule) -> Prediction:
-        """A round of a batch after the other, each: its prompts, then a token of each request at a time."""
+        """Batches run one after the other: first all prefill steps, then the decode steps."""
         rounds, rest = divmod(self._work.requests, schedule.batch)
         seconds, spent = self._fill(first, on_disk), dict[Resource, float]()
         kinds = [(schedule.batch, rounds)] + ([(rest, 1)] if rest else [])
@@ -122,7 +122,7 @@ class Clock:
         )
 
     def _fill(self, first: int, on_disk: int) -> float:
-        """Until the first layer is there; where some come from disk it may be one of those."""
+        """Seconds until the first layer is loaded, which may come from disk."""
         link, disk = self._rates.link, self._rates.disk
         own = first / (link * self._efficiency.link) if link is not None else 0.0
         return own + (first / (disk * self._efficiency.disk) if on_disk and disk is not None else 0.0)
@@ -145,7 +145,7 @@ class Clock:
     def _device(
         self, precision: str, schedule: Schedule, requests: int, eager: bool
     ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Seconds bound by reads and by products, of a step of prompts and of a decode step."""
+        """Seconds bound by reads and by products, for a prefill step and a decode step."""
         work, numbers = self._work, self._numbers
         steps = self._prompt_steps(requests, schedule)
         tokens = requests * work.prompt / steps
@@ -167,7 +167,7 @@ class Clock:
         return (prompt[0], prompt[1]), (decode[0], decode[1])
 
     def _flops(self, precision: str, rows: float) -> float:
-        """Operations per second of products with so many rows."""
+        """Operations per second of products with this many rows."""
         efficiency = self._efficiency
         half = efficiency.half_rows * self._rates.flops / self._rates.bandwidth
         reached = efficiency.compute * rows / (rows + half)
@@ -182,7 +182,7 @@ class Clock:
 
 
 def _pairs(prompt: int, window: int) -> int:
-    """Pairs of tokens of a prompt of which one looks at the other."""
+    """Number of pairs (token, token that it attends to) in a prompt."""
     if not window or prompt <= window:
         return prompt * (prompt + 1) // 2
     return window * (window + 1) // 2 + (prompt - window) * window

@@ -1,14 +1,14 @@
-"""Layers on their way to the device: a ring of slots, and the next layers copied while one is computed.
+"""Prefetches streamed layers into a ring of slots on the device while other layers are computed.
 
-Streamed layer k has slot k mod S for good, so that its parameters are views with fixed addresses. When a layer is done
-its slot is filled with the next one that has this slot; after the last layers come the first ones, for the next step.
-The last layer of the model waits for these copies, so every step begins with the first S layers in their slots, and a
-step, its copies included, can be captured in a CUDA graph. A layer that comes out of order is fetched when it is run.
+Streamed layer k always uses slot k mod S, so its parameters are views with fixed addresses. When a layer is done, its
+slot is filled with the next layer of this slot; after the last layers follow the first ones, for the next step. The
+last layer of the model waits for these copies, so every step starts with the first S layers in their slots, and a step
+with its copies can be captured in a CUDA graph. A layer that runs out of order is fetched when it runs.
 
-Of a layer with experts only the rest is fetched ahead, unless the step has so many tokens that all of them are needed.
-When its router has run, the host looks which experts were chosen, and those are copied to their places in the slot:
-from the device, if they are among those kept there, or from where the layer is. Such a step cannot be captured. Layers
-that are fetched with all their experts, too, get from the device what is kept there.
+For a layer with experts only the dense part is prefetched, unless the step has so many tokens that it needs all
+experts. After the router has run, the host reads which experts were chosen, and these are copied to their places in the
+slot: from the cache on the device or from where the layer is stored. Such a step cannot be captured. Cached experts are
+also used when a layer is fetched with all its experts.
 """
 
 import functools
@@ -28,20 +28,20 @@ from outpace.offload.ways import Way
 
 
 class Ring:
-    """Slots and what is in them. Threads take turns, layer by layer."""
+    """The slots and their content. Threads take turns, layer by layer."""
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[Tensor], way: Way, kept: Mapping[int, Kept]) -> None:
-        """kept: the experts that stay for a while, of each unit that has experts."""
-        assert len(units) > len(slots) >= 1, "with a slot for each layer they would stay"
+        """kept: unit with experts -> its cache."""
+        assert len(units) > len(slots) >= 1, "there are fewer slots than layers"
         self.way = way
         self._count, self._size = len(units), len(slots)
         self._forms, self._kept = [unit.form for unit in units], kept
         self._holds: list[int | None] = [None] * len(slots)
-        self._experts: list[set[int]] = [set() for _ in slots]  # those of its unit that are in each slot
-        self._all = False  # whether steps need all experts, as far as is known
-        self._capturing = False  # a capture began and has not ended
-        self._lock = threading.RLock()  # as long as a layer runs its slot is its own
-        self._running: list[int] = []  # layers, those called by others last
+        self._experts: list[set[int]] = [set() for _ in slots]  # experts that are in each slot
+        self._all = False  # whether the last step needed all experts
+        self._capturing = False  # a CUDA graph is being captured
+        self._lock = threading.RLock()  # held while a layer runs, so that its slot is not refilled
+        self._running: list[int] = []  # stack of running layers: a layer may call another
         self.counts = Counts()
         """What has been fetched."""
         for number, unit in enumerate(units):
@@ -49,7 +49,7 @@ class Ring:
         self._bound = [(unit.path, unit.held[0].parameter, slots[n % len(slots)]) for n, unit in enumerate(units)]
 
     def begin(self, number: int) -> None:
-        """A layer, or something in it, is about to run; other threads wait until it is done."""
+        """A layer, or a module in it, is about to run; other threads wait until it is done."""
         self._lock.acquire()
         try:
             if number not in self._running:
@@ -64,17 +64,17 @@ class Ring:
         path, parameter, slot = self._bound[number]
         if parameter.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
             raise StateError(
-                f"offload: the weights of {path} were converted or moved, which streamed layers cannot be; make the "
+                f"offload: the weights of {path} were converted or moved, but streamed layers cannot be; make the "
                 "engine again, with dtype and device"
             )
         if any(other % self._size == number % self._size for other in self._running):
             raise NotSupported(
                 "offload: a layer of this model calls another one while it runs, and both have the same slot; give "
-                f"offload.slots={self._size + 1}, or leave offload out"
+                f"offload.slots={self._size + 1}, or remove offload"
             )
 
     def done(self, number: int) -> None:
-        """What began last in this thread has been launched."""
+        """The layer that began last in this thread has been launched."""
         try:
             self._running.pop()
             if number not in self._running:
@@ -85,7 +85,7 @@ class Ring:
     def enter(self, number: int) -> None:
         """A layer is about to run."""
         slot, capturing = number % self._size, _capturing()
-        if self._capturing and not capturing:  # a capture that failed: what it says of the slots never happened
+        if self._capturing and not capturing:  # a capture failed: its copies never ran
             self._forget()
         self._capturing = capturing
         if self._holds[slot] != number:
@@ -99,12 +99,12 @@ class Ring:
             raise
 
     def need(self, number: int, chosen: Tensor) -> None:
-        """The layer that runs is about to run its experts, those in `chosen` [T, K]; ids of others are nobody's."""
+        """The running layer is about to run the experts in `chosen` [T, K]; ids outside its range are ignored."""
         slot, every = number % self._size, range(self._forms[number].experts)
         assert self._holds[slot] == number, "the layer was entered"
         self._all = chosen.numel() >= ALL * len(every)
         there, kept = self._experts[slot], self._kept[number]
-        complete = len(there) == len(every)  # then some may be kept where there is room, and none is looked for
+        complete = len(there) == len(every)  # then nothing is missing, and any expert may be cached
         used = set(every) if self._all or complete else set(every).intersection(chosen.flatten().tolist())
         wanted = sorted(used - there)
         found, fresh = kept.find(wanted), dict[int, Tensor]()
@@ -125,15 +125,15 @@ class Ring:
         self.counts.nbytes += len(missing) * self._forms[number].piece
 
     def leave(self, number: int) -> None:
-        """It has been launched: its slot can be filled again once it has run."""
+        """A layer has been launched: refill its slot once it has run."""
         slot = number % self._size
         following = number + self._size
         self._load(following if following < self._count else slot, slot)
 
     def end(self) -> None:
-        """The last layer of a step has been launched: what follows, and the next step, find the slots filled.
+        """The last layer of a step has been launched: wait for all copies, so that a captured step is complete.
 
-        Where no graph is captured each layer waits for itself, and copies go on beside what follows.
+        Without graphs each layer waits for its own copy, and copies overlap with what follows.
         """
         if self._kept or not self.way.capturable:
             return
@@ -144,7 +144,7 @@ class Ring:
             self._capturing = False
 
     def restore(self) -> None:
-        """Put the first units in their slots, if others are there or on their way."""
+        """Load the first units into their slots, unless they are there."""
         with self._lock:
             if self._capturing or self._holds != list(range(self._size)):
                 self._forget()
@@ -172,7 +172,7 @@ class Ring:
 
 
 def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:
-    """Let layers be fetched when they run, and the last layer of the model end the step."""
+    """Wrap layers so that they are fetched when they run, and the last layer so that it ends the step."""
     for number, unit in enumerate(units):
         for module in _runs(unit):
             _wrap(module, functools.partial(ring.begin, number), functools.partial(ring.done, number))
@@ -180,11 +180,12 @@ def attach(ring: Ring, units: Sequence[Unit], last: nn.Module) -> None:
         unit.layer.register_load_state_dict_pre_hook(functools.partial(_refuse, unit.path))
         if unit.form.experts and (experts := experts_of(unit.layer)) is not None:
             _ask(experts, functools.partial(ring.need, number))
-    _wrap(last, _nothing, ring.end)
+    _wrap(last, lambda: None, ring.end)
 
 
 def _runs(unit: Unit) -> list[nn.Module]:
-    """The layer, and of a layer of somebody else what has weights in it: these may be called without the layer."""
+    """The modules to wrap: a fused layer, or for other layers also their modules with weights, which may run on their
+    own."""
     if isinstance(unit.layer, FusedLayer):
         return [unit.layer]
     held = {id(each.parameter) for each in unit.held}
@@ -196,19 +197,15 @@ def _runs(unit: Unit) -> list[nn.Module]:
 
 
 def _refuse(path: str, *_: object) -> None:
-    """Whoever saved what is in the slots would save garbage; what is loaded there would be lost."""
+    """Refuse state_dict: the slots hold other layers' weights, and values loaded into them would be lost."""
     raise StateError(
         f"state_dict: the weights of {path} are streamed (offload, zero) and not on the device; save or load them "
         "before the engine is made, or make it without offload"
     )
 
 
-def _nothing() -> None:
-    pass
-
-
 def _ask(experts: Experts, need: Callable[[Tensor], None]) -> None:
-    """Let experts say which of them are chosen before they run."""
+    """Call `need` with the chosen experts before they run."""
     run = experts.forward
 
     @functools.wraps(run)
@@ -220,7 +217,7 @@ def _ask(experts: Experts, need: Callable[[Tensor], None]) -> None:
 
 
 def _wrap(layer: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Hooks would do, but `generate` takes a model with hooks for somebody else's and leaves our loop."""
+    """Call `before` and `after` around a layer. Hooks would make `generate` leave our loop for Hugging Face's."""
     name = "run" if isinstance(layer, FusedLayer) else "forward"
     run: Callable[..., Any] = getattr(layer, name)
 
@@ -228,7 +225,7 @@ def _wrap(layer: nn.Module, before: Callable[[], None], after: Callable[[], None
     def call(*args: Any, **kwargs: Any) -> Any:
         before()
         try:
-            with torch.no_grad():  # a backward would find other weights in the slots
+            with torch.no_grad():  # a backward pass would find other weights in the slots
                 return run(*args, **kwargs)
         finally:
             after()

@@ -1,4 +1,4 @@
-"""What this machine was measured to do: device, link and disk. Measured once, and read from a file after that."""
+"""Measures the rates of this machine (device, link, disk) once and stores them in a file."""
 
 import hashlib
 import json
@@ -15,37 +15,37 @@ from outpace.kernels.limits import device_name, link_bandwidth, measure_speed
 from outpace.log import chosen, logger
 from outpace.offload.disk import measure_disk
 from outpace.offload.numbers import Rates
-from outpace.offload.store import ReadOptions
+from outpace.offload.store_read import ReadOptions
 
 DISK_BYTES = 1 << 30
-"""Written to a disk and read again, to measure it."""
+"""Bytes that are written and read to measure a disk."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Rates of one device of one machine, with one folder for layers on disk."""
+    """The rates of a device, its machine, and a folder for layers on disk."""
 
     device: str
     host: str
     folder: str | None
     date: str
     bandwidth: float
-    """Bytes per second that the device reads of its memory."""
+    """Bytes per second that the device reads from its memory."""
     flops: float
-    """Operations per second of a large product, in bf16 on a GPU and in fp32 on a CPU."""
+    """Operations per second of a large product, in bf16 on a GPU, in fp32 on a CPU."""
     link: float
-    """Bytes per second from page-locked host memory to the device; of a CPU: copied in its memory."""
+    """Bytes per second from page-locked host memory to the device; on a CPU, of a copy in memory."""
     disk: float | None
-    """Bytes per second read from the disk of the folder; None: no folder was named."""
+    """Bytes per second read from the folder's disk; None: no folder was given."""
 
     @property
     def rates(self) -> Rates:
-        """As the planner takes them: a CPU has no link."""
+        """The rates for the planner; a CPU has no link."""
         return Rates(self.bandwidth, self.flops, None if self.device.startswith("cpu") else self.link, self.disk)
 
 
 def probe(device: torch.device, folder: Path | None, cache: Path, *, again: bool = False) -> Probe:
-    """What was measured before and is kept in `cache`, or is measured now in about 2 s. `again`: it is measured now."""
+    """The rates from `cache`, or measured now in about 2 s. again: measure even if the cache has them."""
     place = None if folder is None else folder.absolute()
     file = _file(device_name(device), platform.node(), place, cache)
     found = None if again else _read(file)
@@ -53,12 +53,12 @@ def probe(device: torch.device, folder: Path | None, cache: Path, *, again: bool
         found = measure(device, place)
         _write(file, found)
     else:
-        chosen("rates", found.rates, f"measured {found.date}, kept in {file}")
+        chosen("rates", found.rates, f"measured {found.date}, stored in {file}")
     return found
 
 
 def measure(device: torch.device, folder: Path | None, disk_bytes: int = DISK_BYTES) -> Probe:
-    """Rates of a device and of the disk of a folder."""
+    """Measure a device and the disk of a folder."""
     disk = None if folder is None else measure_disk(folder, disk_bytes, threads=ReadOptions().threads)
     speed = measure_speed(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     link = link_bandwidth(device)
@@ -82,7 +82,7 @@ def _file(device: str, host: str, folder: Path | None, cache: Path) -> Path:
 
 
 def _read(file: Path) -> Probe | None:
-    """What a file holds; None: it is not there, or is none of ours."""
+    """The rates in a file; None: there is no valid one."""
     try:
         found = Probe(**json.loads(file.read_text()))
         rates = (found.bandwidth, found.flops, found.link, 1.0 if found.disk is None else found.disk)
@@ -92,11 +92,13 @@ def _read(file: Path) -> Probe | None:
 
 
 def _write(file: Path, found: Probe) -> None:
-    """Keep it, if that is possible; a file appears whole."""
+    """Store the rates, if possible; the file appears atomically."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(asdict(found), indent=1))
         partial.replace(file)
     except OSError as error:
-        logger.warning("rates: they cannot be kept in %s (%s), and are measured again next time", file.parent, error)
+        logger.warning(
+            "rates: they cannot be stored in %s (%s) and will be measured again next time", file.parent, error
+        )

@@ -1,4 +1,4 @@
-"""Reads and writes past the page cache, and the errors that they may end with."""
+"""Reads and writes with O_DIRECT, and turns the system's errors into messages."""
 
 import errno
 import fcntl
@@ -13,13 +13,13 @@ from outpace.offload.store_layout import ALIGN, Bytes
 from outpace.offload.store_memory import aligned
 
 _STALLS = 8
-"""Reads or writes in a row that may move less than a page, before they count as failed."""
+"""Consecutive reads or writes of less than a page before they count as failed."""
 
 
 def go_direct(number: int, *, to_write: bool = False) -> bool:
-    """Read and write an open file with O_DIRECT from now on; False: its file system does not take that.
+    """Switch an open file to O_DIRECT; False: its file system does not support it.
 
-    Proved with the first page, which is read, or written with zeros: some file systems say yes and then fail.
+    Tested by reading the first page, or writing zeros to it: some file systems accept the flag and then fail.
     """
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     page = aligned(ALIGN).numpy().data
@@ -35,13 +35,13 @@ def go_direct(number: int, *, to_write: bool = False) -> bool:
 
 
 def fill(number: int, data: Bytes, offset: int, block: int, direct: bool) -> int:
-    """Read `data` full, from `offset` on, at most `block` bytes in a call; returns how much there was."""
+    """Fill `data` from `offset` on, at most `block` bytes per call; returns how many bytes were read."""
     done = stalls = 0
     while done < len(data) and stalls < _STALLS:
         count = os.preadv(number, [data[done : done + block].data], offset + done)
         if not count:
             break
-        kept = count // ALIGN * ALIGN  # the rest of the page is read again: O_DIRECT goes on at a page only
+        kept = count // ALIGN * ALIGN  # a partial page is read again: O_DIRECT reads at page boundaries only
         stalls = 0 if kept else stalls + 1
         done += kept
     if not direct:
@@ -56,13 +56,13 @@ def write(number: int, data: Bytes, offset: int) -> None:
         count = os.pwrite(number, data[done:].data, offset + done) // ALIGN * ALIGN
         stalls = 0 if count else stalls + 1
         if stalls == _STALLS:
-            raise OSError(errno.EIO, "nothing more was written")
+            raise OSError(errno.EIO, "no progress")
         done += count
 
 
 @contextmanager
 def writing(path: Path, total: int) -> Iterator[None]:
-    """Errors of the system while `path`, of `total` bytes, is made become ours, which say what is missing."""
+    """Turn OSErrors while `path` (of `total` bytes) is written into errors that say what is missing."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def writing(path: Path, total: int) -> Iterator[None]:
 
 def _why(error: OSError, path: Path, total: int) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{error.strerror}; name a folder on a disk that takes files (offload.nvme)"
+        return f"{error.strerror}; name a folder on a writable disk (offload.nvme)"
     remedy = "make room, or name a folder on another disk (offload.nvme)"
     try:
         room = os.statvfs(path.parent)
@@ -79,5 +79,7 @@ def _why(error: OSError, path: Path, total: int) -> str:
     except OSError:
         free = total
     if free >= total:
-        return f"it needs {size_text(total)}, and a quota or limit does not allow so much ({error.strerror}); {remedy}"
+        return (
+            f"it needs {size_text(total)}, and a quota or limit does not allow that much ({error.strerror}); {remedy}"
+        )
     return f"it needs {size_text(total)}, {size_text(free)} are free, {size_text(total - free)} are missing; {remedy}"

@@ -1,4 +1,26 @@
-"""What a unit file looks like: where each unit lies, the header, and the checksums."""
+"""The format of a unit file (layers as bytes): offsets of units, the header, and checksums.
+
+The file, all numbers little-endian, is written once and named after its key:
+
+    8 bytes    "outpace\\n"
+    u32, u32   version of the format, bytes of a piece (each piece of a unit has a checksum)
+    u64, u64   number of units, length of the key
+    key        identifies the content, in UTF-8
+    u64 each   sizes of the units, then where each begins (a multiple of 4096)
+    u64 each   checksums of the pieces, unit after unit (`checksums`)
+    u64        length of the note
+    32 bytes   SHA-256 of the note
+    32 bytes   SHA-256 of everything before
+    units      one after the other
+    note       the writer's description of the units, in UTF-8
+
+Header, units and note are each padded with zeros to a multiple of 4096.
+
+A file with this name is complete: it is written as `*.writing`, with its disk space allocated first, flushed, and only
+then renamed. The temporary file is locked while its writer lives. A second writer of the same file waits for the lock
+and then finds the file; unlocked temporary files are removed by the next writer. Every read is checked: if the bytes
+are not those that were written, `Reading.wait` raises OffloadError.
+"""
 
 import hashlib
 import struct
@@ -10,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 ALIGN = 4096
-"""Units begin at multiples of this many bytes, in files and in memory: what O_DIRECT asks for."""
+"""Units begin at multiples of this in files and in memory, as O_DIRECT requires."""
 PIECE = 8 << 20
-"""Bytes that have a checksum of their own."""
+"""Bytes with one checksum."""
 
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.uint64]
@@ -31,11 +53,11 @@ def padded(nbytes: int) -> int:
 
 
 def checksums(data: Bytes) -> Sums:
-    """A checksum of 64 bits for each piece of `data`, whose length is a multiple of ALIGN.
+    """A 64-bit checksum for each piece of `data`, whose length is a multiple of ALIGN.
 
-    It is a hash of the sum of each page, in order, and of the sum of each of the 512 columns of words. A flipped bit
-    changes one sum of each kind; pages that were swapped, zeroed or stale change sums of pages; words that were swapped
-    within a page change sums of columns. One core does 12 to 17 GB/s of it; of zlib.crc32 4, of SHA-256 1.7.
+    It hashes the sums of all pages, in order, and the sums of the 512 word columns. A flipped bit changes one sum of
+    each kind; swapped, zeroed or stale pages change page sums; words swapped within a page change column sums. One core
+    computes 12 to 17 GB/s of it, 4 of zlib.crc32, 1.7 of SHA-256.
     """
     pages = data.view(_WORD).reshape(-1, ALIGN // _WORD.itemsize)
     step = PIECE // ALIGN
@@ -50,13 +72,13 @@ def _checksum(pages: Sums) -> int:
 
 
 class Layout:
-    """Where each unit lies in the file of this key and these sizes, and its header, but for the checksums."""
+    """Offsets of all units, and the header, for a key and sizes of units."""
 
     def __init__(self, key: str, sizes: Sequence[int]) -> None:
         self.key = key
         self.sizes = tuple(sizes)
         self.pieces = tuple(accumulate((-(-size // PIECE) for size in self.sizes), initial=0))
-        """The number of the first piece of each unit, and how many there are."""
+        """Index of each unit's first piece; the last entry is the number of all pieces."""
 
     @cached_property
     def name(self) -> str:
@@ -71,7 +93,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each unit begins, and the note behind them."""
+        """Offset of each unit; the last entry is that of the note."""
         return tuple(accumulate((padded(size) for size in self.sizes), initial=self.header_bytes))
 
     @property
@@ -86,12 +108,12 @@ class Layout:
         return _START.pack(_MAGIC, _VERSION, PIECE, len(self.sizes), len(text)) + text + table.tobytes()
 
     def header(self, sums: Sums, note: bytes) -> bytes:
-        """The header of a file with these checksums and this note."""
+        """The header for these checksums and this note."""
         tail = _NOTE.pack(len(note), hashlib.sha256(note).digest())
         return self._sealed(self._start + sums.astype(_WORD).tobytes() + tail)
 
     def parse(self, header: bytes) -> tuple[Sums, int, bytes] | None:
-        """The checksums, the note's length and its hash; None: not the header of a file of this key and these sizes."""
+        """(checksums, length of the note, its hash); None: this header does not belong to this key and these sizes."""
         begin, end = len(self._start), len(self._start) + 8 * self.pieces[-1]
         content = header[: end + _NOTE.size]
         if not header.startswith(self._start) or header != self._sealed(content):

@@ -1,4 +1,4 @@
-"""Unit files open for reading: threads read blocks with O_DIRECT straight into the caller's memory, and check them."""
+"""Reads unit files: threads read blocks with O_DIRECT directly into the caller's memory and verify checksums."""
 
 import hashlib
 import os
@@ -21,12 +21,12 @@ from outpace.offload.store_layout import ALIGN, PIECE, Bytes, Layout, Sums, chec
 from outpace.offload.store_memory import aligned
 
 _MOST_THREADS = 256
-_REMEDY = "check the disk; the next start makes the file anew"
+_REMEDY = "check the disk; the next start writes the file again"
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a file is read: `threads` reads are under way at a time, of `block` bytes each."""
+    """How a file is read: `threads` reads in flight, of `block` bytes each."""
 
     threads: int = 8
     block: int = 8 << 20
@@ -39,7 +39,8 @@ class ReadOptions:
 
     @classmethod
     def of_aio(cls, thread_count: int | None, block_size: int | None, queue_depth: int | None) -> Self:
-        """DeepSpeed's names; None: our default. A thread has one read under way: `queue_depth` limits them."""
+        """From DeepSpeed's options; None: our default. A thread has one read in flight, so `queue_depth` limits
+        threads."""
         threads = cls.threads if thread_count is None else thread_count
         threads = threads if queue_depth is None else min(threads, queue_depth)
         return cls(threads=threads, block=cls.block if block_size is None else block_size)
@@ -49,23 +50,23 @@ _DEFAULT = ReadOptions()
 
 
 class Reading:
-    """A unit on its way into memory; nobody writes there any more once it is done, whether it failed or not."""
+    """A unit that is being read into memory; once done or failed, nothing is written there any more."""
 
     def __init__(self, what: str, blocks: int) -> None:
         self.what = what
         self._left = blocks
-        self._lock = threading.RLock()  # reentrant: as that of _Readers
+        self._lock = threading.RLock()  # reentrant, like the lock of _Readers
         self._ended = threading.Event()
         self._error: BaseException | None = None
         if not blocks:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise immediately."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Until the unit is in memory and was found to be what was written; OffloadError otherwise."""
+        """Wait until the unit is in memory and verified; OffloadError if it is not."""
         self._ended.wait()
         if self._error is not None:
             raise OffloadError(f"{self.what}: {self._error}") from self._error
@@ -84,7 +85,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Block:
-    """Bytes to read from `offset` on, and what their checksums are."""
+    """Bytes to read from `offset` on, with their checksums."""
 
     reading: Reading
     into: Bytes
@@ -92,7 +93,7 @@ class _Block:
     sums: Sums
 
     def read(self, number: int, most: int, direct: bool) -> bool | None:
-        """Whether the bytes are those that were written; None: nobody looked."""
+        """Read the block; returns whether its checksums are right, or None if they were not checked."""
         error: BaseException | None = None
         sound: bool | None = None
         try:
@@ -111,7 +112,7 @@ class _Block:
     def _read(self, number: int, most: int, direct: bool) -> None:
         there = fill(number, self.into, self.offset, most, direct)
         if there < len(self.into):
-            raise OffloadError(f"the file ends {len(self.into) - there} bytes too early: it was cut; {_REMEDY}")
+            raise OffloadError(f"the file ends {len(self.into) - there} bytes too early: it was truncated; {_REMEDY}")
         wrong = (checksums(self.into) != self.sums).nonzero()[0]
         if len(wrong):
             first = self.offset + int(wrong[0]) * PIECE
@@ -119,24 +120,24 @@ class _Block:
 
 
 class _Readers:
-    """Threads that read blocks in the order in which they were asked for, from a file that is theirs to close.
+    """Threads that read blocks in the requested order from a file, which they close.
 
-    They know nothing of the UnitFile, so that one which nobody holds any more ends them.
+    They hold no reference to the UnitFile, so that its garbage collection ends them.
     """
 
     def __init__(self, number: int, options: ReadOptions, direct: bool, name: str) -> None:
         self._number, self._options, self._direct, self._name = number, options, direct, name
         self._blocks: SimpleQueue[_Block | None] = SimpleQueue()
-        self._lock = threading.RLock()  # reentrant: garbage may be collected, and this closed, inside of it
+        self._lock = threading.RLock()  # reentrant: garbage collection may call close while it is held
         self._threads: list[threading.Thread] = []
         self._live = 0
-        self._damaged: set[int] = set()  # blocks that were not what had been written when they were last read
+        self._damaged: set[int] = set()  # offsets of blocks whose last read found wrong checksums
         self._closed = False
         self._process = os.getpid()
 
     def put(self, blocks: Sequence[_Block]) -> None:
         if os.getpid() != self._process:
-            raise StateError(f"{self._name} was opened by another process, whose threads a fork lacks; open it again")
+            raise StateError(f"{self._name} was opened by another process, and a fork has no threads; open it again")
         with self._lock:
             if self._closed:
                 raise StateError(
@@ -152,7 +153,7 @@ class _Readers:
             thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the limit of threads: fewer will do
+            except RuntimeError as error:  # the limit of threads is reached: continue with fewer
                 if not self._threads:
                     raise OffloadError(f"{self._name} cannot be read: {error}") from error
                 return
@@ -160,7 +161,7 @@ class _Readers:
             self._live += 1
 
     def close(self) -> None:
-        """Give up what is not begun, wait for what is."""
+        """Cancel blocks that have not started, and wait for the others."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -171,7 +172,7 @@ class _Readers:
                     self._blocks.put(None)
                 self._close_if_last()
         for thread in self._threads:
-            if thread is not threading.current_thread():  # garbage that one of them collected
+            if thread is not threading.current_thread():  # garbage collection in one of them called this
                 thread.join()
 
     def _give_up(self) -> None:
@@ -188,7 +189,7 @@ class _Readers:
             sound = block.read(self._number, self._options.block, self._direct)
             if sound is not None:
                 (self._damaged.discard if sound else self._damaged.add)(block.offset)
-            del block  # its memory is not kept while the thread waits
+            del block  # do not keep its memory while waiting
         with self._lock:
             self._live -= 1
             self._close_if_last()
@@ -201,21 +202,21 @@ class _Readers:
 
 
 def _remove(number: int, path: Path) -> None:
-    """Remove a damaged file, if it still has its name: the next start makes it anew."""
+    """Remove a damaged file, if it still has this name; the next start writes it again."""
     with suppress(OSError):
         if os.path.samestat(os.fstat(number), path.stat()):
             path.unlink()
-            logger.warning("%s was damaged, and is removed: the next start makes it anew", path)
+            logger.warning("%s was damaged and is removed: the next start writes it again", path)
 
 
 class UnitFile:
-    """A complete file, open for reading by any thread; closed by `close`, or when nobody holds it any more."""
+    """A complete file, open for reading from any thread; closed by `close` or by garbage collection."""
 
     def __init__(self, opened: "_Opened", path: Path, layout: Layout, options: ReadOptions) -> None:
         """Use `find`, or `UnitWriter.finish`."""
         self.path = path
         self.note = opened.note
-        """What the writer said about the units."""
+        """The writer's description of the units."""
         self.direct = opened.direct
         """Whether it is read with O_DIRECT."""
         self._layout, self._sums = layout, opened.sums
@@ -228,7 +229,7 @@ class UnitFile:
     def find(
         cls, folder: str | os.PathLike[str], key: str, sizes: Sequence[int], *, options: ReadOptions = _DEFAULT
     ) -> Self | None:
-        """The complete file of this key with these sizes; None: there is none."""
+        """The complete file with this key and these sizes; None: there is none."""
         layout = Layout(key, sizes)
         path = Path(folder) / layout.name
         try:
@@ -241,12 +242,12 @@ class UnitFile:
 
     @classmethod
     def of(cls, number: int, path: Path, layout: Layout, options: ReadOptions) -> Self | None:
-        """The file that is open as `number`, which is closed if it is not complete: None then."""
+        """The file that is open as `number`; None, and closed, if it is not complete."""
         try:
             opened = _look_into(number, layout)
             if opened is not None:
                 if not opened.direct:
-                    chosen("offload reads", "through the page cache", f"{path.parent} does not take O_DIRECT")
+                    chosen("offload reads", "through the page cache", f"{path.parent} does not support O_DIRECT")
                 return cls(opened, path, layout, options)
         except OSError as error:
             os.close(number)
@@ -255,11 +256,11 @@ class UnitFile:
             os.close(number)
             raise
         os.close(number)
-        logger.info("%s is damaged, or of another form of the model: not used", path)
+        logger.info("%s is damaged, or holds another form of the model: not used", path)
         return None
 
     def close(self) -> None:
-        """End the threads: wait for blocks that are being read, and fail the readings whose blocks are not begun."""
+        """End the threads: wait for running blocks, and fail readings whose blocks have not started."""
         self._close()
 
     @property
@@ -268,7 +269,7 @@ class UnitFile:
         return self._layout.sizes
 
     def read(self, index: int, into: Tensor) -> Reading:
-        """Begin to read a unit into memory of `aligned`; nobody else may use that until the reading is done."""
+        """Start to read a unit into memory from `aligned`, which must not be used until the reading is done."""
         if not 0 <= index < len(self.sizes):
             raise InputError(f"index: {self.path} has no unit {index}, only {len(self.sizes)}")
         length = padded(self.sizes[index])
@@ -287,14 +288,14 @@ class UnitFile:
 
 
 def stored_size(folder: Path, key: str) -> int:
-    """Bytes of the file of this key, whatever its sizes; 0: there is none."""
+    """Bytes of the file with this key, whatever its sizes; 0: there is none."""
     path = folder / Layout(key, ()).name
     return path.stat().st_size if path.is_file() else 0
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """An open file that is complete."""
+    """An open, complete file."""
 
     number: int
     direct: bool
@@ -303,7 +304,7 @@ class _Opened:
 
 
 def _look_into(number: int, layout: Layout) -> _Opened | None:
-    """Read header and note; None: they are not what they should be, or the file has another length."""
+    """Read header and note; None if they or the file's length are wrong."""
     direct = go_direct(number)
     found = layout.parse(_start_of(number, 0, layout.header_bytes, direct))
     if found is None:
@@ -316,7 +317,7 @@ def _look_into(number: int, layout: Layout) -> _Opened | None:
 
 
 def _start_of(number: int, offset: int, length: int, direct: bool) -> bytes:
-    """Bytes from `offset` on; fewer where the file ends."""
+    """`length` bytes from `offset` on; fewer at the end of the file."""
     data = aligned(length).numpy()
     there = fill(number, data, offset, max(ALIGN, len(data)), direct)
     return data[: min(there, length)].tobytes()

@@ -1,4 +1,4 @@
-"""Unit files being written: under a temporary name that is locked, and complete when they get their own."""
+"""Writes unit files under a locked temporary name, and renames them when they are complete."""
 
 import fcntl
 import os
@@ -25,9 +25,9 @@ _DEFAULT = ReadOptions()
 
 
 class UnitWriter:
-    """`with UnitWriter(folder, key, sizes) as writer:`, `put` each unit, `finish`; without that nothing remains.
+    """`with UnitWriter(folder, key, sizes) as writer:`, `put` each unit, `finish`; without `finish` nothing remains.
 
-    Where another process writes the same file, this waits, and `found` is what it wrote: nothing is left to put then.
+    If another process writes the same file, this waits for it; then `found` is its file, and nothing is left to put.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class UnitWriter:
         temporary: bool = False,
         options: ReadOptions = _DEFAULT,
     ) -> None:
-        """With `temporary` the file never has a name: it is gone with the process, however that ends."""
+        """temporary: the file never has a name and disappears with the process."""
         if any(size < 0 for size in sizes):
             raise InputError("sizes: a unit cannot have less than 0 bytes")
         self.found: UnitFile | None = None
@@ -65,7 +65,7 @@ class UnitWriter:
         self._drop()
 
     def put(self, index: int, data: Tensor) -> None:
-        """Write a unit: bytes in host memory. Several threads may put different ones."""
+        """Write a unit (bytes in host memory). Several threads may put different units."""
         number = self._open()
         size = self._checked(index, data)
         source = data.view(-1)[:size].numpy()
@@ -80,7 +80,7 @@ class UnitWriter:
         self._missing.discard(index)
 
     def finish(self, note: str = "") -> UnitFile:
-        """Give the complete file its name, and open it. The note is kept in it, for whoever finds the file."""
+        """Rename the complete file and open it. The note is stored in it."""
         if self.found is not None:
             return self.found
         number = self._open()
@@ -96,7 +96,7 @@ class UnitWriter:
             file = self._opened(number)
         self._drop()
         if file is None:
-            raise OffloadError(f"{self._path} was altered while it was written; write it again, and let nobody else")
+            raise OffloadError(f"{self._path} was changed by somebody else while it was written; write it again")
         return file
 
     def _opened(self, number: int) -> UnitFile | None:
@@ -110,7 +110,7 @@ class UnitWriter:
 
     def _open(self) -> int:
         if self._number is None:
-            raise StateError("the file is not open for writing: use `with`, look at `found`, and put before finish")
+            raise StateError("the file is not open for writing: use `with`, check `found`, and put before finish")
         return self._number
 
     def _checked(self, index: int, data: Tensor) -> int:
@@ -127,11 +127,11 @@ class UnitWriter:
 
     def _nameless(self) -> int:
         number, name = tempfile.mkstemp(suffix=_SUFFIX, dir=self._path.parent)
-        Path(name).unlink(missing_ok=True)  # a writer that tidies up may have been faster
+        Path(name).unlink(missing_ok=True)  # another writer's _tidy_up may have removed it already
         return number
 
     def _claim(self) -> int:
-        """The temporary file, locked as long as this process lives: another one waits here for it to be done."""
+        """Open and lock the temporary file; waits while another process writes it."""
         while True:
             number = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
@@ -143,10 +143,10 @@ class UnitWriter:
             except BaseException:
                 os.close(number)
                 raise
-            os.close(number)  # it got its name, or was removed, while we waited
+            os.close(number)  # it was renamed or removed while we waited
 
     def _start(self, number: int) -> None:
-        """Look whether the file is there by now; otherwise tidy up, and take all its room before writing."""
+        """Use the file if it exists by now; otherwise clean up, and allocate its disk space."""
         if not self._temporary:
             self.found = self._opened(number)
             if self.found is not None:
@@ -167,7 +167,7 @@ class UnitWriter:
 
 
 def _whole_pages(part: Bytes, spare: Bytes) -> Bytes:
-    """The bytes as O_DIRECT takes them: as they are, or in `spare` with zeros behind them."""
+    """The bytes aligned and padded for O_DIRECT: unchanged if they are, else copied to `spare`."""
     length = padded(len(part))
     if length == len(part) and not part.ctypes.data % ALIGN:
         return part
@@ -181,7 +181,7 @@ def _pages(content: bytes) -> Bytes:
 
 
 def _locked(number: int) -> bool:
-    """Lock a file; False: somebody else did."""
+    """Lock a file; False: another process holds the lock."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,7 +196,7 @@ def _is_at(number: int, path: Path) -> bool:
 
 
 def _tidy_up(folder: Path) -> None:
-    """Remove what killed processes left: temporary files that nobody has locked."""
+    """Remove temporary files of killed processes: those that are not locked."""
     for leftover in folder.glob(f"*{_SUFFIX}"):
         with suppress(OSError):
             number = os.open(leftover, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""The layers of one model that do not stay on the device: put away one by one while it is loaded, then streamed."""
+"""Streams the layers of one model: moves them to host memory or disk while it is loaded, then fetches them to run."""
 
 import json
 import weakref
@@ -18,25 +18,28 @@ from outpace.log import chosen, logger, size_text
 from outpace.offload.experts import Counts, Kept, shares
 from outpace.offload.place import Placement
 from outpace.offload.prefetch import Ring, attach
-from outpace.offload.store import ReadOptions, UnitFile, UnitWriter, aligned
+from outpace.offload.store_memory import aligned
+from outpace.offload.store_read import ReadOptions, UnitFile
+from outpace.offload.store_write import UnitWriter
 from outpace.offload.units import Form, Unit, layer_of
-from outpace.offload.ways import Stores, ToDevice, ToDeviceFromFile, ToHost, Way
+from outpace.offload.ways import Stores, ToDevice, ToHost, Way
+from outpace.offload.ways_file import ToDeviceFromFile
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where layers on disk are."""
+    """Where layers on disk are stored."""
 
     path: Path
     key: str | None
-    """What tells these weights from all others; None: nothing does, and their file does not outlive the model."""
+    """Identifies these weights among all others; None: unknown, so their file is temporary."""
     reads: ReadOptions
     buffers: int
-    """Layers in host memory on their way to a GPU."""
+    """Number of host buffers for layers that are read for a GPU."""
 
 
 class Streaming:
-    """Units of a model, in the order of its layers."""
+    """The streamed units of a model, in the order of its layers."""
 
     def __init__(
         self,
@@ -50,15 +53,15 @@ class Streaming:
         stay: frozenset[Recipe] = frozenset(),
         for_experts: int = 0,
     ) -> None:
-        """layers: all of them, by path; forms: what each is as a unit; stay: weights that layers leave behind.
+        """layers: all layers, with paths; forms: their layouts as units; stay: weights that are not streamed.
 
-        for_experts: bytes of the device for experts that were used last.
+        for_experts: device bytes for the cache of experts.
         """
         self.placement, self.device = placement, device
         self._last, self._pinned, self._folder, self._stay = layers[-1][1], pinned, folder, stay
         streamed = [number for number, tier in enumerate(placement.tiers) if tier != "device"]
         self.units = [Unit(*layers[number], number, forms[number]) for number in streamed]
-        """Those that are streamed."""
+        """The streamed layers."""
         self._largest = max(unit.form.nbytes for unit in self.units)
         self._divided = [index for index, unit in enumerate(self.units) if unit.form.experts]
         self._pieces = shares([self.units[index].form for index in self._divided], for_experts)
@@ -73,55 +76,35 @@ class Streaming:
         self._file, self._layouts = self._find_file()
         self._writer: UnitWriter | None = None
         self.close: Callable[[], Any] = lambda: None
-        """Lets go of threads and files; so does the end of the layers."""
+        """Releases threads and files; so does garbage collection of the layers."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a step."""
+        """Whether a step can be captured in a CUDA graph."""
         return not self._in_file and not self._divided and self._pinned
 
     @property
     def counts(self) -> Counts:
-        """What has been fetched so far."""
+        """What was fetched so far."""
         return Counts() if self._ring is None else self._ring.counts
 
-    @property
-    def num_loads(self) -> int:
-        """Units that have been fetched so far."""
-        return self.counts.loads
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that have come from host memory and from files so far."""
-        return self.counts.nbytes
-
-    @property
-    def expert_hits(self) -> int:
-        """Experts that a step needed and that were still on the device."""
-        return self.counts.hits
-
-    @property
-    def expert_misses(self) -> int:
-        """Experts that a step needed and that were fetched for it."""
-        return self.counts.misses
-
     def index_of(self, recipe: Recipe, modules: Iterable[nn.Module]) -> int | None:
-        """The unit that a weight goes away with, by the modules that have it; None: it stays."""
+        """The unit that a weight belongs to, by the modules that own it; None: it stays on the device."""
         if recipe in self._stay:
             return None
         found = {self._of.get(id(module)) for module in modules}
         return found.pop() if len(found) == 1 else None
 
     def is_there(self, index: int) -> bool:
-        """Whether a unit is in the file already, and need not be loaded."""
+        """Whether a unit is in an existing file, so that it need not be loaded."""
         return self._file is not None and index in self._in_file
 
     def find(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
-        """These are the parameters of a unit that is in the file already; they have no values."""
+        """Register the parameters, without values, of a unit that is in an existing file."""
         self.units[index].held_as(parameters, self._layouts[list(self._in_file).index(index)])
 
     def keep(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
-        """These are the parameters of a unit, filled, on the device: put them away."""
+        """Move the filled parameters of a unit from the device to host memory or the file."""
         unit = self.units[index]
         for module in unit.layer.modules():
             if isinstance(module, PackedLinear | PackedExperts):
@@ -134,14 +117,14 @@ class Streaming:
         self._writer = self._writer or self._new_file()
         whole = aligned(unit.form.nbytes)
         unit.pack(whole)
-        if self._writer.found is None:  # else another process has written the same by now
+        if self._writer.found is None:  # otherwise another process has written the same file
             for number, part in enumerate(unit.form.parts, self._in_file[index]):
                 self._writer.put(number, whole[part])
         if self.device.type == "cpu":
-            give_memory_back()  # what the layer was filled in; the next one may find no hole of its size
+            give_memory_back()  # return the layer's memory, since the next layer may not fit into the hole
 
     def start(self) -> None:
-        """Everything is put away: from now on layers are fetched when they run."""
+        """All units are stored: from now on layers are fetched when they run."""
         if self._writer is not None:
             layouts = [self.units[index].layout() for index in self._in_file]
             self._file = self._writer.finish(note=json.dumps(layouts))
@@ -152,26 +135,30 @@ class Streaming:
         self._ring = Ring(self.units, slots, way, kept)
         self._ring.restore()
         attach(self._ring, self.units, self._last)
-        self.close = weakref.finalize(self._last, _end, way, self._ring.counts)  # a model over pages has layers alone
-        chosen("layers", self, "what the budgets leave")
+        self.close = weakref.finalize(
+            self._last, _end, way, self._ring.counts
+        )  # of the last layer: a model over pages holds only layers
+        chosen("layers", self, "by the memory budgets")
         if self._divided:
-            held = f"{sum(self._pieces)} kept on {self.device} ({size_text(self.tier_bytes()['experts'])})"
-            chosen("experts of streamed layers", f"fetched by need, {held}", "no graphs: the host looks at each choice")
+            held = f"{sum(self._pieces)} cached on {self.device} ({size_text(self.tier_bytes()['experts'])})"
+            chosen(
+                "experts of streamed layers", f"fetched when needed, {held}", "no graphs: the host reads each choice"
+            )
 
     def abandon(self) -> None:
-        """Loading has failed: leave nothing behind."""
+        """Loading has failed: clean up."""
         if self._writer is not None:
             self._writer.__exit__()
         if self._file is not None:
             self._file.close()
 
     def restore(self) -> None:
-        """Put the first layers in their slots, as every step finds them: a step may have failed half-way."""
+        """Load the first layers into their slots, as each step expects: the last step may have failed half-way."""
         if self._ring is not None:
             self._ring.restore()
 
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes of the slots, of the experts kept beside them, and of streamed layers by where they live."""
+        """Bytes of the slots, the cache of experts, and the streamed layers in host memory and on disk."""
         sizes = [unit.form.nbytes for unit in self.units]
         host = sum(size for index, size in enumerate(sizes) if index not in self._in_file)
         kept = zip(self._divided, self._pieces, strict=True)
@@ -212,13 +199,13 @@ class Streaming:
         return [part.stop - part.start for unit in units for part in unit.form.parts]
 
     def _find_file(self) -> tuple[UnitFile | None, list[Any]]:
-        """The file that another start has left, and what lies where in it."""
+        """The file that an earlier start wrote, and the layouts of its units."""
         if not self._in_file or self._folder is None or self._folder.key is None:
             return None, []
         file = UnitFile.find(self._folder.path, self._folder.key, self._file_sizes(), options=self._folder.reads)
         if file is None:
             return None, []
-        chosen("layers on disk", file.path, "the same weights were put there by another start")
+        chosen("layers on disk", file.path, "an earlier start stored the same weights there")
         return file, json.loads(file.note)
 
     def _new_file(self) -> UnitWriter:

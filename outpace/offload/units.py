@@ -1,8 +1,8 @@
-"""Layers as units of bytes: which layers a model has, what is in them, and where in a unit each parameter lies.
+"""Lays out layers as units of bytes: finds the layers of a model and gives each parameter a place in its unit.
 
-A layer with a fused stack of experts is divided: behind what every token needs lie its experts, each in one piece with
-all that belongs to it. The stacks are views whose experts are a piece apart, as kernels take them, so that an expert is
-one copy, and the whole layer too.
+A unit with a fused stack of experts has a dense part, which every token needs, and then one piece for each expert with
+all its parameters. The stacks are strided views over these pieces, which kernels support, so one expert is one copy and
+so is the whole layer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,38 +16,38 @@ from outpace.errors import OffloadError
 from outpace.inject.experts import Experts
 from outpace.offload.store_layout import padded as whole_pages
 
-ALIGN = 512  # bytes, as torch aligns tensors on a GPU: the same kernels run on views of a slot
+ALIGN = 512  # bytes; torch aligns GPU tensors like this, so kernels run on views of a slot
 
 
 @dataclass(frozen=True)
 class Form:
-    """How many bytes a unit has, and which of them are the experts'."""
+    """The size of a unit: its dense part and its experts."""
 
     dense: int
-    """What comes first, and all of a unit that is not divided."""
+    """Bytes of the dense part, which comes first."""
     experts: int = 0
-    """Experts behind it."""
+    """Number of experts; 0: the unit has only a dense part."""
     piece: int = 0
-    """Bytes of each of them."""
+    """Bytes of each expert."""
 
     @classmethod
     def of(cls, tensors: Iterable[int], stacks: Iterable[int] = (), experts: int = 0) -> "Form":
-        """Of a unit with tensors of so many bytes, and stacks of experts of so many."""
+        """The form for tensors and stacks of experts with these numbers of bytes."""
         of_each = [each // experts for each in stacks]
         return cls(unit_bytes(tensors), experts, unit_bytes(of_each)) if of_each else cls(unit_bytes(tensors))
 
     @property
     def nbytes(self) -> int:
-        """Of the unit."""
+        """Bytes of the unit."""
         return self.dense + self.experts * self.piece
 
     @property
     def parts(self) -> list[slice]:
-        """The dense part, then each expert: what a file has one by one."""
+        """The dense part, then each expert; a file stores them one by one."""
         return [slice(0, self.dense), *map(self.expert, range(self.experts))]
 
     def runs(self, experts: Iterable[int]) -> list[slice]:
-        """The dense part and these experts, in order, in as few pieces as can be."""
+        """The dense part and these experts, merged into as few slices as possible."""
         found = [slice(0, self.dense)]
         for place in map(self.expert, experts):
             if place.start == found[-1].stop:
@@ -56,7 +56,7 @@ class Form:
         return found
 
     def expert(self, number: int) -> slice:
-        """Where an expert lies."""
+        """The place of an expert."""
         start = self.dense + number * self.piece
         return slice(start, start + self.piece)
 
@@ -71,79 +71,79 @@ class Held:
     dtype: torch.dtype
     offset: int
     nbytes: int
-    """Of the parameter; of a stack, those of one expert, the others being a piece apart."""
+    """Bytes of the parameter; for a stack, of one expert, with a stride of one piece to the next."""
 
     def view(self, unit: Tensor) -> Tensor:
-        """The parameter in the bytes of a unit."""
+        """The parameter as a view of a unit."""
         return unit[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass
 class Unit:
-    """A layer that does not stay on the device."""
+    """A streamed layer."""
 
     path: str
     layer: nn.Module
     number: int
-    """Its place among all layers."""
+    """Its index among all layers."""
     form: Form
     held: list[Held] = field(default_factory=list)
 
     def lay_out(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give each of these a place."""
-        offset, behind, form = 0, self.form.dense, self.form
+        """Give each parameter a place."""
+        offset, after, form = 0, self.form.dense, self.form
         experts = experts_of(self.layer) if form.experts else None
         stacks = set[int]() if experts is None else {id(each) for each in _stacks(experts)}
         for parameter in parameters:
             if id(parameter) in stacks:
                 tensor = parameter.data = parameter.data.contiguous()
-                place, size, behind = behind, tensor[0].nbytes, behind + _aligned(tensor[0].nbytes)
+                place, size, after = after, tensor[0].nbytes, after + _aligned(tensor[0].nbytes)
                 stride = (form.piece // tensor.itemsize, *tensor.stride()[1:])
             else:
                 tensor = parameter.data = dense(parameter.data)
                 place, size, offset = offset, tensor.nbytes, offset + _aligned(tensor.nbytes)
                 stride = tensor.stride()
             self.held.append(Held(parameter, tuple(tensor.shape), stride, tensor.dtype, place, size))
-        if (whole_pages(offset), whole_pages(behind - form.dense)) != (form.dense, form.piece):
+        if (whole_pages(offset), whole_pages(after - form.dense)) != (form.dense, form.piece):
             raise OffloadError(
-                f"offload: {self.path} takes {offset} bytes and {behind - form.dense} for each of {form.experts} "
-                f"experts, and {form.dense} and {form.piece} were expected"
+                f"offload: {self.path} takes {offset} bytes and {after - form.dense} for each of {form.experts} "
+                f"experts, but {form.dense} and {form.piece} were expected"
             )
 
     def layout(self) -> list[list[Any]]:
-        """What lies where, without the parameters."""
+        """The places of all parameters, for JSON."""
         return [[h.shape, h.stride, str(h.dtype).removeprefix("torch."), h.offset, h.nbytes] for h in self.held]
 
     def held_as(self, parameters: Sequence[nn.Parameter], layout: Sequence[Sequence[Any]]) -> None:
-        """Give parameters the places that `layout` told of."""
+        """Give parameters the places from `layout`."""
         for parameter, (shape, stride, dtype, offset, nbytes) in zip(parameters, layout, strict=True):
             kind = getattr(torch, dtype)
             self.held.append(Held(parameter, tuple(shape), tuple(stride), kind, offset, nbytes))
 
     def pack(self, into: Tensor) -> None:
-        """Copy its parameters to their places in a unit, and let go of them."""
+        """Copy all parameters to their places in a unit, and free them."""
         for each in self.held:
             tensor = each.parameter.data
             flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            for number, part in enumerate(flat.split(each.nbytes)):  # of a stack, each expert
+            for number, part in enumerate(flat.split(each.nbytes)):  # for a stack: one part for each expert
                 start = each.offset + number * self.form.piece
                 into[start : start + each.nbytes].copy_(part)
             each.parameter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def bind(self, slot: Tensor) -> None:
-        """Let its parameters be views of a slot."""
+        """Make all parameters views of a slot."""
         for each in self.held:
             each.parameter.data = each.view(slot)
 
 
 def experts_of(layer: nn.Module) -> Experts | None:
-    """The fused experts of a layer, if it has one stack of several."""
+    """The fused experts of a layer, if it has exactly one stack with several experts."""
     found = [module for module in layer.modules() if isinstance(module, Experts) and module.recipes]
     return found[0] if len(found) == 1 and found[0].num_experts > 1 else None
 
 
 def is_stacked(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has something of each expert. Biases stay together: kernels want them so."""
+    """Whether a tensor is divided by expert. Biases are not: kernels need them contiguous."""
     return isinstance(module, Experts) and len(shape) == 3
 
 
@@ -152,7 +152,7 @@ def _stacks(experts: Experts) -> Iterator[nn.Parameter]:
 
 
 def unit_bytes(tensors: Iterable[int]) -> int:
-    """Bytes of tensors of so many, one behind the other."""
+    """Bytes of several aligned tensors, one after the other."""
     return whole_pages(sum(map(_aligned, tensors)))
 
 
@@ -161,18 +161,17 @@ def _aligned(size: int) -> int:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """A tensor whose values lie together in memory, in whatever order."""
+    """The tensor, with its values contiguous in memory in some order of dimensions."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return tensor if tensor.permute(order).is_contiguous() else tensor.contiguous()
 
 
 def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of a model's lists of layers, by path, each once, in the order in which they are registered.
+    """The layers of a model with their paths, each once, in the order in which they are registered.
 
-    A list is an nn.ModuleList or nn.Sequential of members that have weights; lists in layers are part of these, but a
-    list of one member is looked into first. Of a member that is itself only a list, and is never run, the members are
-    layers.
+    Layers are the members with weights of an nn.ModuleList or nn.Sequential. Lists inside of layers do not count,
+    except if the outer list has only one member. If a member is itself only a list, its members are the layers.
     """
     found: dict[int, tuple[str, nn.Module]] = {}
     for path, layer in list(_layers(model, "")) or _in_list(model, ""):
@@ -181,7 +180,7 @@ def find_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def layer_of(layers: Sequence[nn.Module]) -> dict[int, int]:
-    """The number of the layer that a module is in, by its id; of those that are in one layer alone."""
+    """id of a module -> index of its layer, for modules that are in exactly one layer."""
     found: dict[int, set[int]] = {}
     for number, layer in enumerate(layers):
         for module in layer.modules():
@@ -196,7 +195,7 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _in_list(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The layers in a list; none: it is no list, or its only member has layers in it."""
+    """The layers in a list; empty if it is not a list, or its only member contains layers."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     before = f"{path}." if path else ""
@@ -207,7 +206,7 @@ def _in_list(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def _run(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module, or what is in it if it only holds others."""
+    """The module, or its children if it is only a container."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         yield path, module
         return

@@ -1,4 +1,4 @@
-"""Calls that several ranks make together: they must be the same everywhere, and end in the same step."""
+"""Calls that several ranks make together: checks that all ranks make the same call and end in the same step."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
 def check_alike(group: Group, name: str, call: Any, device: torch.device) -> None:
-    """Refuse a call on all ranks of a group if one of them makes another: they would wait for each other forever."""
+    """Raise on all ranks of a group if one of them makes a different call; otherwise they would deadlock."""
     if group.size > 1:
         _compare(group, name, call, device)
 
@@ -26,17 +26,17 @@ def check_alike(group: Group, name: str, call: Any, device: torch.device) -> Non
 def common_generate(
     group: Group, arguments: dict[str, Any], also: Any, device: torch.device, max_time: float | None
 ) -> dict[str, Any]:
-    """The arguments of a `generate` that ranks of a group make together. A streamer may be on some of them only."""
+    """Arguments for a `generate` call made by all ranks of a group. Only some ranks may have a streamer."""
     if group.size == 1:
         return arguments
     own = {name: value for name, value in arguments.items() if name != "streamer"}
     streams = arguments.get("streamer") is not None
     if _compare(group, "generate", (own, also, max_time), device, streams=streams) and not streams:
-        own["streamer"] = _Silent()  # so that all ranks take the same way
+        own["streamer"] = _Silent()  # so that all ranks take the same code path
     elif streams:
         own["streamer"] = arguments["streamer"]
     if max_time is not None:
-        raise NotSupported("max_time: ranks do not look at their clocks in the same moment; use max_new_tokens")
+        raise NotSupported("max_time: ranks would stop at different steps; use max_new_tokens")
     if own.get("stopping_criteria"):
         own["stopping_criteria"] = StoppingCriteriaList(
             each if isinstance(each, _SAME_EVERYWHERE) else _FromFirst(each, group) for each in own["stopping_criteria"]
@@ -45,7 +45,7 @@ def common_generate(
 
 
 def _compare(group: Group, name: str, call: Any, device: torch.device, *, streams: bool = False) -> bool:
-    """Whether any rank streams; an error if the call is not the same on all."""
+    """Whether any rank streams; raises if the calls differ."""
     number = int.from_bytes(hashlib.sha256(repr((name, _described(call))).encode()).digest()[:7])
     low, high, no_streams = group.lowest([number, -number, int(not streams)], device)
     if low != -high:
@@ -57,7 +57,7 @@ def _compare(group: Group, name: str, call: Any, device: torch.device, *, stream
 
 
 def _described(value: Any) -> Any:
-    """What can be compared of a call: of whole numbers all, of floats the shape, of objects the class."""
+    """What is compared: the values of integer tensors, the shape of float tensors, the class of other objects."""
     if isinstance(value, Tensor):
         whole = not value.is_floating_point() and not value.is_complex()
         return tuple(value.shape), str(value.dtype), value.flatten().tolist() if whole else None
@@ -73,23 +73,23 @@ def _described(value: Any) -> Any:
 
 
 class _Silent(BaseStreamer):
-    """Takes tokens that another rank shows."""
+    """A streamer that drops its tokens: another rank shows them."""
 
     def put(self, value: Any) -> None:
-        """Nothing is done with them."""
+        """Drop the tokens."""
 
     def end(self) -> None:
-        """Nothing was shown."""
+        """Nothing to finish."""
 
 
 class _FromFirst(StoppingCriteria):
-    """Somebody's criterion, as the first rank sees it: a clock or a button is not the same on all."""
+    """A stopping criterion evaluated on the first rank only: a clock, say, differs between ranks."""
 
     def __init__(self, criterion: Any, group: Group) -> None:
         self._criterion, self._group = criterion, group
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Which rows are done."""
+        """Which rows are finished."""
         own = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
         done = own.to(torch.uint8).expand(len(input_ids)).contiguous()
         return self._group.from_first(done).bool()

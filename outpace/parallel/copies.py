@@ -1,4 +1,4 @@
-"""Which experts each rank holds: its own, and copies of those that have the most tokens."""
+"""Which experts each rank holds: its own, and copies of the busiest experts."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ Held = tuple[tuple[int, ...], ...]
 
 
 def place_experts(count: int, ranks: int, extra: int = 0, load: Sequence[float] | None = None) -> Held:
-    """Experts over ranks, evenly, and `extra` more on each rank: copies of those that leave a rank the most to do.
+    """Distribute experts evenly over ranks, plus `extra` copies on each rank of the experts with the most tokens.
 
-    load: tokens of each expert. The tokens of an expert are shared out evenly among its copies.
+    load: tokens of each expert. An expert's tokens are divided evenly among its copies.
     """
     with as_field("moe.ep_size", known_as="tensor parallelism"):
         held = [list(range(*span)) for span in even(count, ranks, "the experts of a layer")]
@@ -27,7 +27,7 @@ def place_experts(count: int, ranks: int, extra: int = 0, load: Sequence[float] 
 
 
 def _next(held: list[list[int]], room: list[int], load: Sequence[float]) -> tuple[int, int]:
-    """The copy to make next: of the expert with the most tokens for each of its copies, on the idlest rank."""
+    """The next copy to make: the expert with the most tokens per copy, on the rank with the least work."""
     copies = [sum(expert in each for each in held) for expert in range(len(load))]
     work = [sum(load[expert] / copies[expert] for expert in each) for each in held]
     free = [rank for rank in range(len(held)) if room[rank]]
@@ -36,7 +36,7 @@ def _next(held: list[list[int]], room: list[int], load: Sequence[float]) -> tupl
         able = [rank for rank in free if expert not in held[rank]]
         if able:
             return expert, min(able, key=lambda rank: (work[rank], rank))
-    raise AssertionError("a rank with room lacks some expert")
+    raise AssertionError("a rank with room for another expert lacks some expert")
 
 
 def copies_of(held: Held, count: int) -> list[list[int]]:

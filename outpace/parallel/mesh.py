@@ -1,4 +1,4 @@
-"""The groups of one engine: ranks that share each layer, ranks that share the experts, and copies of both."""
+"""The process groups of one engine: tensor, expert, data and pipeline parallel."""
 
 import contextlib
 import os
@@ -22,53 +22,53 @@ from outpace.parallel.pipeline import ONLY, Stage, stage_of
 _MPU = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 BACKENDS: Mapping[str, str] = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells every rank in its environment."""
+"""Environment variables that torchrun sets for every rank."""
 _OF_LLM = "outpace/ranks of LLM"
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The groups that one rank is in."""
+    """The groups of one rank."""
 
     tp: Group = ALONE
-    """Shares each layer."""
+    """Tensor parallel: ranks that share each layer."""
     ep: Group = ALONE
-    """Shares the experts: consecutive ranks."""
+    """Expert parallel: consecutive ranks that share the experts."""
     expert_tp: Group = ALONE
-    """Shares each expert: ranks that hold the same ones of them."""
+    """Ranks that hold the same experts and share each of them."""
     dp: Group = ALONE
-    """The same layers with other requests."""
+    """Data parallel: ranks with the same weights and other requests."""
     stage: Stage = ONLY
-    """Which layers it has."""
+    """The pipeline stage: which layers this rank has."""
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks for all: what is written once, it writes."""
+        """Whether this rank does what is done once, such as writing files."""
         return self.tp.rank == self.ep.rank == self.dp.rank == self.stage.peers.rank == 0
 
     @property
     def experts_like_layers(self) -> bool:
-        """Whether the ranks that share the experts are those that share each layer: they have the same tokens then."""
+        """Whether expert group and tensor parallel group are the same ranks, and so have the same tokens."""
         return self.tp.ranks == self.ep.ranks
 
     @property
     def together(self) -> Group:
-        """The ranks that must make the same calls."""
+        """The group of ranks that must make the same calls."""
         return self.tp if self.stage is ONLY else self.stage.everyone
 
     @property
     def local(self) -> int:
-        """Processes of the world on this machine, this one included."""
+        """Number of ranks on this machine, this one included."""
         if self is NO_MESH or not dist.is_initialized():
             return 1
         return _local_of_llm() or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
     def everywhere(self, good: bool, device: torch.device) -> bool:
-        """Whether something is so on all ranks; each waits for the others."""
+        """Whether a condition holds on all ranks; synchronizes the ranks."""
         return bool(self.least(int(good), device))
 
     def least(self, number: int, device: torch.device) -> int:
-        """The smallest of the numbers of all ranks; each waits for the others."""
+        """The minimum over all ranks; synchronizes the ranks."""
         for group in (self.tp, self.dp, self.ep, self.expert_tp, self.stage.peers):
             number = group.least(number, device)
         return number
@@ -78,7 +78,7 @@ NO_MESH = Mesh()
 
 
 def make_mesh(config: InferenceConfig) -> Mesh:
-    """The groups that a config asks for; every rank of the world must ask for the same."""
+    """Make the groups of a config, which must be the same on every rank of the world."""
     asked, moe, stages = config.tensor_parallel, config.moe, config.pipeline_parallel.pp_size
     _check_given(asked, moe)
     if num_ranks(config) == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
@@ -113,7 +113,7 @@ def _asked(config: InferenceConfig) -> str:
 
 
 def _stage(stages: int, together: int, world: int, device: str) -> Stage:
-    """This rank's stage; `together`: consecutive ranks that run the same batches with it."""
+    """This rank's pipeline stage. together: the consecutive ranks that run the same batches."""
     if stages == 1:
         return ONLY
     shape = stages, world // stages // together, together
@@ -122,7 +122,7 @@ def _stage(stages: int, together: int, world: int, device: str) -> Stage:
     mine, everyone = dist.get_rank(), ALONE
     for copy in range(shape[1]):
         ranks = every[:, copy].flatten().tolist()
-        handle = dist.new_group(ranks)  # every rank takes part in the making of every group
+        handle = dist.new_group(ranks)  # torch: every rank must take part in creating every group
         if mine in ranks and isinstance(handle, dist.ProcessGroup):
             everyone = Group.of(handle)
     number = stage_of(mine // (world // stages), stages)
@@ -130,7 +130,7 @@ def _stage(stages: int, together: int, world: int, device: str) -> Stage:
 
 
 def join_world(device: str, asked_by: str) -> int:
-    """Take part in the world that somebody started, or that this process is in already; its size."""
+    """Join the world of the environment, unless this process is in one already; returns its size."""
     if not dist.is_initialized():
         if missing := [name for name in STARTED_BY if name not in os.environ]:
             raise ConfigError(
@@ -144,7 +144,7 @@ def join_world(device: str, asked_by: str) -> int:
 
 
 def mark_as_of_llm(local: int) -> None:
-    """Say that the other ranks of this world do what an LLM sends them, and nothing else; so many on each machine."""
+    """Mark this world as started by an LLM, whose other ranks only run its steps. local: ranks per machine."""
     dist.distributed_c10d._get_default_store().set(_OF_LLM, str(local))
 
 
@@ -153,21 +153,21 @@ def _is_of_llm() -> bool:
 
 
 def _local_of_llm() -> int:
-    """Ranks on each machine of a world that an LLM made; 0: this is none."""
-    with contextlib.suppress(RuntimeError, ValueError):  # a world without a store is somebody's own
+    """Ranks per machine of a world started by an LLM; 0: it was not."""
+    with contextlib.suppress(RuntimeError, ValueError):  # a world without a store was made by the user
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         return int(store.get(_OF_LLM)) if store is not None and store.check([_OF_LLM]) else 0
     return 0
 
 
 def _check_given(asked: TensorParallelConfig, moe: MoEConfig) -> None:
-    """Refuse what is no group, before anybody waits for others."""
+    """Refuse invalid groups before any rank waits for others."""
     if asked.mpu is not None and not any(name in dir(asked.mpu) for name in _MPU):
         raise ConfigError(
             f"tensor_parallel.mpu: expected an object with {' or '.join(_MPU)}, got {type(asked.mpu).__name__}"
         )
     if asked.mpu is not None and asked.tp_group is not None:
-        raise ConfigError("tensor_parallel.mpu and tensor_parallel.tp_group: both bring a group; leave one of them out")
+        raise ConfigError("tensor_parallel.mpu and tensor_parallel.tp_group: both set a group; set only one of them")
     given = {
         "tensor_parallel.tp_group": asked.tp_group,
         "moe.ep_group": moe.ep_group,
@@ -177,11 +177,11 @@ def _check_given(asked: TensorParallelConfig, moe: MoEConfig) -> None:
         if handle is not None and not isinstance(handle, dist.ProcessGroup):
             raise ConfigError(f"{field}: expected a process group of torch.distributed, got {type(handle).__name__}")
     if moe.ep_mp_group is not None and moe.ep_group is None:
-        raise ConfigError("moe.ep_mp_group: it goes with moe.ep_group; give both, or leave both out")
+        raise ConfigError("moe.ep_mp_group: it needs moe.ep_group; set both or neither")
 
 
 def _tensor_groups(config: InferenceConfig, world: int, device: str) -> tuple[Group, Group]:
-    """Ranks that share each layer, and those that hold the same part of it."""
+    """The tensor parallel group, and the group of ranks that hold the same part of each layer."""
     asked = config.tensor_parallel
     if asked.tp_group is not None or asked.mpu is not None:
         ready = asked.tp_group if asked.mpu is None else _of_mpu(asked.mpu)
@@ -206,7 +206,7 @@ def _expert_groups(config: InferenceConfig, world: int, device: str) -> tuple[Gr
 
 
 def _cut(field: str, world: int, size: int, device: str, stages: int) -> tuple[Group, Group]:
-    """Groups of `size` consecutive ranks of a stage, and those of ranks at the same place in them."""
+    """Groups of `size` consecutive ranks of a stage, and groups of ranks at the same position in them."""
     ranks = world // stages
     if ranks % size:
         where = "" if stages == 1 else f" of each of {stages} stages"
@@ -232,7 +232,9 @@ def _of_mpu(mpu: Any) -> Any:
 
 
 def _checked(field: str, handle: Any) -> Group:
-    if not isinstance(handle, dist.ProcessGroup) or dist.get_rank(handle) < 0:  # an mpu may give anything
+    if (
+        not isinstance(handle, dist.ProcessGroup) or dist.get_rank(handle) < 0
+    ):  # mpu is user code: check what it returns
         raise ConfigError(f"{field}: this rank is not in the group; give each rank one that it is in")
     return Group.of(handle)
 

@@ -1,4 +1,4 @@
-"""A call of a model in parts: which rows of its arguments each part has, and the results joined again."""
+"""Micro-batches: splits the arguments of a model call by rows, and joins the results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from outpace.parallel.stages import parts_of
 _BY_ROWS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "x", "hidden_states"}
 )
-"""Arguments that have a row for each of the batch, or one for all."""
+"""Arguments with a row for each row of the batch, or one row for all."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def in_parts(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int, beside: Group, device: torch.device
 ) -> list[Call]:
-    """At most so many calls that together are this one; one, where an argument belongs to the whole batch.
+    """Split a call into at most `parts` calls; into one if an argument belongs to the batch as a whole.
 
-    beside: ranks with other rows, which make as many calls.
+    beside: group of ranks with other rows, which must make the same number of calls.
     """
     by_rows = {name: value for name, value in kwargs.items() if name in _BY_ROWS and isinstance(value, Tensor)}
     others = [value for name, value in kwargs.items() if name not in by_rows]
@@ -44,7 +44,7 @@ def in_parts(
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """The results of all parts as those of one call."""
+    """Join the results of all parts."""
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
@@ -61,7 +61,7 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 
 def _joined_caches(caches: Sequence[Any]) -> Any:
-    """Keys and values of all rows, in the first of the caches."""
+    """Join the KV caches of all parts in the first one."""
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for name in ("keys", "values"):
             parts: list[Any] = [vars(layer).get(name) for layer in layers]

@@ -1,7 +1,7 @@
-"""A stage of a pipeline: consecutive layers of a model, and the way from the stage before to the one after it.
+"""A pipeline stage: consecutive layers of a model, and the link to the previous and the next stage.
 
-Ranks of a world: the pipeline is outermost. A block of consecutive ranks has one stage, and divides its layers as a
-world of its own would. The first block has the LAST stage: the first rank chooses tokens, and the logits are there.
+The pipeline is the outermost dimension of the ranks. A block of consecutive ranks has one stage and shards its layers
+like a world of its own. The first block has the LAST stage, because the first rank samples and needs the logits.
 
     blocks of ranks   0        1        2        3
     stages            last     first    second   third
@@ -21,27 +21,27 @@ from outpace.parallel.trace import Trace, cpu_time, now
 
 
 def stage_of(block: int, stages: int) -> int:
-    """The stage that a block of ranks has."""
+    """The stage of a block of ranks."""
     return (block - 1) % stages
 
 
 def block_of(stage: int, stages: int) -> int:
-    """The block of ranks that has a stage."""
+    """The block of ranks of a stage."""
     return (stage + 1) % stages
 
 
 @dataclass(eq=False)
 class Link:
-    """Hidden states from the stage before, and to the one after. Each stage makes the same calls in the same order."""
+    """Receives hidden states from the previous stage and sends them on. All stages make the same calls in order."""
 
     peers: Group = ALONE
-    """The ranks at this one's place in all stages, by blocks."""
+    """The ranks at this rank's position in all stages, by blocks."""
     before: int = 0
-    """The block of the stage before."""
+    """The block of the previous stage."""
     after: int = 0
-    """The block of the stage after."""
+    """The block of the next stage."""
     trace: Trace | None = None
-    """When this stage computed, if somebody wants to know."""
+    """Records when this stage computed; None: not recorded."""
     _on_their_way: deque[tuple["dist.Work", Tensor]] = field(default_factory=deque)
     _side: "torch.cuda.Stream | None" = None
     _count: int = 0
@@ -50,7 +50,7 @@ class Link:
     _cpu_before: float = 0.0
 
     def begin(self, into: Tensor | None) -> None:
-        """This stage computes next what the one before has sent; None: it is the first."""
+        """Begin a micro-batch: receive its input from the previous stage; None for the first stage."""
         if self.trace is not None:
             self._asked_at = now()
         if into is not None:
@@ -59,7 +59,7 @@ class Link:
             self._begun_at, self._cpu_before = now(), cpu_time()
 
     def end(self, x: Tensor | None) -> None:
-        """This stage has computed what it sends to the one after; None: it is the last."""
+        """End a micro-batch: send its output to the next stage; None for the last stage."""
         if self.trace is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
@@ -70,7 +70,7 @@ class Link:
             self.send(x)
 
     def receive(self, into: Tensor) -> None:
-        """What the stage before has sent next. On a GPU it is on its way while earlier work goes on."""
+        """Receive from the previous stage. On a GPU this overlaps with earlier work."""
         if not into.numel():
             return
         if not into.is_cuda:
@@ -83,20 +83,20 @@ class Link:
             self._receive_beside(into)
 
     def _receive_beside(self, into: Tensor) -> None:
-        """By NCCL, on a stream of its own: it waits for nothing that this stage computes."""
+        """Receive by NCCL on a separate stream, so that it does not wait for this stage's kernels."""
         self._side = self._side or torch.cuda.Stream(into.device)
         with torch.cuda.stream(self._side):
             landed = torch.empty_like(into)
             work = dist.irecv(landed, group=self.peers.handle, group_src=self.before)
             assert work is not None, "this rank is in the group"
-            work.wait()  # the stream does, the host does not
+            work.wait()  # the stream waits, not the host
         current = torch.cuda.current_stream(into.device)
         current.wait_stream(self._side)
         landed.record_stream(current)
         into.copy_(landed)
 
     def send(self, x: Tensor) -> None:
-        """Send this to the stage after, beside what comes next; x may be overwritten at once."""
+        """Send x to the next stage without blocking; x may be overwritten at once."""
         if not x.numel():
             return
         there = x.cpu() if x.is_cuda and self.peers.by_host else x.clone(memory_format=torch.contiguous_format)
@@ -107,30 +107,30 @@ class Link:
             self._on_their_way.popleft()
 
     def flush(self) -> None:
-        """Wait until all that was sent is gone."""
+        """Wait until all sends are complete."""
         while self._on_their_way:
             self._on_their_way.popleft()[0].wait()
 
 
 @dataclass(eq=False)
 class Handed:
-    """What goes in and out of the layers of a stage that the model's own code calls, while others use the link."""
+    """Input and output of a stage's layers when the model's own forward calls them and other code uses the link."""
 
     given: Tensor | None = None
-    """For the first of them, instead of what the model gives it; None: that."""
+    """Input of the first layer; None: what the model passes to it."""
     taken: Tensor | None = None
-    """What the last of them gave."""
+    """Output of the last layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """What one rank has of a pipeline."""
+    """The pipeline as one rank sees it."""
 
     number: int = 0
-    """The first one is 0."""
+    """Number of this stage, from 0."""
     count: int = 1
     peers: Group = ALONE
-    """The ranks at this one's place in all stages; the first of them is in the last stage."""
+    """The ranks at this rank's position in all stages; the first of them is in the last stage."""
     everyone: Group = ALONE
     """All ranks of all stages that run the same batches."""
     link: Link = field(default_factory=Link)
@@ -138,33 +138,33 @@ class Stage:
 
     @classmethod
     def of(cls, number: int, count: int, peers: Group, everyone: Group) -> "Stage":
-        """A stage with its link to the others."""
+        """Make a stage with its link."""
         trace = Trace.asked(number, dist.get_rank())
         link = Link(peers, block_of(number - 1, count), block_of(number + 1, count), trace)
         return cls(number, count, peers, everyone, link)
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens come in here."""
+        """Whether this stage takes token ids."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether logits come out here."""
+        """Whether this stage produces logits."""
         return self.number == self.count - 1
 
     def from_last(self, x: Tensor) -> Tensor:
-        """What the last stage has, in place."""
+        """Broadcast from the last stage, in place."""
         return self.peers.from_first(x)
 
     @property
     def handed(self) -> Handed | None:
-        """What a call of the model is handed; None: its layers use the link themselves."""
+        """Input and output for the current call; None: the layers use the link themselves."""
         return self._handed[-1] if self._handed else None
 
     @contextmanager
     def handing(self, given: Tensor | None = None) -> Iterator[Handed]:
-        """Calls of the model inside do not use the link: this is for its first layer, and has what its last gives."""
+        """Inside, calls of the model do not use the link but `handed`'s input and output."""
         self._handed.append(Handed(given))
         try:
             yield self._handed[-1]
@@ -176,4 +176,4 @@ class Stage:
 
 
 ONLY = Stage()
-"""The whole model."""
+"""The only stage: the whole model."""

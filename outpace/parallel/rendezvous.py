@@ -1,4 +1,4 @@
-"""How ranks that torchrun (or another launcher) started find each other: all of them soon, or one clear error."""
+"""How ranks started by torchrun (or another launcher) find each other, or fail with one clear error."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from torch.distributed.rendezvous import rendezvous
 from outpace.errors import ConfigError, EngineDead
 
 SECONDS = "OUTPACE_JOIN_TIMEOUT"
-"""Set in the environment: seconds to wait for the other ranks."""
+"""Environment variable: seconds to wait for the other ranks."""
 DEFAULT = 25.0
 _HERE = "outpace/here"
 
 
 def join(backend: str) -> None:
-    """Take part in the world that the environment speaks of."""
+    """Join the world that the environment describes."""
     seconds = _seconds()
     store, rank, size = _met(seconds)
     store.set_timeout(dist.default_pg_timeout)
@@ -25,7 +25,7 @@ def join(backend: str) -> None:
 
 
 def _met(seconds: float) -> tuple[Any, int, int]:
-    """The store, once all ranks have found it."""
+    """The store, once all ranks have joined it."""
     limit, store, size = timedelta(seconds=seconds), None, int(os.environ["WORLD_SIZE"])
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))

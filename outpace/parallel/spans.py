@@ -1,4 +1,4 @@
-"""Which rows and heads each rank holds: arithmetic on numbers alone."""
+"""Which rows and heads each rank holds. Arithmetic only, no tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from outpace.errors import NotSupported
 
 Span = tuple[int, int]
-"""Indices from the first to before the second."""
+"""A half-open range of indices: (begin, end)."""
 Spans = tuple[Span, ...]
-"""What one rank holds of a dimension, in ascending order."""
+"""The spans of a dimension that one rank holds, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A tensor cut over ranks along one dimension; ranks that share a key head hold the same rows of it."""
+    """A tensor sharded along one dimension. Ranks that share a key head hold the same rows."""
 
     dim: int
     spans: tuple[Spans, ...]
-    """Of each rank: its part is the concatenation of these spans along `dim`."""
+    """For each rank, the spans along `dim` whose concatenation is its part."""
 
     def sizes(self) -> tuple[int, ...]:
         """The size of each rank's part along `dim`."""
@@ -26,16 +26,16 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of one rank: every query head of it uses a key head of it, and each key head has as many of them."""
+    """The heads of one rank: its query heads use its key heads, the same number for each key head."""
 
     query: Span
     kv: Span
 
 
 def even(size: int, ranks: int, what: str, grain: int = 1) -> tuple[Span, ...]:
-    """`size` indices over the ranks, as evenly as possible: the first ranks hold one more where it does not divide.
+    """Divide `size` indices over the ranks as evenly as possible; the first ranks hold one more if it does not divide.
 
-    grain: each rank holds a multiple of it, where it divides the size and there is one for each rank.
+    grain: each rank holds a multiple of it, if it divides the size into at least one multiple per rank.
     """
     if grain > 1 and size % grain == 0 and size >= grain * ranks:
         return tuple((first * grain, last * grain) for first, last in even(size // grain, ranks, what))
@@ -48,10 +48,19 @@ def even(size: int, ranks: int, what: str, grain: int = 1) -> tuple[Span, ...]:
     return tuple(zip([0, *stops], stops, strict=False))
 
 
-def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Heads, ...]:
-    """The heads of each rank. Groups of query heads stay whole where there is a key head for each rank.
+def even_split(
+    dim: int, size: int, ranks: int, what: str, *, packed: bool = False, width: int = 1, grain: int = 1
+) -> Split:
+    """A dimension of `size` cut as evenly as possible: in both halves of it (packed), or in units of `width`."""
+    part = size // (2 if packed else width)
+    rows = even(part, ranks, what, grain)
+    return Split(dim, tuple(scaled(halves(span, part) if packed else [span], width) for span in rows))
 
-    With fewer key heads than ranks, some ranks share a key head and each takes a part of its query heads.
+
+def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Heads, ...]:
+    """The heads of each rank. If there is a key head for each rank, groups of query heads stay whole.
+
+    With fewer key heads than ranks, ranks share a key head and divide its query heads.
     """
     if num_heads < ranks:
         raise NotSupported(
@@ -63,14 +72,14 @@ def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Heads, .
             Heads((first * group, last * group), (first, last)) for first, last in even(num_kv_heads, ranks, "")
         )
     found = []
-    for head, (first, last) in enumerate(even(ranks, num_kv_heads, "")):  # which ranks share this key head
+    for head, (first, last) in enumerate(even(ranks, num_kv_heads, "")):  # the ranks that share this key head
         for start, stop in even(group, last - first, ""):
             found.append(Heads((head * group + start, head * group + stop), (head, head + 1)))
     return tuple(found)
 
 
 def scaled(spans: Iterable[Span], width: int) -> Spans:
-    """Spans of rows from spans of units of `width` rows each; neighbours become one."""
+    """Spans of rows from spans of units of `width` rows; adjacent spans are merged."""
     joined: list[Span] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start * width:
@@ -81,7 +90,7 @@ def scaled(spans: Iterable[Span], width: int) -> Spans:
 
 
 def halves(span: Span, size: int) -> tuple[Span, Span]:
-    """The same span in both halves of a dimension of twice `size`: gate and up in one weight."""
+    """The same spans in both halves of a dimension of 2 x `size`: gate and up in one weight."""
     return span, (size + span[0], size + span[1])
 
 
@@ -122,4 +131,4 @@ def _quarters(heads: Heads, num_heads: int, num_kv_heads: int) -> list[Span]:
 LAYOUTS: Mapping[str, Callable[[Heads, int, int], list[Span]]] = {
     "rows": _rows, "heads": _heads, "groups": _groups, "quarters": _quarters,
 }  # fmt: skip
-"""Units of a fused qkv that belong to some heads, by the layout that a policy names; a unit has head_dim rows."""
+"""By the qkv layout that a policy names: the units (head_dim rows) of a fused qkv that belong to some heads."""

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has, and whose turn it is: arithmetic on numbers alone."""
+"""Which layers each pipeline stage has, and the ideal idle share. Arithmetic only, no tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,10 @@ FIELD = "pipeline_parallel.pp_size"
 
 
 def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[Span, ...]:
-    """Consecutive layers for each stage: the slowest stage is as fast as can be, then the largest as small as can be.
+    """Consecutive layers for each stage: minimizes the slowest stage's time, then the largest stage's size.
 
-    layers: the weights of each. first: those that only take room in the first stage: an embedding, of which a step
-    reads a few rows. last: those that the last stage reads besides: a head.
+    layers: bytes of each. first: bytes that only take space in the first stage, such as an embedding, of which a step
+    reads a few rows. last: bytes that the last stage reads besides, such as the head.
     """
     count = len(layers)
     if count < stages:
@@ -34,8 +34,8 @@ def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) 
 
 
 def _cut(count: int, stages: int, cost: Callable[[int, int], int | None]) -> tuple[int, tuple[Span, ...]]:
-    """The stages whose worst costs least, and what it costs. A stage that costs None may not be."""
-    best: dict[int, tuple[int, tuple[Span, ...]]] = {0: (0, ())}  # by the layers that are given away
+    """The cut whose worst stage costs least, and that cost. A stage that costs None is not allowed."""
+    best: dict[int, tuple[int, tuple[Span, ...]]] = {0: (0, ())}  # by number of layers already assigned
     for stage in range(stages):
         found: dict[int, tuple[int, tuple[Span, ...]]] = {}
         for stop in range(stage + 1, count - (stages - stage - 1) + 1):
@@ -49,7 +49,7 @@ def _cut(count: int, stages: int, cost: Callable[[int, int], int | None]) -> tup
 
 
 def as_asked(layers: Sequence[int], count: int) -> tuple[Span, ...]:
-    """Consecutive layers for each stage, of which it has so many."""
+    """Consecutive layers for each stage, by the given counts."""
     if sum(layers) != count:
         raise ConfigError(
             f"pipeline_parallel.layers: {tuple(layers)} are {sum(layers)} layers, and the model has {count}; make "
@@ -60,11 +60,11 @@ def as_asked(layers: Sequence[int], count: int) -> tuple[Span, ...]:
 
 
 def bubble(stages: int, parts: int) -> float:
-    """The share of the time that stages of equal speed stand idle while so many parts go through them once."""
+    """The idle share of equally fast stages while `parts` micro-batches go through them once."""
     return (stages - 1) / (parts + stages - 1)
 
 
 def parts_of(count: int, parts: int) -> list[Span]:
-    """So many things in at most so many parts of about equal size."""
+    """Divide `count` items into at most `parts` parts of about equal size."""
     parts = min(count, parts)
     return [(part * count // parts, (part + 1) * count // parts) for part in range(parts)]

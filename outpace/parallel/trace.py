@@ -1,7 +1,7 @@
-"""When each stage of a pipeline computed: recorded by the stages, read by `outpace bench pipeline`.
+"""A trace of when each pipeline stage computed: written by the stages, read by `outpace bench pipeline`.
 
-Off unless the environment variable OUTPACE_PIPELINE_TRACE names a folder. Each rank then writes a file there, one line
-of JSON for each micro-batch or step, at once, so that a rank that is killed leaves what it has recorded. Times are
+Off unless the environment variable OUTPACE_PIPELINE_TRACE names a folder. Each rank then writes a file there, a line
+of JSON for each micro-batch or step, flushed at once, so that a killed rank leaves what it has recorded. Times are
 `time.perf_counter`, which processes of one Linux machine share; ranks on other machines need an offset each.
 """
 
@@ -24,20 +24,20 @@ class Span(NamedTuple):
     step: int
     """Its number, the same on all stages."""
     begin: float
-    """When its computation began: its input was there."""
+    """When its computation began, once its input had arrived."""
     end: float
     waited: float = 0.0
     """Seconds before `begin` in which the stage waited for the input."""
     cpu: float = 0.0
-    """Seconds of the process's CPU time, which other programs on a busy machine do not make longer."""
+    """Seconds of CPU time, which other programs on a busy machine do not change."""
 
 
 Stages = Mapping[int, Sequence[Span]]
-"""The spans of each stage, by begin."""
+"""The spans of each stage, in order of `begin`."""
 
 
 class Trace:
-    """The spans of one rank, in memory and, given a folder, in a file of it."""
+    """The spans of one rank, in memory and, if a folder is given, in a file there."""
 
     def __init__(self, stage: int, rank: int = 0, folder: Path | None = None) -> None:
         self.stage, self.rank = stage, rank
@@ -48,7 +48,7 @@ class Trace:
 
     @classmethod
     def asked(cls, stage: int, rank: int = 0) -> "Trace | None":
-        """A trace where the environment asks for one."""
+        """A trace if the environment variable is set, otherwise None."""
         folder = os.environ.get(ENVIRONMENT)
         return cls(stage, rank, Path(folder)) if folder else None
 
@@ -74,7 +74,7 @@ def _new_file(path: Path, head: Mapping[str, int]) -> Path:
 
 
 def read(folder: Path, offsets: Mapping[int, float] | None = None) -> dict[int, list[Span]]:
-    """The stages of a folder of traces, each by its first rank.
+    """Read a folder of traces: the spans of each stage, as its first rank recorded them.
 
     `offsets`: seconds to add to the times of a rank, for ranks on machines with other clocks.
     """
@@ -91,20 +91,20 @@ def read(folder: Path, offsets: Mapping[int, float] | None = None) -> dict[int, 
 
 
 def shifted(spans: Iterable[Span], offset: float) -> list[Span]:
-    """Spans on another clock, by begin."""
+    """Spans with an offset added, in order of `begin`."""
     moved = (span._replace(begin=span.begin + offset, end=span.end + offset) for span in spans)
     return sorted(moved, key=lambda span: span.begin)
 
 
 def within(stages: Stages, begin: float, end: float) -> dict[int, list[Span]]:
-    """What ran between two times: without warm-up."""
+    """The spans between two times, to leave out the warm-up."""
     return {
         stage: [span for span in spans if span.begin >= begin and span.end <= end] for stage, spans in stages.items()
     }
 
 
 def replayed(stages: Stages) -> dict[int, list[Span]]:
-    """The same work without other programs and waits: every computation takes its CPU time, as early as it can."""
+    """The same work on an idle machine: each computation takes its CPU time and starts as early as possible."""
     found: dict[int, list[Span]] = {}
     ready = dict[int, float]()
     for stage, spans in sorted(stages.items()):
@@ -117,12 +117,12 @@ def replayed(stages: Stages) -> dict[int, list[Span]]:
 
 
 def ideal_speedup(stages: int, micro_batches: int) -> float:
-    """How many times as fast as one stage that does it all."""
+    """Ideal speed-up over one stage that computes everything."""
     return stages * (1 - bubble(stages, micro_batches))
 
 
 def idle_share(stages: Stages, begin: float | None = None, end: float | None = None) -> float:
-    """The share of the stages' time in which they did not compute, from the first begin to the last end or as given."""
+    """The share of time in which the stages did not compute, from first begin to last end or as given."""
     every = [span for spans in stages.values() for span in spans]
     if not every:
         raise InputError("trace: no spans; nothing ran while it was recorded")
@@ -135,7 +135,7 @@ def idle_share(stages: Stages, begin: float | None = None, end: float | None = N
 
 
 def steady_idle_share(stages: Stages) -> float:
-    """The same while all stages have work: without the fill and the drain."""
+    """The same without the fill and the drain of the pipeline."""
     if not all(stages.values()):
         return idle_share(stages)
     begin = max(spans[0].begin for spans in stages.values())

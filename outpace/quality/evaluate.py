@@ -10,22 +10,22 @@ from outpace.errors import InputError, as_field
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
 from outpace.loading.text import Text, read_text
-from outpace.loading.windows import Tokens, Window, check_window, make_windows, read_tokens
+from outpace.loading.windows import TextTokens, Window, check_window, make_windows, read_tokens
+from outpace.quality.candidate import AnyModel, Candidate
 from outpace.quality.report import Agreement, Evaluation, Perplexity, WindowLoss
 from outpace.quality.score import HOST_BYTES, Distributions, Scores, score
-from outpace.quality.subject import Source, Subject
 
 WINDOW = 1024
-"""Most tokens of a window where none is given."""
+"""Default of the most tokens of a window."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, and how many tokens are done of how many."""
+"""Called with what is being done, the number of tokens done, and of all tokens."""
 
 
 def evaluate(
-    model: Source = None,
+    model: AnyModel = None,
     *,
-    against: Source = None,
+    against: AnyModel = None,
     text: Text = None,
     window: int | None = None,
     stride: int | None = None,
@@ -35,40 +35,39 @@ def evaluate(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Evaluation:
-    """Perplexity of a model on a text, and where there is a reference to be held against, how close it is to that.
+    """Perplexity of a model on a text, and how close it is to a reference, if there is one.
 
     `model` and `against` are what `outpace.LLM` takes, or LLMs; `options` and `against_options` are the options of each
-    (`tokenizer` among them); the reference is on the same device if they do not say otherwise. With `against_options`
-    alone the reference is the same model with those options. `text` is
-    text, token ids, the path of a text file, or None for the built-in text. Windows of `window` tokens (1,024, or the
-    model's positions if those are fewer) begin every `stride` tokens (default: one after the other).
-    `host_bytes` limits the memory for the reference's distributions: whole ones where they fit, else those of the
-    likeliest tokens (`Agreement.exact`).
+    (including `tokenizer`). By default the reference runs on the same device; with `against_options` alone it is the
+    same model with those options. `text` is text, token ids, the path of a text file, or None for the built-in text.
+    Windows of `window` tokens (1,024, or the model's positions if those are fewer) begin every `stride` tokens (by
+    default without overlap). `host_bytes` limits the memory for the reference's distributions: they are complete if
+    they fit, else those of the likeliest tokens (`Agreement.exact`).
     """
     if window is not None:
         check_window(window, stride)
     if type(host_bytes) is not int or host_bytes < 0:
         raise InputError(f"host_bytes: expected an integer from 0, got {host_bytes!r}")
     name, text = read_text(text)
-    subjects = [Subject.of(model, options)]
+    candidates = [Candidate.of(model, options)]
     if against is not None or against_options is not None:
         same = {"device": options["device"]} if "device" in options and not isinstance(against, LLM) else {}
-        subjects.append(_reference(model, against, {**same, **(against_options or {})}))
-    tokens = _same_tokens(subjects, text, max_tokens)
-    window = _window(subjects, window)
+        candidates.append(_reference(model, against, {**same, **(against_options or {})}))
+    tokens = _same_tokens(candidates, text, max_tokens)
+    window = _window(candidates, window)
     windows = make_windows(tokens, window, stride)
     stride = check_window(window, stride, len(tokens.prefix))
-    if len(subjects) == 1:
-        found, _ = _run(subjects[0], tokens, windows, progress)
+    if len(candidates) == 1:
+        found, _ = _run(candidates[0], tokens, windows, progress)
         return Evaluation(name, window, stride, found)
     kept = Distributions(sum(each.tokens for each in windows), host_bytes)
-    reference, theirs = _run(subjects[1], tokens, windows, progress, keep=kept)
-    found, own = _run(subjects[0], tokens, windows, progress, reference=kept)
+    reference, theirs = _run(candidates[1], tokens, windows, progress, keep=kept)
+    found, own = _run(candidates[0], tokens, windows, progress, reference=kept)
     return Evaluation(name, window, stride, found, reference, _agreement(own, theirs, kept))
 
 
 def perplexity(
-    model: Source, text: Text = None, window: int | None = None, stride: int | None = None,
+    model: AnyModel, text: Text = None, window: int | None = None, stride: int | None = None,
     **options: Any,
 ) -> Perplexity:  # fmt: skip
     """How well a model predicts a text; see `evaluate`."""
@@ -76,7 +75,7 @@ def perplexity(
 
 
 def agreement(
-    model: Source, against: Source, text: Text = None, window: int | None = None,
+    model: AnyModel, against: AnyModel, text: Text = None, window: int | None = None,
     stride: int | None = None, **options: Any,
 ) -> Agreement:  # fmt: skip
     """How close a model is to a reference; see `evaluate`."""
@@ -87,20 +86,20 @@ def agreement(
     return found
 
 
-def _reference(model: Source, against: Source, options: Mapping[str, Any]) -> Subject:
+def _reference(model: AnyModel, against: AnyModel, options: Mapping[str, Any]) -> Candidate:
     """The reference: another model, or the same one with other options."""
     if against is None and isinstance(model, LLM | nn.Module):
         raise InputError("against: the same model with other options has to be loaded again; give its name or folder")
     if isinstance(against, nn.Module) and against is model:
         raise InputError("against: it is the same module as the model; pass an LLM of it, or load it twice")
     with as_field("against"):
-        return Subject.of(model if against is None else against, options)
+        return Candidate.of(model if against is None else against, options)
 
 
-def _same_tokens(subjects: Sequence[Subject], text: str | Sequence[int], max_tokens: int | None) -> Tokens:
-    """The tokens of the text, if all models cut it in the same way."""
-    first, *others = (read_tokens(subject.tokenizer, text, max_tokens) for subject in subjects)
-    sizes = {subject.vocab_size for subject in subjects if subject.vocab_size is not None}
+def _same_tokens(candidates: Sequence[Candidate], text: str | Sequence[int], max_tokens: int | None) -> TextTokens:
+    """The tokens of the text, if all models tokenize it in the same way."""
+    first, *others = (read_tokens(candidate.tokenizer, text, max_tokens) for candidate in candidates)
+    sizes = {candidate.vocab_size for candidate in candidates if candidate.vocab_size is not None}
     if any(other != first for other in others) or len(sizes) > 1:
         raise InputError(
             "against: the two models have different tokenizers or vocabularies, so their tokens cannot be compared "
@@ -109,8 +108,8 @@ def _same_tokens(subjects: Sequence[Subject], text: str | Sequence[int], max_tok
     return first
 
 
-def _window(subjects: Sequence[Subject], asked: int | None) -> int:
-    most = min(subject.max_length for subject in subjects)
+def _window(candidates: Sequence[Candidate], asked: int | None) -> int:
+    most = min(candidate.max_length for candidate in candidates)
     if asked is not None and asked > most:
         raise InputError(
             f"window: {asked} is more than the {most} tokens that the model takes; ask for {most} or fewer"
@@ -119,21 +118,23 @@ def _window(subjects: Sequence[Subject], asked: int | None) -> int:
 
 
 def _run(
-    subject: Subject, tokens: Tokens, windows: Sequence[Window], progress: Progress, **more: Distributions
+    candidate: Candidate, tokens: TextTokens, windows: Sequence[Window], progress: Progress, **more: Distributions
 ) -> tuple[Perplexity, Scores]:
     progress("starting the model", 0, 0)
-    with subject.started() as llm:
+    with candidate.started() as llm:
         scores = score(llm, tokens, windows, **more, progress=lambda done, total: progress(llm.name, done, total))
-        return _perplexity(subject, llm, tokens, windows, scores), scores
+        return _perplexity(candidate, llm, tokens, windows, scores), scores
 
 
-def _perplexity(subject: Subject, llm: LLM, tokens: Tokens, windows: Sequence[Window], scores: Scores) -> Perplexity:
+def _perplexity(
+    candidate: Candidate, llm: LLM, tokens: TextTokens, windows: Sequence[Window], scores: Scores
+) -> Perplexity:
     parts = scores.nats.split([window.tokens for window in windows])
     return Perplexity(
         model=llm.name,
         dtype=short(llm.dtype),
         device=str(llm.device),
-        options=subject.options,
+        options=candidate.options,
         tokens=len(scores.nats),
         nats=float(scores.nats.mean()),
         tokens_per_byte=len(tokens.ids) / tokens.num_bytes if tokens.num_bytes else None,

@@ -4,29 +4,25 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outpace.bench.plot import BLUE, RED, canvas
 from outpace.quality.report import Evaluation, Perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#2171b5", "#cb181d")
-
 
 def plot(found: Evaluation, path: Path) -> None:
-    """Draw the loss of each window, of both models where there are two, with their difference below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4 if found.against is None else 6.5), layout="constrained")
+    """Draw the loss of each window, of both models if there are two, with their difference below."""
     rows = 1 if found.against is None else 2
+    figure = canvas(9, 1.5 + 2.5 * rows)
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=(2, 1)[:rows])[:, 0]
-    for each, colour in zip((found.model, found.against), COLOURS, strict=True):
+    for each, colour in zip((found.model, found.against), (BLUE, RED), strict=True):
         if each is not None:
             name = f"{each.model}, {each.dtype}: perplexity {each.perplexity:,.2f}"
             _stairs(axes[0], each, [window.nats for window in each.windows], color=colour, label=name)
-    axes[0].set_title(
-        f"{found.summary}\n{found.text}, windows of {found.window:,} tokens", loc="left", fontsize="medium"
-    )
-    axes[0].set_ylabel("loss, nats a token")
+    title = f"{found.summary}\n{found.text}, windows of {found.window:,} tokens"
+    axes[0].set_title(title, loc="left", fontsize="medium")
+    axes[0].set_ylabel("loss, nats per token")
     axes[0].legend(fontsize="small")
     if found.against is not None:
         pairs = zip(found.model.windows, found.against.windows, strict=True)

@@ -23,13 +23,13 @@ class Perplexity:
     dtype: str
     device: str
     options: str
-    """Other options that it ran with: `cache.block_size=32, ...`."""
+    """Other options of the run: `cache.block_size=32, ...`."""
     tokens: int
     """Tokens that were predicted."""
     nats: float
     """Mean of -log p of those tokens."""
     tokens_per_byte: float | None
-    """Of the text in UTF-8; None: token ids were given."""
+    """Of the text in UTF-8; None: the text was given as token ids."""
     windows: tuple[WindowLoss, ...]
 
     @property
@@ -39,46 +39,46 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean loss of a byte of the text, in bits: it can be compared between tokenizers."""
+        """Mean loss per byte of the text, in bits: comparable between tokenizers."""
         return None if self.tokens_per_byte is None else self.nats / math.log(2) * self.tokens_per_byte
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close the next-token distributions of a model are to those of a reference, over the same tokens."""
+    """How close the next-token distributions of a model are to those of a reference, for the same tokens."""
 
     tokens: int
-    """Positions that were compared."""
+    """Number of positions compared."""
     top1: float
     """Share of positions where both have the same likeliest token."""
     mean_kl: float
     """Mean KL divergence from the reference, in nats."""
     max_kl: float
     kept: int
-    """Likeliest tokens of the reference that the KL divergence was computed on, at each position."""
+    """Tokens per position, the reference's likeliest, that the KL divergence was computed from."""
     exact: bool
-    """Whether that is the whole vocabulary. If not, the other tokens count as one, and KL is a lower bound."""
+    """Whether that is the whole vocabulary. If not, all other tokens count as one, and KL is a lower bound."""
     nats_error: float
-    """Standard error of the difference of the mean losses, by the differences at single tokens."""
+    """Standard error of the difference of the mean losses, from the differences at single tokens."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's perplexity, perhaps beside that of a reference."""
+    """A model's perplexity, and that of a reference if there is one."""
 
     text: str
     """Where the text came from."""
     window: int
     """Most tokens of a window."""
     stride: int
-    """Tokens from the beginning of one window to the next."""
+    """Tokens from the beginning of one window to that of the next."""
     model: Perplexity
     against: Perplexity | None = None
     agreement: Agreement | None = None
 
     @property
     def increase(self) -> float | None:
-        """How much larger the perplexity is than that of the reference, relative to it."""
+        """Perplexity relative to that of the reference, minus 1."""
         return None if self.against is None else math.expm1(min(self.model.nats - self.against.nats, 700))
 
     @property

@@ -9,27 +9,27 @@ from torch import Tensor
 from outpace.errors import InputError, ModelError
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
-from outpace.loading.windows import Tokens, Window
+from outpace.loading.windows import TextTokens, Window
 
 CHUNK_BYTES = 2**26
-"""Of fp32 log-probabilities that are on the device at a time."""
+"""Size of the fp32 log-probabilities on the device at a time."""
 HOST_BYTES = 2**30
-"""Of the reference's distributions that are kept on the host."""
+"""Default size of the reference's distributions, which are kept in host memory."""
 KEPT = 1024
-"""Likeliest tokens of each position that are kept where the whole vocabulary is too much."""
+"""Likeliest tokens kept per position if the whole vocabulary does not fit."""
 
 AT_ONCE = 16
-"""Windows that are in the engine at a time; overlapping ones are many times the text."""
+"""Windows in the engine at a time; overlapping windows have many times the text's tokens."""
 
 Progress = Callable[[int, int], None]
-"""Told how many tokens are done, of how many."""
+"""Called with the number of tokens done, and of all tokens."""
 
 
 class Distributions:
-    """Next-token distributions of a reference, on the host, in at most `limit` bytes.
+    """Next-token distributions of a reference, in at most `limit` bytes of host memory.
 
-    The log-probabilities of the whole vocabulary where they fit, else of the likeliest tokens; the others count as one
-    then. Joining tokens can only lower a KL divergence, so that what is found is a lower bound.
+    Log-probabilities of the whole vocabulary if they fit, else of the likeliest tokens, with all others counted as one.
+    Joining tokens can only lower a KL divergence, so the result is a lower bound.
     """
 
     def __init__(self, rows: int, limit: int = HOST_BYTES) -> None:
@@ -40,16 +40,16 @@ class Distributions:
 
     @property
     def kept(self) -> int:
-        """Tokens of each position."""
+        """Tokens kept per position."""
         return 0 if self._logprobs is None else self._logprobs.shape[1]
 
     @property
     def exact(self) -> bool:
-        """Whether these are all tokens."""
+        """Whether that is the whole vocabulary."""
         return self._ids is None
 
     def keep(self, place: int, logprobs: Tensor) -> None:
-        """Take the log-probabilities [R, V] of some positions, the first of which is number `place`."""
+        """Keep the log-probabilities [R, V] of positions `place` and following."""
         if self._logprobs is None:
             self._allocate(logprobs.shape[1])
         assert self._logprobs is not None
@@ -61,7 +61,7 @@ class Distributions:
             self._logprobs[rows], self._ids[rows] = values.cpu(), ids.int().cpu()
 
     def divergence(self, place: int, logprobs: Tensor) -> Tensor:
-        """KL divergence of other log-probabilities [R, V] from those kept, [R] in nats."""
+        """KL divergence of log-probabilities [R, V] from those that are kept, [R] in nats."""
         if self._logprobs is None or logprobs.shape[1] != self.vocab_size:
             raise InputError(
                 f"against: its vocabulary has {self.vocab_size} tokens and the model's {logprobs.shape[1]}; "
@@ -85,20 +85,20 @@ class Distributions:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """Log-probabilities [R, K] with those of all other tokens together as one more column."""
+    """Log-probabilities [R, K], with all other tokens together as one more column."""
     rest = 1 - logprobs.double().exp().sum(1, keepdim=True)
     return torch.cat([logprobs, rest.clamp(min=1e-9).log().float()], dim=1)
 
 
 def _divergence(known: Tensor, other: Tensor) -> Tensor:
-    """Sum of p (log p - log q) over the columns; a token that cannot come adds nothing."""
+    """Sum of p (log p - log q) over the columns; tokens of probability 0 add nothing."""
     terms = torch.where(known == -torch.inf, 0.0, known.exp() * (known - other))
-    return terms.sum(1, dtype=torch.float64).clamp(min=0)  # rounding can leave a little less than nothing
+    return terms.sum(1, dtype=torch.float64).clamp(min=0)  # rounding can give slightly negative sums
 
 
 @dataclass
 class Scores:
-    """What was found at each of the tokens that count."""
+    """The results at each of the tokens that count."""
 
     nats: Tensor
     """[T] -log p of the token, float64."""
@@ -107,19 +107,19 @@ class Scores:
     divergence: Tensor | None = None
     """[T] KL divergence from the reference, if there is one."""
     distributions: Distributions | None = None
-    """What was kept for another model."""
+    """Kept to compare another model with."""
 
 
 @dataclass
 class _Watch:
-    """Takes the logits of windows as the steps run."""
+    """Receives the logits of windows while the steps run."""
 
-    tokens: Tokens
+    tokens: TextTokens
     scores: Scores
     reference: Distributions | None
     progress: Progress
     windows: Sequence[Window] = ()
-    """Those that run."""
+    """The windows that run now."""
     done: int = 0
     failed: Exception | None = None
 
@@ -128,7 +128,7 @@ class _Watch:
         if self.failed is None:
             try:
                 self._take(self.windows[index], position, logits)
-            except InputError as error:  # raised after the run: an error in a step costs the engine all its requests
+            except InputError as error:  # raised after the run: an error in a step would fail all requests
                 self.failed = error
 
     def _take(self, window: Window, position: int, logits: Tensor) -> None:
@@ -144,12 +144,12 @@ class _Watch:
                 self.scores.distributions.keep(place, logprobs)
             if self.reference is not None and self.scores.divergence is not None:
                 self.scores.divergence[place : place + rows] = self.reference.divergence(place, logprobs).cpu()
-            self.done = min(self.done + rows, len(self.scores.nats))  # after a preemption rows come again
+            self.done = min(self.done + rows, len(self.scores.nats))  # a preempted request computes its rows again
             self.progress(self.done, len(self.scores.nats))
 
 
 def _in_chunks(logits: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Log-probabilities of some rows at a time: they take 32 bits."""
+    """Log-probabilities of some rows at a time, as they are in fp32."""
     rows = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     for start in range(0, len(logits), rows):
         yield start, logits[start : start + rows].log_softmax(dim=1, dtype=torch.float32)
@@ -157,7 +157,7 @@ def _in_chunks(logits: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def score(
     llm: LLM,
-    tokens: Tokens,
+    tokens: TextTokens,
     windows: Sequence[Window],
     *,
     keep: Distributions | None = None,
@@ -166,7 +166,7 @@ def score(
 ) -> Scores:
     """Run the windows and score every token that counts.
 
-    keep: is filled with the model's distributions; reference: those of another model, to compare with.
+    keep: filled with the model's distributions; reference: distributions of another model to compare with.
     """
     total = sum(window.tokens for window in windows)
     scores = Scores(

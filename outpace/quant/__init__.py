@@ -1,1 +1,1 @@
-"""Quantized weights: schemes say what a weight becomes, rules say which weight gets which scheme."""
+"""Weight quantization: a scheme says how a weight is stored, rules say which weight gets which scheme."""

@@ -1,8 +1,7 @@
-"""The rules that a config asks for."""
+"""From the `quant` options of a config to quantization rules."""
 
 from outpace.config import InferenceConfig
-from outpace.config.quant_rules import activates
-from outpace.config.sections import GroupQuantConfig, QuantizationConfig
+from outpace.config.quantization import GroupQuantConfig, QuantizationConfig, activates
 from outpace.quant.plan import QuantPlan
 from outpace.quant.rules import KEEP, Rules
 from outpace.quant.scheme import Activations, Scheme, Values
@@ -16,32 +15,33 @@ NAMED: dict[str, Scheme] = {
 
 
 def asked_rules(config: InferenceConfig) -> Rules:
-    """Which weights become what."""
+    """The rules that a config asks for."""
     quant = config.asked_quant
     return KEEP if quant is None else _rules(quant)
 
 
 def asked_plan(config: InferenceConfig) -> QuantPlan | None:
-    """The plan that a config gives back; None: it gives none."""
+    """The plan in a config; None: it has none."""
     quant = config.asked_quant
     return None if quant is None or quant.plan is None else QuantPlan.read(quant.plan)
 
 
 def runs_stored(config: InferenceConfig) -> tuple[bool, str]:
-    """Whether weights that a checkpoint stores quantized run from their own bits; and why, or what to ask for."""
+    """Whether weights that are stored quantized run without conversion; and the reason, or the option that changes
+    it."""
     quant = config.asked_quant
     if quant is not None and quant.scheme == "stored":
         return True, "asked for"
     if quant is not None:
         return False, "asked for" if asked_rules(config) is KEEP else "they are quantized as asked for"
     if config.torch_device.type == "cpu" or config.keep_module_on_host:
-        return False, "products of a CPU are faster so; quant.scheme 'stored' runs them from their own bits"
-    return True, "the checkpoint's own; quant.scheme 'none' converts them"
+        return False, "a CPU is faster with converted weights; quant.scheme 'stored' runs them without conversion"
+    return True, "the checkpoint's own format; quant.scheme 'none' converts them"
 
 
 def _rules(quant: QuantizationConfig) -> Rules:
     if quant.auto is not None:
-        return KEEP  # until they are chosen
+        return KEEP  # until the plan has been measured
     if quant.plan is not None:
         return QuantPlan.read(quant.plan).rules
     weight, qkv = quant.weight, quant.qkv.enabled

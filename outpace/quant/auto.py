@@ -1,7 +1,7 @@
-"""Which of several forms each weight gets: the fewest bytes below a loss, or the least loss within some bytes.
+"""Chooses a scheme for each weight: the fewest bytes within a loss, or the least loss within a number of bytes.
 
-The loss of a choice is taken for the sum of what each weight adds, and one table of the least loss for every number of
-bytes answers both questions. More room never gives more loss, a looser bound never more bytes: the table is the same.
+The loss of a choice is estimated as the sum of the losses of its weights. One table (a knapsack by dynamic programming)
+holds the least loss for each number of bytes and answers both questions, so a looser bound never gives a worse choice.
 """
 
 import math
@@ -14,26 +14,27 @@ from torch import Tensor
 from outpace.quant.scheme import Scheme
 
 STEPS = 1 << 16
-"""Most columns of the table: bytes are counted in steps of their common divisor, or of this part of all."""
+"""Maximum columns of the table: bytes are counted in steps of their common divisor, or of this fraction of the
+range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A form that a weight may get."""
+    """A scheme that a weight may get."""
 
     scheme: Scheme | None
-    """None: it stays as it is."""
+    """None: the weight is not quantized."""
     nbytes: int
     nats: float
-    """What it adds to the loss of a token, by estimate; from 0 on."""
+    """Estimated increase of the loss per token; at least 0."""
 
 
 Options = Sequence[Sequence[Option]]
-"""Of each weight; none of them is empty."""
+"""The options of each weight, at least one."""
 
 
 class Choices:
-    """All that weights may get, as the least loss for every number of bytes above the fewest that are possible."""
+    """The options of all weights, as a table of the least loss for each number of bytes above the minimum."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -51,12 +52,12 @@ class Choices:
             self._add(each, costs)
 
     def least_bytes(self, max_nats: float) -> list[int] | None:
-        """The number of the option that each weight gets, for the fewest bytes; None: nothing adds so little."""
+        """The index of each weight's option in the choice with the fewest bytes; None: no choice is within the loss."""
         fits = (self._least <= max_nats).nonzero()
         return self._choice(int(fits[0])) if len(fits) else None
 
     def least_loss(self, max_bytes: int) -> list[int] | None:
-        """The same for the least loss within some bytes; None: nothing is so small."""
+        """The same for the least loss within `max_bytes`; None: no choice is that small."""
         room = (max_bytes - self.smallest) // self._step
         return self._choice(min(room, self._columns - 1)) if room >= 0 else None
 
@@ -65,7 +66,7 @@ class Choices:
         return sum(each[pick].nbytes for each, pick in zip(self.options, picks, strict=True))
 
     def _add(self, options: Sequence[Option], costs: Sequence[int]) -> None:
-        """Let one more weight choose, for every number of bytes; of equal losses the first of the smaller ones."""
+        """Add a weight to the table; among equal losses, the smaller option that comes first wins."""
         before, best = self._least, torch.full_like(self._least, math.inf)
         chosen = torch.zeros(self._columns, dtype=torch.uint8)
         for number in sorted(range(len(options)), key=lambda number: costs[number]):
@@ -78,7 +79,7 @@ class Choices:
         self._chosen.append(chosen)
 
     def _choice(self, column: int) -> list[int]:
-        """What each weight gets for the bytes of a column."""
+        """Each weight's option in the choice of a column."""
         found = []
         for chosen, costs in zip(reversed(self._chosen), reversed(self._costs), strict=True):
             found.append(int(chosen[column]))

@@ -1,7 +1,7 @@
-"""The layout of compressed-tensors: names, shapes and bytes of a quantized weight, and what config.json says.
+"""Writes the compressed-tensors format: names, shapes and bytes of a quantized weight, and the entry of config.json.
 
-A weight without quantized activations is pack-quantized: unsigned integers, as many in an int32 as fit, along the
-columns, and zero points likewise along the rows. With quantized activations it is a plain int8 or float8 tensor.
+A weight without quantized activations is pack-quantized: unsigned integers packed into int32 along the columns, zero
+points packed along the rows. With quantized activations it is a plain int8 or float8 tensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,23 +15,23 @@ from outpace.quant.scheme import Scheme
 
 METHOD = "compressed-tensors"
 Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Tensors by what follows the name of a weight: dtype and shape."""
+"""Suffix of a tensor's name -> its dtype and shape."""
 
 
 def bits(scheme: Scheme) -> int:
-    """Of one value."""
+    """Bits of one value."""
     return 4 if scheme.values == "int4" else 8
 
 
 def format_of(scheme: Scheme) -> str:
-    """What the layout calls the form of such a weight."""
+    """The name of the format for such a weight."""
     if scheme.values == "fp8":
         return "float-quantized"
     return "pack-quantized" if scheme.activations is None else "int-quantized"
 
 
 def form(shape: tuple[int, int], scheme: Scheme) -> Form:
-    """What is stored of a weight [N, K], in the place of "<name>weight"."""
+    """The tensors that are stored for a weight [N, K] instead of "<name>weight"."""
     rows, columns = shape
     scales = (rows, 1 if scheme.group is None else -(-columns // scheme.group))
     if format_of(scheme) != "pack-quantized":
@@ -49,20 +49,18 @@ def form(shape: tuple[int, int], scheme: Scheme) -> Form:
 
 
 def stored(made: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """What `rounding.quantized` made of rows of a weight as it is stored, without its shape (see `form`)."""
+    """The result of `rounding.quantized` for some rows, as the tensors of `form` without `weight_shape`."""
     if format_of(scheme) != "pack-quantized":
         return {"weight": made[""], "weight_scale": made["_scale"]}
-    found = {"weight_packed": _int32(_unsigned(made[""], scheme)), "weight_scale": made["_scale"]}
+    found = {
+        "weight_packed": _int32(made[""] if scheme.values == "int4" else made[""].view(torch.uint8) ^ 128),
+        "weight_scale": made["_scale"],
+    }
     if not scheme.symmetric:
         zero = made["_zero"].float().to(torch.int16).t()
         zero = pack_nibbles(zero) if scheme.values == "int4" else (zero + 128).to(torch.uint8)
         found["weight_zero_point"] = _int32(zero).t()
     return found
-
-
-def _unsigned(values: Tensor, scheme: Scheme) -> Tensor:
-    """Bytes with unsigned values; those of int4 are so already."""
-    return values if scheme.values == "int4" else values.view(torch.uint8) ^ 128
 
 
 def _int32(data: Tensor) -> Tensor:
@@ -72,11 +70,12 @@ def _int32(data: Tensor) -> Tensor:
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignore: Iterable[str]) -> dict[str, Any]:
-    """The entry of config.json. schemes: of linears by name; ignore: names of those that stay as they are."""
+    """The entry of config.json. schemes: linear's name -> its scheme; ignore: names of linears that are not
+    quantized."""
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
-    # the class stands for all linears only where there is one form: a reader may ask for the class before the name
+    # the class name stands for all linears only if there is one group: readers may match the class before the names
     targets = {scheme: names if len(groups) > 1 else ["Linear"] for scheme, names in groups.items()}
     return {
         "config_groups": {f"group_{number}": _group(scheme, targets[scheme]) for number, scheme in enumerate(groups)},

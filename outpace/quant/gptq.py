@@ -1,8 +1,8 @@
-"""GPTQ: columns are rounded one after the other, and those that are left make up for what each rounding changed.
+"""GPTQ: rounds the columns of a weight one after the other; the remaining columns compensate each rounding error.
 
-What counts is the change of the outputs for calibration inputs X: the error of a weight is tr(E H E^T) with H = X^T X.
-Scales are chosen before the first column is rounded. So the order of columns is free, the heaviest inputs come first,
-and groups stay groups of neighbouring columns.
+It minimizes the change of the outputs for calibration inputs X: tr(E H E^T) for a weight error E, with H = X^T X.
+Scales are chosen before any column is rounded, so columns can be rounded in any order (largest inputs first) while
+groups remain neighbouring columns.
 """
 
 import torch
@@ -13,13 +13,20 @@ from outpace.kernels.packed import pack_nibbles
 from outpace.quant.rounding import nearest, scales_of, value_of
 from outpace.quant.scheme import Scheme
 
-DAMPING = 0.2  # of the mean of the diagonal, added to it: much, since calibration texts are short
-SHARES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the range of a group of 4-bit values: clipping makes steps finer
-BLOCK = 128  # columns whose corrections are applied to all later columns together
+DAMPING = 0.2  # fraction of the mean diagonal that is added to it; large, because calibration texts are short
+SHARES = (
+    0.95,
+    0.9,
+    0.85,
+    0.8,
+    0.75,
+    0.7,
+)  # clipped ranges that are tried for a 4-bit group: smaller steps, but clipping
+BLOCK = 128  # columns whose corrections are applied to all later columns at once
 
 
 class Inputs:
-    """What is remembered of the inputs [rows, K] of a linear: X^T X, and what follows from it."""
+    """X^T X of the inputs X [rows, K] of a linear, with its damping, column order and factorization."""
 
     def __init__(self, x: Tensor, damping: float = DAMPING) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -34,12 +41,12 @@ class Inputs:
 
     @property
     def order(self) -> Tensor:
-        """The columns, those with the largest inputs first."""
+        """The column numbers, largest inputs first."""
         return self._factors[0]
 
     @property
     def upper(self) -> Tensor:
-        """The upper Cholesky factor of the inverse of X^T X, its columns in `order`."""
+        """The upper Cholesky factor of the inverse of X^T X, with columns in `order`."""
         return self._factors[1]
 
     @property
@@ -52,8 +59,8 @@ class Inputs:
 
 
 def gptq(weight: Tensor, inputs: Inputs, scheme: Scheme) -> dict[str, Tensor]:
-    """What a weight [N, K] becomes, as `rounding.quantized` returns it."""
-    assert not scheme.per_tensor, "scales are those of rows or groups"
+    """Quantize a weight [N, K]; the result is that of `rounding.quantized`."""
+    assert not scheme.per_tensor, "GPTQ supports scales for rows or groups only"
     scale, zero = _scales(weight.float(), inputs.sizes, scheme)
     order, upper = inputs.order, inputs.upper
     columns, group = weight.shape[1], scheme.group or weight.shape[1]
@@ -80,7 +87,7 @@ def gptq(weight: Tensor, inputs: Inputs, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def _scales(weight: Tensor, sizes: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
-    """Scales and zeros [N, groups]. Of 4 bits, those with the least squared error, weighted by the size of inputs."""
+    """Scales and zeros [N, groups]; for 4 bits those with the least squared error, weighted by the inputs' size."""
     scale, zero = scales_of(weight, scheme)
     if scheme.values != "int4":
         return scale, zero
@@ -95,7 +102,7 @@ def _scales(weight: Tensor, sizes: Tensor, scheme: Scheme) -> tuple[Tensor, Tens
 
 
 def _error(weight: Tensor, sizes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """Of each group [N, groups], of rounding to nearest."""
+    """The error of rounding to nearest, for each group [N, groups]."""
     group = torch.arange(weight.shape[1], device=weight.device) // (scheme.group or weight.shape[1])
     spread, middle = scale[:, group], None if zero is None else zero[:, group]
     change = value_of(nearest(weight, spread, middle, scheme), spread, middle, scheme).sub_(weight)
@@ -103,7 +110,8 @@ def _error(weight: Tensor, sizes: Tensor, scale: Tensor, zero: Tensor | None, sc
 
 
 def _upper(products: Tensor, damping: float) -> Tensor:
-    """Of the inverse; products that have none are damped more, until they do. Columns without inputs change nothing."""
+    """The upper Cholesky factor of the inverse, with more damping until there is one. Columns without inputs are
+    ignored."""
     diagonal = products.diagonal()
     diagonal[diagonal == 0] = 1.0
     mean = float(diagonal.mean())

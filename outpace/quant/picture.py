@@ -1,4 +1,4 @@
-"""A plan as a picture: what each weight got, and what it would cost to round it."""
+"""Draws a quantization plan: the scheme of each weight, and the estimated cost of quantizing it."""
 
 import math
 import re
@@ -28,7 +28,7 @@ def can_draw() -> bool:
 
 
 def draw(plan: QuantPlan, path: Path) -> None:
-    """Draw the weights of all layers, a row for each kind, and below what the smallest scheme adds by estimate."""
+    """Draw the scheme of each weight, one row for each kind; below, the estimated loss of the worst scheme."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
@@ -78,12 +78,12 @@ def _got(weight: PlannedWeight) -> str:
 
 
 def _layer(weight: PlannedWeight) -> int:
-    """The number of its layer; weights outside of layers stand at 0."""
+    """The number of its layer; 0 for weights outside of layers."""
     found = _NUMBER.search(weight.names[0])
     return int(found[1]) if found else 0
 
 
 def _kind(weight: PlannedWeight) -> str:
-    """Its name without the number of the layer and what is the same in all."""
+    """Its name without the number of the layer and the common prefix."""
     names = [_NUMBER.split(name.removesuffix(".weight"), maxsplit=1)[-1] for name in weight.names]
     return ", ".join([names[0], *(name.rpartition(".")[2] for name in names[1:])][:4])

@@ -1,6 +1,7 @@
-"""A plan: which weights of a model are kept as what, and why. It is made by measuring, written and read as JSON."""
+"""A quantization plan: the scheme of each weight of a model and why, stored as JSON."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -17,7 +18,7 @@ FIELD = "quant.plan"
 
 
 class PlannedScheme(ConfigModel):
-    """See `Scheme`."""
+    """A `Scheme` in a plan."""
 
     values: Values
     group: int | None = Field(default=None, ge=8)
@@ -27,35 +28,35 @@ class PlannedScheme(ConfigModel):
     @model_validator(mode="after")
     def _runs(self) -> Self:
         if self.values == "fp8" and not (self.symmetric and self.group is None):
-            raise ValueError("fp8 has one scale for each row and no zeros; leave group and symmetric out")
+            raise ValueError("fp8 has one scale for each row and no zeros; remove group and symmetric")
         if self.activations is not None and (self.activations == "fp8") != (self.values == "fp8"):
-            raise ValueError(f"activations {self.activations} do not go with {self.values} values; leave them out")
+            raise ValueError(f"activations {self.activations} do not go with {self.values} values; remove them")
         return self
 
     @classmethod
     def written(cls, scheme: Scheme) -> "PlannedScheme":
-        """As it is written."""
+        """A scheme as a plan stores it."""
         return cls(values=scheme.values, group=scheme.group, symmetric=scheme.symmetric, activations=scheme.activations)
 
     @property
     def scheme(self) -> Scheme:
-        """As it is used."""
+        """The scheme."""
         return Scheme(self.values, self.group, symmetric=self.symmetric, activations=self.activations)
 
 
 class PlannedWeight(ConfigModel):
-    """What becomes of weights that are one in a fused layer, or of one alone."""
+    """The scheme of one weight, or of several that a fused layer joins."""
 
     names: tuple[str, ...] = Field(min_length=1)
-    """Of their tensors in the model."""
+    """Names of their tensors in the model."""
     shape: tuple[PositiveInt, ...] = Field(min_length=2, max_length=3)
-    """[N, K] of all together; of experts [E, N, K]."""
+    """[N, K] of the joined weight; [E, N, K] for experts."""
     scheme: PlannedScheme | None
-    """None: they stay as they are."""
+    """None: not quantized."""
     nbytes: int = Field(ge=0)
     why: str = ""
     estimates: dict[str, float] = Field(default_factory=dict)
-    """What each scheme adds to the loss of a token, in nats, by estimate."""
+    """Scheme -> its estimated increase of the loss per token, in nats."""
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -66,14 +67,14 @@ class PlannedWeight(ConfigModel):
 
     @property
     def title(self) -> str:
-        """Their names, short."""
+        """The names, shortened."""
         first, *others = (name.removesuffix(".weight") for name in self.names)
         shown = [other.rpartition(".")[2] for other in others]
         return ", ".join([first, *(shown if len(shown) < 4 else [f"and {len(shown)} more"])])
 
     @property
     def got(self) -> str:
-        """What they become, in words."""
+        """The scheme in words."""
         return "as it is" if self.scheme is None else str(self.scheme.scheme)
 
 
@@ -82,13 +83,13 @@ class Measured(ConfigModel):
 
     text: str
     tokens: int
-    """That were predicted."""
+    """Number of predicted tokens."""
     before: float
     after: float
 
     @property
     def increase(self) -> float:
-        """Relative."""
+        """Relative increase of the perplexity."""
         return self.after / self.before - 1
 
     def __str__(self) -> str:
@@ -101,38 +102,38 @@ class QuantPlan(ConfigModel):
 
     version: Literal[1]
     model: str
-    """The class of the model that it was made for."""
+    """Class of the model."""
     dtype: str
-    """Of what stays as it is."""
+    """dtype of weights that are not quantized."""
     asked: dict[str, Any] = Field(default_factory=dict)
-    """The bound that it was made for."""
+    """The options of quant.auto that it was made with."""
     weights: tuple[PlannedWeight, ...] = Field(min_length=1)
     calibration: Measured | None = None
-    """On the text that the plan was made with."""
+    """Perplexity on the text that the plan was made with."""
     evaluation: Measured | None = None
-    """On a text that had no part in it."""
+    """Perplexity on another text."""
 
     @classmethod
     def read(cls, source: str | Mapping[str, Any]) -> "QuantPlan":
-        """From a JSON file, or what such a file holds; errors name the field."""
+        """Read a plan from a JSON file or its content; errors name the field."""
         given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
         try:
             found = cls(**given)
         except ConfigError as error:
             joint = ": " if str(error).startswith("unknown name") else "."
-            raise ConfigError(f"{FIELD}{joint}{error}; correct it, or make the plan anew with quant.auto") from None
+            raise ConfigError(f"{FIELD}{joint}{error}; correct it, or make a new plan with quant.auto") from None
         names = [name for weight in found.weights for name in weight.names]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"{FIELD}.weights: {twice[0]} is named twice; remove one")
         return found
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the plan as JSON."""
         path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
 
     @property
     def rules(self) -> Rules:
-        """The schemes by the names of weights."""
+        """Quantization rules with the plan's scheme for each weight."""
         kept = {
             name: (None if weight.scheme is None else weight.scheme.scheme, weight.shape[-1])
             for weight in self.weights
@@ -142,23 +143,23 @@ class QuantPlan(ConfigModel):
 
     @property
     def nbytes(self) -> int:
-        """Of all weights in it."""
+        """Bytes of all weights in the plan."""
         return sum(weight.nbytes for weight in self.weights)
 
     @property
     def bits_per_weight(self) -> float:
-        """Of these weights, scales among them."""
-        return 8 * self.nbytes / max(1, sum(_count(weight) for weight in self.weights))
+        """Average bits of a weight, including scales."""
+        return 8 * self.nbytes / max(1, sum(math.prod(weight.shape) for weight in self.weights))
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """What it costs, for people: on the text that it was made with, and on another."""
+        """Lines about the perplexity before and after, for the calibration text and another."""
         kinds = (("calibration", self.calibration), ("evaluation", self.evaluation))
         return tuple(f"{kind}: {found}" for kind, found in kinds if found is not None)
 
     @property
     def summary(self) -> str:
-        """What it does, in one sentence."""
+        """How many weights get which scheme, and the total size, in one line."""
         counts: dict[str, int] = {}
         for weight in self.weights:
             kind = "as they are" if weight.scheme is None else weight.scheme.values
@@ -168,7 +169,7 @@ class QuantPlan(ConfigModel):
 
     @property
     def table(self) -> str:
-        """What each weight got and why, as a table in Markdown."""
+        """A Markdown table of each weight's scheme and the reason."""
         rows = [("weight", "shape", "becomes", "size", "why"), ("---",) * 5]
         for weight in self.weights:
             shape = " x ".join(map(str, weight.shape))
@@ -177,20 +178,15 @@ class QuantPlan(ConfigModel):
         return "\n".join([self.summary, *self.measured, "", *lines]) + "\n"
 
 
-def _count(weight: PlannedWeight) -> int:
-    count = 1
-    for size in weight.shape:
-        count *= size
-    return count
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{FIELD}: cannot read {path} ({error.strerror}); give what quant.auto wrote") from None
+        raise ConfigError(
+            f"{FIELD}: cannot read {path} ({error.strerror}); give a file that quant.auto wrote"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{FIELD}: {path} is no JSON ({error}); give what quant.auto wrote") from None
+        raise ConfigError(f"{FIELD}: {path} is not JSON ({error}); give a file that quant.auto wrote") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{FIELD}: {path} holds a {type(found).__name__}; give what quant.auto wrote")
+        raise ConfigError(f"{FIELD}: {path} holds a {type(found).__name__}; give a file that quant.auto wrote")
     return found

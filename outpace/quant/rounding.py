@@ -1,4 +1,4 @@
-"""Weights to the nearest values of a scheme, a few rows at a time: nothing as large as the weight is made beside it."""
+"""Rounds weights to the nearest values of a scheme, a few rows at a time, so that little extra memory is needed."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from outpace.kernels.packed import Packed, pack_nibbles
 from outpace.quant.scheme import Scheme
 
-ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}  # of a weight that are rounded together: a GPU waits for fewer launches
-SIDE = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}  # 7.5: both ends of -8..7 are half a step away
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}  # weights that are rounded at once: more on a GPU, for fewer launches
+SIDE = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}  # 7.5: the largest values are half a step from both ends of -8..7
 LOWEST = {"int8": -128.0, "int4": 0.0}
 
 
 def quantized(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """What a weight [..., N, K] becomes, by what is put behind its name (see `Scheme.tensors`)."""
+    """Quantize a weight [..., N, K]; the result maps suffixes of its name to tensors (see `Scheme.tensors`)."""
     shape = tuple(weight.shape)
     sizes = scheme.tensors(shape).items()
     made = {end: torch.empty(size, dtype=dtype, device=weight.device) for end, (size, dtype) in sizes}
@@ -40,8 +40,8 @@ def quantized(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def restored(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """The weight [..., N, K] that a quantized one stands for, with nothing else as large beside it."""
-    assert not scheme.per_tensor, "rows are rounded apart from each other"
+    """Quantize a weight [..., N, K] and dequantize it again, part by part."""
+    assert not scheme.per_tensor, "parts are quantized independently"
     rows = weight.reshape(-1, weight.shape[-1])
     made = torch.empty(rows.shape, dtype=dtype, device=weight.device)
     for part, into in zip(_in_parts(rows), _in_parts(made), strict=True):
@@ -58,23 +58,24 @@ def _rows_at_once(rows: Tensor) -> int:
 
 
 def scales_of(weight: Tensor, scheme: Scheme, share: float = 1.0) -> tuple[Tensor, Tensor | None]:
-    """Scales and zeros [N, groups] of a weight [N, K], in float32 but as they can be kept.
+    """Scales and zeros [N, groups] of a weight [N, K], in float32 but with values that `scheme.kept` can hold.
 
-    share: of the range of each group; what lies beyond it is clipped.
+    share: fraction of each group's range that is represented; values beyond it are clipped.
     """
     low, high = _groups(weight.float(), scheme).aminmax(dim=2)
     return _scales((low * share, high * share), scheme)
 
 
 def as_packed(tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> Packed:
-    """The same as the kernels take it; shape: (N, K)."""
+    """The tensors of `quantized` as a `Packed` for the kernels; shape: (N, K)."""
     rows, columns = shape
     group, block = scheme.group or columns, scheme.block(rows)
     return Packed(tensors[""], tensors["_scale"], tensors.get("_zero"), shape, group=group, block=block)
 
 
 def _put_per_tensor(rows: Tensor, flat: dict[str, Tensor], scheme: Scheme, count: int) -> None:
-    """Scales and zeros of weights of `count` rows: one for each weight, or for each tensor that it is made of."""
+    """Compute scales and zeros of weights with `count` rows: one for each weight, or for each tensor that it is made
+    of."""
     block, start = scheme.block(count), 0
     while start < len(rows):
         for size in scheme.sources or (count,):
@@ -84,7 +85,7 @@ def _put_per_tensor(rows: Tensor, flat: dict[str, Tensor], scheme: Scheme, count
 
 
 def _groups(rows: Tensor, scheme: Scheme) -> Tensor:
-    """Rows [n, K] as [n, groups, columns of a group], zeros behind the last column."""
+    """Rows [n, K] as [n, groups, columns of a group], padded with zeros."""
     group = scheme.group or rows.shape[1]
     return F.pad(rows, (0, -rows.shape[1] % group)).unflatten(1, (-1, group))
 
@@ -95,7 +96,7 @@ def _ends(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales(ends: tuple[Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of groups with these least and largest values, as they can be kept."""
+    """Scale and zero of groups with these smallest and largest values, representable in `scheme.kept`."""
     low, high = ends[0].clamp(max=0.0), ends[1].clamp(min=0.0)
     if scheme.symmetric:
         return _kept(_divided(torch.maximum(-low, high), SIDE[scheme.values]), scheme), None
@@ -105,12 +106,12 @@ def _scales(ends: tuple[Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    """The same on every device: by a number, a GPU would multiply with its inverse, which is another one."""
+    """x / by with the same result on every device: for a Python number, a GPU would multiply by the rounded inverse."""
     return x / torch.full((), by, device=x.device)
 
 
 def _kept(scale: Tensor, scheme: Scheme) -> Tensor:
-    """A scale in the dtype that it is kept in, never smaller than it was: nothing is cut off. That of zeros is 1."""
+    """A scale rounded up to a value of `scheme.kept`, so that nothing is clipped; 1 for groups of zeros."""
     scale = torch.where(scale == 0, 1.0, scale)
     if scheme.kept == torch.float32:
         return scale
@@ -118,11 +119,11 @@ def _kept(scale: Tensor, scheme: Scheme) -> Tensor:
     near = scale.clamp(max=largest).to(scheme.kept)
     above = (near.view(torch.int16) + 1).view(scheme.kept)
     found = torch.where(near < scale, above, near).float().clamp(max=largest)
-    return torch.where(scale.isinf(), scale, found)  # seen by those who ask whether the weight was finite
+    return torch.where(scale.isinf(), scale, found)  # infinity stays, for the check that weights are finite
 
 
 def nearest(x: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """The nearest values of a scheme, as they are kept but for int4, of which two share a byte later."""
+    """The nearest values of a scheme, as they are stored, except that int4 values are not packed yet."""
     found = x / scale
     if scheme.values == "fp8":
         return found.clamp_(-SIDE["fp8"], SIDE["fp8"]).to(torch.float8_e4m3fn)
@@ -133,7 +134,7 @@ def nearest(x: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Te
 
 
 def value_of(values: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """What `nearest` stands for, in float32."""
+    """The weights that values of `nearest` represent, in float32."""
     middle = 8.0 if scheme.values == "int4" else 0.0
     return (values.float() - (middle if zero is None else zero)) * scale
 

@@ -1,4 +1,4 @@
-"""Which weight gets which scheme: what the config says, by the part that a weight plays and by its name."""
+"""Rules that give each weight a scheme, by its role in the model and its name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,8 +9,8 @@ from outpace.quant.scheme import Scheme
 from outpace.quant.stored import StoredForms
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Linears that are one in fused layers, ours or others'."""
-SMALLEST = 16  # columns of a group
+"""Linears that fused layers join into one weight, in Outpace and elsewhere."""
+SMALLEST = 16  # columns of the smallest group
 Role = Literal["qkv", "out", "mlp", "head", "experts", "router", "other"]
 
 
@@ -19,25 +19,25 @@ class Rules:
     """The schemes of a model's linears."""
 
     scheme: Scheme | None
-    """Of every linear that nothing else is said of."""
+    """Scheme of linears that no other rule covers."""
     groups: int | None = None
-    """Groups of a row (q_groups), instead of a number of columns."""
+    """Number of groups in a row (q_groups), instead of columns of a group."""
     fit: bool = False
-    """Groups become smaller where they do not divide the columns of a weight."""
+    """Use smaller groups where they do not divide the columns of a weight."""
     qkv: bool = True
-    """Whether projections to queries, keys and values are quantized."""
+    """Whether the query, key and value projections are quantized."""
     named: Mapping[str, Scheme | None] = field(default_factory=dict)
-    """Schemes by a part of the names of weights; None: stays as it is."""
+    """Part of a weight's name -> its scheme; None: not quantized."""
     fitted: frozenset[str] = frozenset()
-    """Those of `named` whose groups become smaller like those of `fit`."""
+    """Keys of `named` to which `fit` applies."""
     exact: Mapping[str, tuple[Scheme | None, int]] | None = None
-    """Of a plan: schemes by whole names, and the columns that each is for; nothing else counts then."""
+    """From a plan: weight's name -> its scheme and number of columns. If given, no other rule is used."""
     kind: str | None = None
-    """Of a plan: the class of the model that it is for."""
+    """From a plan: the class of its model."""
     field: str = "group_size"
-    """What says how many columns a group of `scheme` has, in quant.weight."""
+    """The field in quant.weight that sets the columns of a group, for errors."""
     stored: StoredForms | None = None
-    """Weights that run from the numbers of the checkpoint; None: nothing does."""
+    """Weights that run as the checkpoint stores them; None: no weight does."""
 
     @property
     def activates(self) -> bool:
@@ -46,19 +46,19 @@ class Rules:
 
     @property
     def schemes(self) -> list[Scheme]:
-        """Those that weights may get."""
+        """All schemes that weights may get."""
         found = (self.scheme, *self.named.values(), *(scheme for scheme, _ in (self.exact or {}).values()))
         return [scheme for scheme in found if scheme is not None]
 
     def of(self, role: Role, names: Sequence[str], shape: tuple[int, ...]) -> Scheme | None:
-        """The scheme of a weight that is made of these tensors; None: it stays as it is."""
+        """The scheme of a weight that is made of these tensors; None: it is not quantized."""
         if self.exact is not None:
             return _planned(self.exact, role, names, shape)
         keys = [self._key(name) for name in names]
         found = {None if key is None else (self.named[key], key in self.fitted) for key in keys}
         if len(found) > 1:
             raise ConfigError(
-                f"quant: {', '.join(names)} are one weight in the fused layer, and their rules say different things; "
+                f"quant: {', '.join(names)} are one weight in the fused layer, but their rules differ; "
                 "let one rule cover all of them"
             )
         if (key := keys[0]) is not None:
@@ -66,19 +66,21 @@ class Rules:
             return None if rule is None else replace(rule, group=self._group(rule, shape[-1], names[0], key))
         if self.scheme is None or role == "router" or (role == "qkv" and not self.qkv):
             return None
-        if role == "head" and self.scheme.values != "int8":  # of fp8 it alone costs as much as all others together
+        if (
+            role == "head" and self.scheme.values != "int8"
+        ):  # an fp8 head loses as much accuracy as all other weights together
             return Scheme("int8")
         return replace(self.scheme, group=self._group(self.scheme, shape[-1], names[0]))
 
     def _key(self, name: str) -> str | None:
-        """The rule that names a weight; None: none does."""
+        """The key of `named` that a weight matches, if any."""
         keys = [key for key in self.named if key in name]
         if len(keys) > 1:
-            raise ConfigError(f"quant: {name} is named by several rules ({', '.join(keys)}); let one name it")
+            raise ConfigError(f"quant: {name} matches several rules ({', '.join(keys)}); let only one match")
         return keys[0] if keys else None
 
     def _group(self, scheme: Scheme, columns: int, name: str, key: str | None = None) -> int | None:
-        """Columns of this weight that share a scale. key: the rule of `named` that says so."""
+        """Columns of this weight that share a scale. key: its rule in `named`."""
         fit = self.fit if key is None else key in self.fitted
         group = scheme.group if self.groups is None else max(1, columns // self.groups)
         if group is None or group == columns or (fit and group > columns):
@@ -99,23 +101,23 @@ class Rules:
 def _planned(
     plan: Mapping[str, tuple[Scheme | None, int]], role: Role, names: Sequence[str], shape: tuple[int, ...]
 ) -> Scheme | None:
-    """What a plan says of a weight that is made of these tensors."""
+    """The plan's scheme for a weight that is made of these tensors."""
     known = [name for name in names if name in plan]
     if not known and role in ("router", "experts"):
         return None
     missing = [name for name in names if name not in plan]
     if missing:
-        raise ConfigError(f"quant.plan: it says nothing of {missing[0]}; make a plan for this model with quant.auto")
+        raise ConfigError(f"quant.plan: it has no entry for {missing[0]}; make a plan for this model with quant.auto")
     for name in names:
         if plan[name][1] != shape[-1]:
             raise ConfigError(
-                f"quant.plan: {name} has {plan[name][1]} columns in it, and {shape[-1]} in the model; make a plan for "
-                "this model with quant.auto"
+                f"quant.plan: {name} has {plan[name][1]} columns in the plan, but {shape[-1]} in the model; make a "
+                "plan for this model with quant.auto"
             )
     if len({plan[name] for name in names}) > 1:
         raise ConfigError(
-            f"quant.plan: {', '.join(names)} are one weight in the fused layer, and the plan says different things of "
-            "them; let it say the same"
+            f"quant.plan: {', '.join(names)} are one weight in the fused layer, and the plan gives them different "
+            "schemes; give them the same"
         )
     return plan[names[0]][0]
 

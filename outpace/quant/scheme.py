@@ -1,4 +1,4 @@
-"""What a weight is kept as, and what it is multiplied with."""
+"""A quantization scheme: how a weight is stored, and how the activations are that it is multiplied with."""
 
 import math
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ Values = Literal["int8", "int4", "fp8"]
 Activations = Literal["int8", "fp8"]
 
 DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
-"""Of the values as they lie in memory: two of 4 bits share a byte."""
+"""dtype of the stored values; two 4-bit values share a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A form of a weight [N, K]. A weight without one stays in the model's dtype."""
+    """How a weight [N, K] is quantized. A weight without a scheme stays in the model's dtype."""
 
     values: Values
     group: int | None = None
-    """Columns of a row that share a scale; None: all of them."""
+    """Columns of a row that share a scale; None: the whole row."""
     per_tensor: bool = False
     """One scale for the whole weight."""
     symmetric: bool = True
     """No zero points."""
     activations: Activations | None = None
-    """What rows are quantized to before they are multiplied, one by one; None: they are multiplied as they are."""
+    """What activations are quantized to, row by row; None: they are not quantized."""
     scales: torch.dtype | None = None
-    """What scales are kept in; None: float16 of groups, else float32."""
+    """dtype of scales and zeros; None: float16 for groups, else float32."""
     sources: tuple[int, ...] = ()
-    """Rows of each of several tensors that the weight is made of, which have a scale each if it is per tensor."""
+    """Rows of each tensor that the weight is made of; with `per_tensor` each of these tensors has a scale."""
     block_rows: int = 1
     """Rows that share a scale."""
     stored: bool = False
-    """Its values, scales and zeros are those of the checkpoint: they are put in place, and nothing is rounded."""
+    """Values, scales and zeros come from the checkpoint; nothing is rounded."""
 
     def __str__(self) -> str:
         scales = "per channel" if self.group is None else f"in groups of {self.group}"
@@ -49,7 +49,7 @@ class Scheme:
         return self.scales or (torch.float32 if self.group is None else torch.float16)
 
     def block(self, rows: int) -> int:
-        """Rows that share a scale, or whose scales are equal, of a weight with so many."""
+        """Rows that share a scale (or have equal scales) in a weight with this number of rows."""
         return max(1, math.gcd(*self.sources) if self.sources else rows) if self.per_tensor else self.block_rows
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
@@ -57,7 +57,7 @@ class Scheme:
         return sum(math.prod(size) * dtype.itemsize for size, dtype in self.tensors(shape).values())
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what a weight [..., N, K] becomes, by what is put behind its name."""
+        """The tensors of a quantized weight [..., N, K]: suffix of the name -> shape and dtype."""
         *stack, rows, columns = shape
         width = -(-columns // 2) if self.values == "int4" else columns
         scales = (*stack, -(-rows // self.block(rows)), 1 if self.group is None else -(-columns // self.group))

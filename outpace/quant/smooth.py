@@ -1,7 +1,8 @@
-"""SmoothQuant: outliers of activations are moved into weights, where they cost less, and the model stays the same.
+"""SmoothQuant: moves outliers of activations into the weights, where quantizing them loses less.
 
-Channel j of the inputs of some linears is divided by s[j], and column j of their weights is multiplied by it. The
-division is folded into what makes these inputs: the weight of a norm, or rows of another linear.
+Channel j of a linear's inputs is divided by s[j], and column j of its weight is multiplied by s[j], so the model
+computes the same. The division is folded into the weight of the norm, or the rows of the linear, that computes these
+inputs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +15,14 @@ NORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("input_layernorm",), ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     (("pre_feedforward_layernorm", "post_attention_layernorm"), ("mlp.gate_proj", "mlp.up_proj")),
 )
-"""Names in a layer: norms, of which the first that exists counts, and the linears that read what it writes."""
+"""(names of norms in a layer, of which the first that exists is used; names of the linears that read its output)."""
 LINEARS = (("mlp.up_proj", "mlp.down_proj"), ("self_attn.v_proj", "self_attn.o_proj"))
-"""A linear whose rows are columns of another. Query heads share the values of a group."""
+"""(a linear, the linear that reads its output). Query heads share the values of their group."""
 
 
 @dataclass(frozen=True)
 class Maxima:
-    """The largest absolute values of each input channel of a linear, [K], and how many outputs it has."""
+    """Largest absolute inputs and weights of each input channel of a linear [K], and its number of outputs."""
 
     inputs: Tensor
     weight: Tensor
@@ -30,14 +31,14 @@ class Maxima:
 
 @dataclass
 class Folds:
-    """What is divided and multiplied, by the paths of modules."""
+    """Path of a module -> the factors that are folded into it."""
 
     norms: dict[str, Tensor] = field(default_factory=dict)
-    """Divides weight and bias of a norm."""
+    """Divide the weight and bias of a norm."""
     rows: dict[str, Tensor] = field(default_factory=dict)
-    """Divides rows of a linear's weight, and its bias."""
+    """Divide the rows of a linear's weight, and its bias."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """Multiplies columns of a linear's weight."""
+    """Multiply the columns of a linear's weight."""
 
     def __bool__(self) -> bool:
         return bool(self.columns)
@@ -54,7 +55,7 @@ class Folds:
 
 
 def factors(maxima: list[Maxima], alpha: float) -> Tensor:
-    """s [K] of linears that have the same inputs: inputs^alpha / weights^(1 - alpha), 1 where either is zero."""
+    """s [K] for linears with the same inputs: inputs^alpha / weights^(1 - alpha), or 1 where either is zero."""
     inputs = torch.stack([each.inputs for each in maxima]).amax(dim=0)
     weight = torch.stack([each.weight for each in maxima]).amax(dim=0)
     found = inputs.pow(alpha) / weight.pow(1 - alpha)
@@ -64,9 +65,9 @@ def factors(maxima: list[Maxima], alpha: float) -> Tensor:
 def folds(
     layers: Iterable[str], exists: Callable[[str], bool], maxima: Mapping[str, Maxima], head_dim: int, alpha: float
 ) -> Folds:
-    """What is folded in a model.
+    """All factors for a model.
 
-    layers: paths of layers; exists: whether there is a module of a path; maxima: of the linears that may be changed.
+    layers: paths of layers; exists: whether a path is a module; maxima: of the linears that may be changed.
     """
     found = Folds()
     for layer in layers:
@@ -85,7 +86,7 @@ def folds(
 
 
 def _shared(factor: Tensor, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Factors of the rows of one linear and of the columns of the next, where several heads may read the same rows."""
+    """Factors for the rows of one linear and the columns of the next, where several heads may read the same rows."""
     if len(factor) == rows:
         return factor, factor
     heads = factor.view(rows // head_dim, -1, head_dim)  # [KV heads, query heads of each, D]

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores quantized: which scheme their own numbers are, alone and fused with others."""
+"""Weights that a checkpoint stores quantized: which scheme holds them unchanged, alone or fused with others."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from torch import Tensor
 from outpace.kernels.packed import Packed, unpack_nibbles
 from outpace.quant.scheme import Activations, Scheme, Values
 
-LEAST = 8  # columns of a group: with fewer, scales take as much memory as a converted weight
+LEAST = 8  # columns of the smallest group: with fewer, scales take as much memory as a converted weight
 
 
 @dataclass(frozen=True)
 class StoredForms:
-    """The tensors of a model that can run from the numbers of its checkpoint."""
+    """The tensors of a model that can run as its checkpoint stores them."""
 
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
-    """By the model's names."""
+    """Name in the model -> scheme."""
     dtype: torch.dtype = torch.float32
-    """That the model runs in."""
+    """dtype of the model."""
 
 
 def scheme_of(packed: Packed, activations: Activations | None = None) -> Scheme | None:
-    """The scheme whose weights look like this one, which may be on the meta device; None: there is none.
+    """The scheme of a stored weight, which may be on the meta device; None: no scheme holds it.
 
-    One scale for the whole weight counts as one for each row: the same numbers, and every kernel takes them.
+    One scale for the whole weight becomes one for each row: the numbers are the same, and all kernels support it.
     """
     rows, columns = packed.shape
     group = None if packed.group >= columns else packed.group
@@ -41,9 +41,9 @@ def scheme_of(packed: Packed, activations: Activations | None = None) -> Scheme 
 
 
 def common(schemes: Sequence[Scheme], rows: Sequence[int], columns: int, *, ordered: bool) -> Scheme | None:
-    """A scheme that holds weights of these rows one below the other, every number as it is; None: there is none.
+    """A scheme that holds several weights, stacked by rows, without changing any number; None: there is none.
 
-    ordered: rows do not stay together, so that none may share a scale.
+    ordered: rows are reordered, so rows cannot share a scale.
     """
     first = schemes[0]
     whole = all(count % first.block_rows == 0 for count in rows[:-1]) and not ordered
@@ -68,7 +68,7 @@ def common(schemes: Sequence[Scheme], rows: Sequence[int], columns: int, *, orde
 
 
 def fitted(packed: Packed, scheme: Scheme) -> dict[str, Tensor]:
-    """The numbers of a stored weight in a scheme that holds them, by what is put behind its name."""
+    """A stored weight in a scheme that holds its numbers: suffix of the name -> tensor."""
     columns, values, zero = packed.shape[1], packed.values, packed.zero
     if scheme.values == "int8" and packed.kind == "int4":
         values = unpack_nibbles(values, columns).view(torch.int8)
@@ -85,7 +85,7 @@ def fitted(packed: Packed, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def _spread(packed: Packed, per_block: Tensor, scheme: Scheme) -> Tensor:
-    """Scales or zeros, one for each block of the scheme: those of larger blocks again and again."""
+    """Scales or zeros for each block of the scheme; those of larger stored blocks are repeated."""
     rows, columns = packed.shape
     group = scheme.group or columns
     if scheme.block_rows == 1 and packed.block > 1:

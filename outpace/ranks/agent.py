@@ -1,6 +1,6 @@
-"""A node that is not the first: it joins node 0, starts the ranks that it is told to, and watches them. No torch.
+"""The agent of every machine but the first: joins node 0, starts the ranks node 0 asks for, and watches them. No torch.
 
-It ends with node 0. If node 0 is lost after the model was served, it waits for a new one and joins that.
+It ends when node 0 ends. If node 0 is lost after the model was served, it waits for a new node 0 and joins it.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ from outpace.ranks.node_messages import (
 from outpace.ranks.process import Written, end_of, start, watched
 
 PROGRAM = "outpace.ranks.follower"
-ANSWER = 5.0  # seconds that node 0 may take to answer
+ANSWER = 5.0  # seconds to wait for node 0's answer
 TRY_EVERY = 0.5  # seconds between attempts to reach node 0
-SAY_EVERY = 5.0  # seconds between lines about the wait
-TICK = 0.25  # seconds between looks at the clock
-GOODBYE = 2.0  # seconds that ranks have to end by themselves
+SAY_EVERY = 5.0  # seconds between log lines while waiting
+TICK = 0.25  # seconds between checks
+GOODBYE = 2.0  # seconds for ranks to end by themselves
 _AT_ONCE = 1 << 16
 _PONG = frame(Pong())
 _NOT_HERE = {"device", "nodes"}
-"""Options that each node has for itself."""
+"""Options that may differ between nodes."""
 
 
 class Stopped(Exception):
@@ -61,7 +61,7 @@ class Stopped(Exception):
 
 
 class Lost(OutpaceError):
-    """Node 0 ended or cannot be heard."""
+    """Node 0 ended or is unreachable."""
 
 
 class Final(EngineDead):
@@ -81,7 +81,7 @@ class _Rank:
 
 
 class Agent:
-    """One node other than the first."""
+    """A node other than the first."""
 
     def __init__(self, model: str | None, config: LLMConfig) -> None:
         nodes = self._nodes = config.nodes
@@ -91,7 +91,7 @@ class Agent:
         self._served = False
 
     def run(self) -> None:
-        """Work for node 0 until it ends. Raises what went wrong."""
+        """Work for node 0 until it ends; raises on failure."""
         while True:
             with self._joined() as session:
                 try:
@@ -106,7 +106,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _joined(self) -> Iterator["Session"]:
-        """A session with node 0, which is waited for."""
+        """Wait for node 0 and open a session with it."""
         sock, timeout = self._reach()
         session = Session(sock, timeout, self._place, self._join.node_rank)
         try:
@@ -143,7 +143,7 @@ class Agent:
 
 
 class Refusal(Exception):
-    """Node 0 sends this connection away."""
+    """Node 0 refuses this connection."""
 
     def __init__(self, message: Refused) -> None:
         super().__init__(message.reason)
@@ -151,7 +151,7 @@ class Refusal(Exception):
 
 
 def hello(place: Place, message: Join | Arrive, timeout: float) -> tuple[socket.socket, float]:
-    """A connection that node 0 has accepted, and after which silence it counts as lost."""
+    """An accepted connection to node 0, and the seconds of silence after which it counts as lost."""
     sock = connect(place.master, place.port, place.address, timeout)
     try:
         sock.sendall(frame(message))
@@ -159,7 +159,7 @@ def hello(place: Place, message: Join | Arrive, timeout: float) -> tuple[socket.
         if isinstance(answer, Refused):
             raise Refusal(answer)
         if not isinstance(answer, Accepted):
-            raise Unreadable("it does not answer as node 0 does")
+            raise Unreadable("its answer is not that of an Outpace node 0")
         sock.settimeout(None)
         watch_over(sock, answer.link_timeout)
         return sock, answer.link_timeout
@@ -169,17 +169,17 @@ def hello(place: Place, message: Join | Arrive, timeout: float) -> tuple[socket.
 
 
 def _answer(sock: socket.socket) -> ToNode:
-    """The first message, and no byte more: what follows may be for the rank that gets the socket."""
+    """Read the first message and no byte more: what follows may be for the rank that gets the socket."""
     frames = Frames[ToNode](ToNode, LONGEST_HELLO)
     while True:
         if not (data := sock.recv(frames.wanted)):
-            raise ConnectionError("it closed the connection: is it node 0, with the same version of Outpace?")
+            raise ConnectionError("it closed the connection; is it node 0, with the same version of Outpace?")
         if answers := frames.feed(data):
             return answers[0]
 
 
 class Session:
-    """What a node does for one node 0."""
+    """A node's work for one node 0."""
 
     def __init__(self, sock: socket.socket, link_timeout: float, place: Place, number: int) -> None:
         self._socket, self._sender, self._frames = sock, Sender(sock), Frames[ToNode](ToNode)
@@ -189,23 +189,23 @@ class Session:
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ, self._hear)
         self.served = False
-        """Whether the model was loaded everywhere."""
+        """Whether all ranks have loaded the model."""
         self._over = False
 
     def run(self) -> None:
-        """Work until node 0 ends; raises Lost if that was not asked for."""
+        """Work until node 0 ends; raises Lost if it ended without saying so."""
         while not self._over:
             for key, _ in self._selector.select(TICK):
                 if key.fileobj in self._selector.get_map():
                     key.data()
             if (silence := time.monotonic() - self._heard) > self._limit:
                 raise Lost(
-                    f"nothing was heard from node 0 at {self._place.master} for {silence:.0f} s: the machine or the "
+                    f"no message from node 0 at {self._place.master} for {silence:.0f} s: the machine or the "
                     "link to it is down; the ranks of this node were ended"
                 )
 
     def leave(self, why: str) -> None:
-        """Tell node 0 why this node goes."""
+        """Tell node 0 why this node leaves."""
         self._sender.send_small(frame(Leaving(why)))
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class Session:
         self._selector.close()
 
     def _is_dry(self, rank: _Rank) -> bool:
-        """Whether nothing is left of what an ended rank wrote, though a child of it may still have the pipe."""
+        """Whether all output of an ended rank was read; a child of it may still hold the pipe open."""
         with selectors.DefaultSelector() as look:
             look.register(rank.written.file, selectors.EVENT_READ)
             return not look.select(0)
@@ -237,7 +237,7 @@ class Session:
         for message in messages:
             self._take(message)
         if not data and not self._over:
-            raise Lost(f"node 0 at {self._place.master} is gone: it closed the connection")
+            raise Lost(f"node 0 at {self._place.master} closed the connection")
 
     def _take(self, message: ToNode) -> None:
         if isinstance(message, Ping):
@@ -279,7 +279,7 @@ class Session:
         self._tell(rank)
 
     def _tell(self, rank: _Rank) -> None:
-        """Say how a rank ended."""
+        """Report how a rank ended."""
         if rank.ended:
             return
         rank.ended = True
@@ -294,33 +294,33 @@ def versions() -> dict[str, str]:
 
 
 def gpus(config: LLMConfig) -> int | None:
-    """How many there are; None: they are not to be used."""
+    """Number of GPUs; None: GPUs are not used."""
     if config.device_type == "cpu":
         return None
-    import torch  # seconds, and only where there may be one
+    import torch  # this import takes seconds: only if there may be a GPU
 
     return torch.cuda.device_count()
 
 
 def given(config: LLMConfig) -> dict[str, Any]:
-    """The options of the engine that were given, as JSON has them."""
+    """The engine options set by the user, as JSON values."""
     return _as_json(config, exclude_unset=True)
 
 
 def all_options(config: LLMConfig) -> dict[str, Any]:
-    """All options of the engine, as JSON has them."""
+    """All engine options, as JSON values."""
     return _as_json(config, exclude_unset=False)
 
 
 def _as_json(config: LLMConfig, *, exclude_unset: bool) -> dict[str, Any]:
     found = config.model_dump(mode="json", exclude_unset=exclude_unset, exclude=_NOT_HERE, fallback=repr)
-    if found.get("dtype") is not None:  # which some know by name alone
+    if found.get("dtype") is not None:  # some nodes know it by name only
         found["dtype"] = str(config.dtype).removeprefix("torch.")
     return found
 
 
 def run_agent(model: str | None, config: LLMConfig) -> int:
-    """Be a node until node 0 ends; the exit code. What went wrong is raised as EngineDead or ConfigError."""
+    """Run an agent until node 0 ends; returns the exit code. Raises EngineDead or ConfigError."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise Stopped(number)

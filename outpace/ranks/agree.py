@@ -1,4 +1,4 @@
-"""What all ranks must have in common, and what to say where they have not."""
+"""Checks that all ranks have the same versions and the same model files."""
 
 import hashlib
 import os
@@ -11,15 +11,15 @@ import transformers
 
 from outpace._version import __version__
 from outpace.errors import EngineDead
+from outpace.load_paged import PagedParts
 from outpace.loading.checkpoint import WEIGHT_FILES, fetch, local_path
 from outpace.loading.default_model import default_model_path
 from outpace.loading.read_tokenizer import is_default
-from outpace.prepare import PagedParts
 
 WEIGHTS = (*WEIGHT_FILES, ".gguf")
 CONFIGS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-HEAD = 1 << 20  # bytes of a file that are compared whole
-SAMPLES, SAMPLE = 64, 4096  # places after that, and bytes of each
+HEAD = 1 << 20  # files up to this size are compared whole
+SAMPLES, SAMPLE = 64, 4096  # of larger files: places to compare, and bytes at each
 
 
 def versions() -> dict[str, str]:
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def facts(parts: PagedParts, model: str | None) -> dict[str, str]:
-    """What a rank has loaded, as short texts. Files count by what they hold: their times differ between machines."""
+    """What a rank has loaded, as short texts. Files are compared by contents, since times differ between machines."""
     config = parts.config.model_dump(mode="json", exclude={"device", "nodes"}, fallback=repr)
     files = _files(model)
     return {
@@ -41,7 +41,7 @@ def facts(parts: PagedParts, model: str | None) -> dict[str, str]:
 
 
 def check_same(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
-    """Refuse a rank that has something else than the first."""
+    """Raise if a rank differs from the first."""
     for name, value in first.items():
         if (found := other.get(name)) != value:
             raise EngineDead(
@@ -51,14 +51,14 @@ def check_same(first: Mapping[str, str], other: Mapping[str, str], rank: int) ->
 
 
 def _files(model: str | None) -> dict[str, str]:
-    """A short text for each file of a model that decides what is computed."""
+    """A digest of each model file that affects results."""
     path = where(model)
     files = [path] if path.is_file() else [Path(entry.path) for entry in os.scandir(path) if entry.is_file()]
     return {file.name: sample(file) for file in sorted(files) if file.suffix in WEIGHTS or file.name in CONFIGS}
 
 
 def where(model: str | None) -> Path:
-    """Where a model lies on this machine; it is fetched if it does not."""
+    """The path of a model on this machine; fetched if missing."""
     path = None if model is None else local_path(model)
     if is_default(model, path):
         return default_model_path()
@@ -66,7 +66,7 @@ def where(model: str | None) -> Path:
 
 
 def sample(file: Path) -> str:
-    """A text that differs for files that differ in size, at the beginning, at the end or at places in between."""
+    """A digest of a file's size, beginning, end and sampled places."""
     found = hashlib.sha256()
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)

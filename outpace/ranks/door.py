@@ -1,7 +1,7 @@
-"""Where other nodes and their ranks come in, seen from node 0.
+"""The listening socket of node 0, where other nodes and their ranks connect.
 
-Whoever connects is a stranger until its first message has been read, which must be short and come soon. Strangers cost
-no memory worth mentioning, and disturb nobody.
+A connection is a stranger until its first message has been read, which must be short and arrive soon. Strangers use
+hardly any memory and do not disturb others.
 """
 
 import contextlib
@@ -27,38 +27,38 @@ from outpace.ranks.node_messages import (
     Refused,
 )
 
-HELLO = 5.0  # seconds in which a stranger must say who it is
-STRANGERS = 64  # at a time; one more is turned away
-BEAT = 2.0  # seconds between signs of life
+HELLO = 5.0  # seconds for a stranger's first message
+STRANGERS = 64  # strangers at a time; more are refused
+BEAT = 2.0  # seconds between heartbeats
 PING = frame(Ping())
-_ONE_LINE = 500  # characters of what others say
+_ONE_LINE = 500  # most characters of a remote message that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What node 0 asks of the others."""
+    """What node 0 requires of the other nodes."""
 
     nnodes: int
     size: int
     """Ranks of all nodes."""
     versions: Mapping[str, str]
     gpus: int | None
-    """That each node must have; None: none."""
+    """GPUs that each node must have; None: none."""
     options: Mapping[str, Any]
-    """Of the engine, all of them."""
+    """All engine options."""
     link_timeout: float
 
     @property
     def per_node(self) -> int:
-        """Ranks of each node."""
+        """Number of ranks per node."""
         return self.size // self.nnodes
 
     def ranks_of(self, node: int) -> range:
-        """Ranks of one node."""
+        """The ranks of one node."""
         return range(node * self.per_node, (node + 1) * self.per_node)
 
     def problem(self, join: Join) -> str | None:
-        """Why the engine cannot run with this node; None: it can."""
+        """Why this node cannot take part; None: it can."""
         if join.protocol != PROTOCOL:
             return f"speaks protocol {join.protocol}, node 0 {PROTOCOL}; install the same version of Outpace on all"
         if join.nnodes != self.nnodes:
@@ -75,7 +75,7 @@ class Wanted:
 
 
 def _difference(theirs: Any, ours: Any, path: str = "") -> tuple[str, str, str] | None:
-    """The first option that was given there and is another one here: its name and both values."""
+    """The first option that was set there to another value than here: its name and both values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         found = (_difference(value, ours.get(name), f"{path}.{name}") for name, value in theirs.items())
         return next((each for each in found if each is not None), None)
@@ -95,13 +95,13 @@ class Node:
     frames: Frames[FromNode] = field(default_factory=lambda: Frames(FromNode, LONGEST_HELLO))
     heard: float = field(default_factory=time.monotonic)
     ended: dict[int, str] = field(default_factory=dict)
-    """How ranks of it ended, as it says."""
+    """How its ranks ended, as the node reported."""
     leaving: str | None = None
     gone: bool = False
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for messages."""
         return f"node {self.number} ({self.address})"
 
 
@@ -124,29 +124,29 @@ class _Stranger:
 
 
 class Door:
-    """The listening socket of node 0 and who came in. For the thread that watches; others read what it has found."""
+    """The listening socket of node 0 and who connected. Used by the watching thread; others only read the results."""
 
     def __init__(self, listener: socket.socket, wanted: Wanted) -> None:
         self.listener, self.wanted = listener, wanted
         listener.setblocking(False)
         self.key = secrets.token_hex(16)
-        """That nodes give their ranks."""
+        """A secret that nodes pass to their ranks."""
         self.nodes: dict[int, Node] = {}
         self.problem: str | None = None
-        """Why the engine cannot start with a node that came."""
+        """Why the engine cannot start with a node that joined."""
         self.open = True
-        """Whether nodes may still come in."""
+        """Whether nodes may still join."""
         self.turned_away: dict[str, str] = {}
-        """The last reason, by address: for whoever waits in vain."""
+        """The last reason for a refusal, by address, for the timeout's error."""
         self._strangers: dict[socket.socket, _Stranger] = {}
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that have not come."""
+        """Nodes that have not joined."""
         return [number for number in range(1, self.wanted.nnodes) if number not in self.nodes]
 
     def accept(self) -> socket.socket | None:
-        """Somebody who knocked; None: nobody, or too many."""
+        """Accept a connection; None: there is none, or there are too many."""
         try:
             sock, address = self.listener.accept()
         except OSError:
@@ -159,7 +159,7 @@ class Door:
         return sock
 
     def hear(self, sock: socket.socket) -> Node | Arrived | bool:
-        """What a stranger has become; True: it goes on being one. False: it was sent away."""
+        """Read from a stranger: what it turned out to be; True: not known yet; False: it was refused."""
         stranger = self._strangers[sock]
         try:
             data = sock.recv(LONGEST_HELLO)
@@ -167,20 +167,20 @@ class Door:
         except BlockingIOError:
             return True
         except (OSError, Unreadable):
-            return self._drop(sock, "it does not speak as a node does")
+            return self._drop(sock, "it does not speak the protocol of a node")
         if not data:
             return self._drop(sock)
         return self._greet(stranger, messages[0]) if messages else True
 
     def late(self) -> list[socket.socket]:
-        """Strangers whose time is over; they are sent away."""
+        """Refuse strangers whose time is up."""
         over = [each.socket for each in self._strangers.values() if time.monotonic() >= each.until]
         for sock in over:
-            self._drop(sock, "it did not say who it is")
+            self._drop(sock, "it sent no first message in time")
         return over
 
     def close(self) -> None:
-        """Nobody comes in any more."""
+        """Stop listening."""
         for sock in [self.listener, *self._strangers]:
             sock.close()
 
@@ -215,7 +215,7 @@ class Door:
     def _arrive(self, stranger: _Stranger, hello: Arrive) -> Arrived | bool:
         node = next((each for each in self.nodes.values() if hello.rank in each.ranks), None)
         if node is None or hello.protocol != PROTOCOL or not hmac.compare_digest(hello.key, self.key):
-            return self._drop(stranger.socket, "a rank that nobody asked for")
+            return self._drop(stranger.socket, "a rank that was not asked for")
         return Arrived(hello.rank, node, self._let_in(stranger))
 
     def _let_in(self, stranger: _Stranger) -> socket.socket:
@@ -223,14 +223,14 @@ class Door:
         del self._strangers[sock]
         sock.setblocking(True)
         watch_over(sock, self.wanted.link_timeout)
-        with contextlib.suppress(OSError):  # it is gone: whoever reads is told
+        with contextlib.suppress(OSError):  # it is gone: its reader will notice
             sock.send(frame(Accepted(self.wanted.link_timeout)))
         return sock
 
     def _drop(self, sock: socket.socket, reason: str = "") -> bool:
         stranger = self._strangers.pop(sock)
         if reason:
-            logger.warning("%s was turned away: %s", stranger.address, reason)
+            logger.warning("%s was refused: %s", stranger.address, reason)
             if len(self.turned_away) < STRANGERS:
                 self.turned_away[stranger.address] = reason
         sock.close()

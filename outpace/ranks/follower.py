@@ -1,6 +1,6 @@
-"""Entry point of every rank but the first. It runs the steps that it is sent, and ends when the first rank does.
+"""Entry point of every rank but the first: runs the steps that it is sent, and ends when the first rank ends.
 
-Usage: python -m outpace.ranks.follower FD PARENT, with the number of its socket to the first rank and the pid of the
+Usage: python -m outpace.ranks.follower FD PARENT. FD: its socket to the first rank. PARENT: pid of the
 process that started it: the first rank, or the agent of another node.
 """
 
@@ -34,9 +34,9 @@ Inbox = queue.SimpleQueue[ToFollower]
 
 
 def main(fd: int, parent: int) -> NoReturn:
-    """Run until the first rank goes, or something fails."""
+    """Run until the first rank ends or something fails."""
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the first rank decides when to end
     os.set_inheritable(fd, False)
     sock, inbox = socket.socket(fileno=fd), Inbox()
     sender = Sender(sock)
@@ -45,20 +45,20 @@ def main(fd: int, parent: int) -> NoReturn:
         follow(inbox, lambda message: sender.send(frame(message)))
     except BaseException as error:
         last_words = _failed(error)
-        if not last_words.kind:  # an error of Outpace says enough by itself, and the first rank raises it
+        if not last_words.kind:  # our own errors need no traceback; the first rank raises them
             traceback.print_exc()
         with suppress(OSError):
             sender.send(frame(last_words))
     sys.stderr.flush()
-    os._exit(1)  # at once: another thread may be inside a collective
+    os._exit(1)  # exit at once: another thread may be inside a collective
 
 
 def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoReturn:
-    """Take in what is sent, and end the process with the first rank, whatever the main thread does meanwhile."""
+    """Read messages, and end the process when the first rank ends, whatever the main thread is doing."""
     news, frames = select.poll(), Frames[ToFollower](ToFollower)
     news.register(sock, select.POLLIN)
     own = watched(parent)
-    if own is not None:  # the socket tells too, unless a fork of the first rank has a copy of it
+    if own is not None:  # the socket's end tells too, unless a fork of the first rank holds a copy
         news.register(own, select.POLLIN)
     limit, heard = 0.0, time.monotonic()
     while os.getppid() == parent:
@@ -77,7 +77,7 @@ def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoR
                 else:
                     inbox.put(message)
         if limit and time.monotonic() - heard > limit:
-            sys.stderr.write(f"nothing was heard from the first rank for {limit:g} s: it or the link to it is down\n")
+            sys.stderr.write(f"no message from the first rank for {limit:g} s: it or the link to it is down\n")
             sys.stderr.flush()
             os._exit(1)
     os._exit(0)
@@ -86,12 +86,12 @@ def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoR
 def _received(sock: socket.socket) -> bytes:
     try:
         return sock.recv(_AT_ONCE)
-    except OSError:  # the system gave the connection up
+    except OSError:  # the system closed the connection
         return b""
 
 
 def _located(begin: Begin, sock: socket.socket) -> Begin:
-    """With the place of the store, which a rank of another machine knows by its own connection."""
+    """Fill in the address of the store, which a rank on another machine takes from its own connection."""
     if begin.host is not None:
         return begin
     host, port = sock.getpeername()[:2]
@@ -99,7 +99,7 @@ def _located(begin: Begin, sock: socket.socket) -> Begin:
 
 
 def _failed(error: BaseException) -> Failed:
-    """The last words of a rank."""
+    """The message of a rank that ends with an error."""
     from outpace.errors import OutpaceError
     from outpace.ranks.world import of_others
 
@@ -110,11 +110,11 @@ def _failed(error: BaseException) -> Failed:
 
 
 def follow(inbox: Inbox, send: Callable[[Here | Loaded], None]) -> NoReturn:
-    """Load what the first message says, then run one step after the other."""
+    """Load what the first message says, then run steps."""
     begin = inbox.get()
     assert isinstance(begin, Begin), "the first message says what to load"
     level = begin.log_level if begin.log_level <= logging.DEBUG else max(begin.log_level, logging.WARNING)
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")  # the first rank says the same
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")  # the first rank logs the same
     runner = start(begin, send)
     while True:
         message = inbox.get()
@@ -128,10 +128,10 @@ def follow(inbox: Inbox, send: Callable[[Here | Loaded], None]) -> NoReturn:
 
 def start(begin: Begin, send: Callable[[Here | Loaded], None]) -> "Runner":
     """Join the others and load this rank's part of the model."""
-    import torch  # imports of seconds: the thread that watches the first rank runs already
+    import torch  # imported late: this takes seconds, and the watching thread should run first
 
     from outpace.config import LLMConfig
-    from outpace.prepare import load_paged
+    from outpace.load_paged import load_paged
     from outpace.ranks import agree, world
     from outpace.runner.start import start_runner
     from outpace.runner.threads import share

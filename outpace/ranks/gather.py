@@ -1,4 +1,4 @@
-"""How node 0 gathers the others before it starts: where they meet, who is missing, what each of them starts."""
+"""How node 0 waits for the other nodes and makes them start their ranks."""
 
 import contextlib
 import socket
@@ -16,12 +16,12 @@ from outpace.ranks.node_messages import StartRanks
 from outpace.ranks.watch import Follower, Watch
 from outpace.ranks.world import shares_device
 
-SAY_EVERY = 5.0  # seconds between lines about who is missing
+SAY_EVERY = 5.0  # seconds between log lines about missing nodes
 Tell = Callable[[str], None]
 
 
 def open_doors(config: LLMConfig, size: int, place: Place) -> tuple[Door, socket.socket]:
-    """Where nodes and their ranks come in, and the socket of the store: both listen from now on."""
+    """Start listening for nodes and their ranks, and for the store."""
     nodes, with_gpus = config.nodes, config.device_type == "cuda" and not shares_device()
     gpus = size // nodes.nnodes if with_gpus else None
     wanted = Wanted(nodes.nnodes, size, versions(), gpus, all_options(config), nodes.link_timeout)
@@ -33,7 +33,7 @@ def open_doors(config: LLMConfig, size: int, place: Place) -> tuple[Door, socket
 
 
 def gather(watch: Watch, door: Door, place: Place, seconds: float, tell: Tell) -> None:
-    """Wait until all nodes have joined. EngineDead: one did not come, or cannot work with the others."""
+    """Wait until all nodes have joined. Raises EngineDead if one is missing or does not match."""
     now = time.monotonic()
     until, say_at = now + seconds, now + SAY_EVERY
     tell(_missing(door))
@@ -42,9 +42,7 @@ def gather(watch: Watch, door: Door, place: Place, seconds: float, tell: Tell) -
             raise EngineDead(watch.cause)
         now = time.monotonic()
         if now >= until:
-            away = "".join(
-                f"; {address} was turned away: {reason}" for address, reason in list(door.turned_away.items())
-            )
+            away = "".join(f"; {address} was refused: {reason}" for address, reason in list(door.turned_away.items()))
             names = ", ".join(f"node {number}" for number in door.missing)
             raise EngineDead(
                 f"nodes: {names} of {door.wanted.nnodes} did not come to {place.address} port {place.port} in "
@@ -61,7 +59,7 @@ def gather(watch: Watch, door: Door, place: Place, seconds: float, tell: Tell) -
 
 
 def start_ranks(watch: Watch, door: Door, followers: list[Follower], seconds: float, tell: Tell) -> None:
-    """Have all nodes start their ranks, and wait until these have come."""
+    """Make all nodes start their ranks, and wait until these have connected."""
     wanted = door.wanted
     tell("starting ranks on all nodes")
     for node in watch.nodes:

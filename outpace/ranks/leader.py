@@ -1,4 +1,4 @@
-"""The first rank's side: it starts the others, sends them every step, and ends with them."""
+"""The first rank's side: starts the other ranks, sends them every step, and ends with them."""
 
 import contextlib
 import os
@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from outpace.config import LLMConfig
 from outpace.config.rules import num_ranks
 from outpace.errors import ConfigError, EngineDead, ModelError, NotSupported, OutpaceError, StateError
+from outpace.load_paged import PagedParts, find_stages, load_paged
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
-from outpace.prepare import PagedParts, find_stages, load_paged
+from outpace.process_wide import environment
 from outpace.ranks import agree, world
 from outpace.ranks.gather import Tell, gather, open_doors, start_ranks
 from outpace.ranks.messages import Begin, Reset, Sender, ToFollower, frame
@@ -35,42 +36,42 @@ from outpace.runner.threads import share
 from outpace.types import Step
 
 PROGRAM = "outpace.ranks.follower"
-GOODBYE = 5.0  # seconds that the others may take to end when they are told
-TRY = timedelta(seconds=2)  # to reach a store, before it is asked whether its rank is still there
-CAUSE = 5.0  # seconds that a failure of the first rank waits for the one of another that caused it
+GOODBYE = 5.0  # seconds for the others to end when told to
+TRY = timedelta(seconds=2)  # seconds to reach a store before checking whether its rank still lives
+CAUSE = 5.0  # seconds that a failure here waits for the report of another rank that caused it
 _OBJECTS = ("tensor_parallel.mpu", "tensor_parallel.tp_group", "moe.ep_group", "moe.ep_mp_group")
 _REMEDY = "start the script with torchrun and use init_inference"
 _KINDS: tuple[type[OutpaceError], ...] = (ConfigError, ModelError, NotSupported)
 
 
 class Ranks:
-    """All ranks of one engine, seen from the first. For one thread at a time, but for `close`."""
+    """All ranks of one engine, seen from the first. Not thread-safe, except `close`."""
 
     def __init__(self, config: LLMConfig) -> None:
         self.size = num_ranks(config)
-        """How many there are, this one included."""
+        """Number of ranks, this one included."""
         self.local = self.size // config.nodes.nnodes
-        """How many of them are on this machine, and on each other one."""
+        """Number of ranks on each machine."""
         self._place = place_of(config.nodes) if config.nodes.nnodes > 1 else None
-        """Of this machine among several."""
+        """This machine's address, with several machines."""
         self.config = config
-        """Of this rank."""
+        """The device of this rank."""
         self.on_lost: Callable[[str], None] = lambda cause: None
-        """Called in a thread of its own when the others are gone that were not told to go."""
+        """Called in another thread when the other ranks have ended unasked."""
         self._watch: Watch | None = None
         self._followers: list[Follower] = []
         self._given_up: str | None = None
         self._closed = False
         self._in_world = False
-        """Whether this process is in a world for these ranks: it may be in one of another LLM."""
+        """Whether this process has joined a world for these ranks; it may be in another LLM's."""
         self._before: frozenset[str] = frozenset()
         self._made: frozenset[str] | None = None
-        """Sockets of this process that the world has made; None: it makes more."""
+        """Sockets that the world has opened in this process; None: it is still opening them."""
         self._pid = os.getpid()
 
     @property
     def nodes(self) -> list[str]:
-        """The machines, if there are several, with their ranks."""
+        """A description of the machines and their ranks, if there are several."""
         if self._place is None or self._watch is None:
             return []
         there = {node.number: node for node in self._watch.nodes}
@@ -78,7 +79,7 @@ class Ranks:
         return [first, *(f"{there[number].name}: ranks {list(there[number].ranks)}" for number in sorted(there))]
 
     def start(self, model: str | None, tell: Tell = lambda part: None) -> None:
-        """Start the others, and join them. tell: is told what is waited for."""
+        """Start the other ranks and join them. tell: called with what is being waited for."""
         kind = self.config.device_type
         world.check_world(self.size, self.config.device, kind, self.local)
         self._in_world = True
@@ -104,7 +105,7 @@ class Ranks:
         return self._meet(port)
 
     def _start_nodes(self, place: Place, begin: Callable[..., None], tell: Tell) -> TCPStore:
-        """Ranks on several machines: this one keeps the store."""
+        """Ranks on several machines; this one hosts the store."""
         door, listening = open_doors(self.config, self.size, place)
         self._followers += [_start(rank, self._environment, None) for rank in range(1, self.local)]
         self._watch = Watch(self._followers, lambda cause: self.on_lost(cause), door, self._cut)
@@ -140,23 +141,23 @@ class Ranks:
 
     @property
     def _environment(self) -> dict[str, str]:
-        """Where gloo and NCCL listen."""
+        """Environment variables for the interface of gloo and NCCL."""
         if self.size == 1:
             return {}
         return world.local_environment() if self._place is None else self._place.environment
 
     def _await_here(self) -> None:
-        """Wait until all others have found the store, and see that they have the same versions."""
+        """Wait until all others have found the store, and check that they have the same versions."""
         self._await(lambda each: each.here is not None)
         for each in self._followers:
             assert each.here is not None, "awaited"
             agree.check_same(agree.versions(), each.here.versions, each.rank)
 
     def _cut(self) -> None:
-        """Have collectives of this process end that wait for ranks that are gone.
+        """Abort collectives of this process that wait for ended ranks.
 
-        Those of gloo end by themselves if all were on this machine. A machine that cannot be reached any more does not
-        close its connections: this process does.
+        On one machine gloo's end by themselves. An unreachable machine does not close its connections, so this process
+        closes them.
         """
         world.free()
         if self._place is None or self._watch is None:
@@ -167,7 +168,7 @@ class Ranks:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def agree(self, parts: PagedParts, model: str | None) -> None:
-        """Wait until all have loaded the model, and see that it is the same one."""
+        """Wait until all have loaded the model, and check that it is the same."""
         if self.size == 1:
             return
         own = agree.facts(parts, model)
@@ -187,7 +188,7 @@ class Ranks:
     def starting(self) -> Iterator[None]:
         """What is done inside is part of the start: if it fails, no rank is left behind."""
         try:
-            with world.environment(self._environment):
+            with environment(self._environment):  # gloo reads its interface from the environment when groups are made
                 yield
         except BaseException as error:
             cause = self.cause_of(error)
@@ -198,9 +199,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What is done inside all ranks do, each waiting for the others: if one fails, it is the end of all.
+        """For work inside that all ranks do together: if one fails, all are ended.
 
-        Ctrl-C waits for the end of it, unless it comes twice.
+        A first Ctrl-C is held back until the end; a second one interrupts.
         """
         if self.size == 1:
             yield
@@ -222,7 +223,7 @@ class Ranks:
             raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raise if the others are gone, or are another process's."""
+        """Raise if the other ranks have ended, or belong to another process (after a fork)."""
         if self.size > 1 and self._is_fork():
             raise StateError(
                 f"the ranks of this LLM belong to process {self._pid}, of which this one is a fork; make a new LLM here"
@@ -233,23 +234,23 @@ class Ranks:
             raise StateError("the ranks of this LLM are shut down; make a new one")
 
     def launch(self, step: Step, *, for_logits: bool = False) -> None:
-        """Have the others run a step; this rank runs it next."""
+        """Send a step to the others; the caller runs it on this rank next."""
         if self.size > 1:
             self._tell(launch_of(step, for_logits=for_logits))
 
     def reset(self) -> None:
-        """Have the others forget every request."""
+        """Make the others forget all requests."""
         if self.size > 1:
             self._tell(Reset())
 
     def part(self) -> None:
-        """Tell other machines that this process ends as it should; its own ranks see that."""
+        """Tell other machines that this process ends regularly; ranks on this machine notice by themselves."""
         if self._watch is not None and not self._is_fork():
             self._watch.closing = True
             self._watch.dismiss(None)
 
     def close(self, cause: str | None = None) -> None:
-        """End the others and wait for their end. May be called again, and from any thread. cause: what failed."""
+        """End the others and wait for them. May be called repeatedly and from any thread. cause: what failed."""
         if self.size == 1 or self._closed or self._is_fork():
             return
         self._closed = True
@@ -272,11 +273,11 @@ class Ranks:
             return
         data = frame(message)
         for each in self._followers:
-            with contextlib.suppress(OSError):  # it is gone: the thread that watches knows, or will
+            with contextlib.suppress(OSError):  # it is gone: the watching thread will notice
                 each.sender.send(data)
 
     def _is_fork(self) -> bool:
-        """Whether this process is a copy of the one that started the ranks, and has no say in them."""
+        """Whether this process is a fork of the one that started the ranks, and must not touch them."""
         return os.getpid() != self._pid
 
     def _await(self, ready: Callable[[Follower], bool]) -> None:
@@ -285,7 +286,7 @@ class Ranks:
             raise EngineDead(str(self._watch.cause))
 
     def _meet(self, port: int) -> TCPStore:
-        """The store, which is there, unless its rank has ended meanwhile."""
+        """Connect to the store; fails if its rank has ended."""
         while True:
             try:
                 return world.meet(self.size, port, patience=TRY)
@@ -293,7 +294,7 @@ class Ranks:
                 self.check()
 
     def cause_of(self, error: BaseException) -> OutpaceError | None:
-        """What happened to another rank that explains an error of this one; None: nothing did."""
+        """The failure of another rank that explains an error here; None: there is none."""
         watch = self._watch
         if watch is None or not isinstance(error, Exception):
             return None
@@ -305,7 +306,7 @@ class Ranks:
         return EngineDead(f"{watch.cause}; make a new LLM")
 
     def _give_up(self, cause: str) -> None:
-        """This rank is out of step with the others: nothing they do together can be right any more."""
+        """End all: this rank is out of step with the others, so later results would be wrong."""
         self._given_up = f"{cause}; the other ranks were ended"
         if self._watch is not None:
             self._watch.closing = True
@@ -324,9 +325,9 @@ def load_ranked(
     tokenizer: bool | PreTrainedTokenizerBase = True,
     tell: Tell = lambda part: None,
 ) -> tuple[PagedParts, Ranks]:
-    """`load_paged` on as many ranks as the config asks for: what this one has, and the way to the others.
+    """`load_paged` on all ranks that the config asks for; returns this rank's model and the `Ranks`.
 
-    tell: is told what is done.
+    tell: called with progress messages.
     """
     if config.nodes.node_rank > 0:
         raise ConfigError(
@@ -343,7 +344,7 @@ def load_ranked(
         )
     source = None if model is None else os.fspath(model)
     with ranks.starting():
-        agree.where(source)  # before several ranks look for it
+        agree.where(source)  # fetch it once, before several ranks look for it
         staged = config.pipeline_parallel.pp_size > 1
         found = find_stages(source, config, tokenizer) if staged else source
         ranks.start(source, tell)
@@ -354,12 +355,12 @@ def load_ranked(
 
 
 def _asked_by(config: LLMConfig) -> str:
-    """The option that asks for several ranks."""
+    """The option that asked for several ranks."""
     return "tensor_parallel_size" if config.pipeline_parallel.pp_size == 1 else "pipeline_parallel_size"
 
 
 def let_go(ranks: Ranks, streaming: Streaming | None) -> None:
-    """End the other ranks, and what layers are streamed with."""
+    """End the other ranks and the streaming of layers."""
     ranks.close()
     if streaming is not None:
         streaming.close()
@@ -367,7 +368,7 @@ def let_go(ranks: Ranks, streaming: Streaming | None) -> None:
 
 @contextlib.contextmanager
 def starting(ranks: Ranks, streaming: Streaming | None) -> Iterator[None]:
-    """What is done inside is part of the start: if it fails, no rank, thread or file is left behind."""
+    """For work inside that belongs to the start: if it fails, no rank, thread or file is left behind."""
     try:
         with ranks.starting():
             yield
@@ -378,24 +379,24 @@ def starting(ranks: Ranks, streaming: Streaming | None) -> Iterator[None]:
 
 
 def as_data(config: LLMConfig) -> dict[str, Any]:
-    """The options that were given, as plain data; what is none is refused by name."""
+    """The options set by the user as plain data; raises for values that are not."""
     for path in _OBJECTS:
         section, _, name = path.partition(".")
         if getattr(getattr(config, section), name) is not None:
-            raise ConfigError(f"{path}: it cannot be sent to the ranks that LLM starts; leave it out, or {_REMEDY}")
+            raise ConfigError(f"{path}: cannot be sent to the ranks that LLM starts; do not set it, or {_REMEDY}")
     given = config.model_dump(exclude_unset=True, exclude={"device", "nodes"})
     for name, value in given.items():
         try:
             msgspec.msgpack.encode(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
-                f"{name}: it holds what cannot be sent to the ranks that LLM starts; leave it out, or {_REMEDY}"
+                f"{name}: contains values that cannot be sent to the ranks that LLM starts; do not set it, or {_REMEDY}"
             ) from None
     return given
 
 
 def _start(rank: int, environment: Mapping[str, str], store: socket.socket | None) -> Follower:
-    """A rank on this machine. store: the socket of the store, if it is to keep it."""
+    """Start a rank on this machine. store: the store's socket, if this rank hosts it."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = start(PROGRAM, theirs, environment, [] if store is None else [store.fileno()])
@@ -403,12 +404,12 @@ def _start(rank: int, environment: Mapping[str, str], store: socket.socket | Non
 
 
 def _send(follower: Follower, message: ToFollower) -> None:
-    with contextlib.suppress(OSError):  # it is gone: whoever waits for it is told
+    with contextlib.suppress(OSError):  # it is gone: whoever waits for it will notice
         follower.sender.send(frame(message))
 
 
 class Interrupt:
-    """Holds back the first Ctrl-C, in the main thread: between two collectives it would leave the others waiting."""
+    """Holds back the first Ctrl-C in the main thread, which between two collectives would deadlock the others."""
 
     def __init__(self) -> None:
         self.came = False

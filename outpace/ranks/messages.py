@@ -1,7 +1,7 @@
 """What crosses the socket between the first rank and each of the others: plain data, in frames of msgpack.
 
-A frame is four bytes of length and one msgpack value. A step has what the others need to run it, and no more: tokens
-are chosen by the first rank, which alone has grammars, parameters and whoever watches.
+A frame is four bytes of length and one msgpack value. A step contains only what the others need to run it: tokens are
+sampled by the first rank, which alone has grammars and sampling parameters.
 """
 
 import socket
@@ -20,40 +20,40 @@ _LONGEST = 1 << 30
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """First of all: who the rank is, and what it loads."""
+    """The first message: the rank's number, and what it loads."""
 
     rank: int
     size: int
     port: int
-    """Of the store at which ranks find each other."""
+    """Port of the store at which ranks find each other."""
     listening: int | None
-    """The number of that store's socket, for the rank that keeps it."""
+    """File descriptor of the store's socket, for the rank that hosts it."""
     model: str | None
     config: dict[str, Any]
     threads: int
-    """Of a CPU; 0: this rank's share of what its machine has."""
+    """CPU threads; 0: this rank's share of its machine's cores."""
     log_level: int
     host: str | None = "127.0.0.1"
-    """Where the store is; None: where the control connection leads to, at the next port."""
+    """Address of the store; None: that of the control connection, at the next port."""
     local: int = 0
-    """Ranks on the machine of this one; 0: all are on one."""
+    """Ranks on this rank's machine; 0: all are on one machine."""
     link_timeout: float = 0.0
-    """Seconds without a sign of life of the first rank until it counts as lost; 0: they are on one machine."""
+    """Seconds of silence after which the first rank counts as lost; 0: both are on one machine."""
 
 
 class About(msgspec.Struct, frozen=True, array_like=True):
-    """What the other ranks need to know of a request."""
+    """What the other ranks need to know about a request."""
 
     num_prompt: int
     pooling: Pooling | None
     prompt_only: bool
     reads_logits: bool
-    """Somebody wants the logits of its whole prompt."""
+    """Logits of its whole prompt are needed."""
     plain: bool
-    """Its tokens are the likeliest ones: each rank finds them by itself."""
+    """It is greedy: each rank computes its tokens itself."""
 
     def request(self, name: str, token_ids: tuple[int, ...]) -> Request:
-        """A request that has the same steps. token_ids: of the prompt, and of what has been answered."""
+        """A request with the same steps. token_ids: prompt and answer so far."""
         params = SamplingParams(
             max_tokens=0 if self.prompt_only else 1,
             temperature=0.0 if self.plain else 1.0,
@@ -75,7 +75,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     about: About | None
 
     def entry(self) -> ScheduledSequence:
-        """The same for a runner."""
+        """The `ScheduledSequence` for a runner."""
         request = None if self.about is None else self.about.request(self.request_id, self.token_ids)
         numbers = self.request_id, self.start, self.num_new_tokens, self.samples
         return ScheduledSequence(*numbers, self.new_blocks, request, self.token_ids)
@@ -92,10 +92,10 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     after: list[int]
     pieces: list[Piece]
     for_logits: bool = False
-    """`Runner.run` instead of `Runner.launch`: somebody wants the logits and chooses tokens himself."""
+    """`Runner.run` instead of `Runner.launch`: the caller wants the logits and samples itself."""
 
     def step(self) -> Step:
-        """The same for a runner, which does not ask how a request gave way. The first rank alone waits for copies."""
+        """The `Step` for a runner, without how requests were preempted. Only the first rank waits for copies."""
         gone = dict.fromkeys(self.preempted, Preemption.RECOMPUTE)
         entries = [piece.entry() for piece in self.pieces]
         return Step(self.step_id, self.ended, gone, self.copied, self.copies, self.after, sequences=entries)
@@ -106,15 +106,15 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Is anybody there? Between machines, every few seconds, and answered at once."""
+    """Heartbeat between machines, sent every few seconds and answered at once."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Yes."""
+    """Answer to a heartbeat."""
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The rank has begun, and found the store."""
+    """The rank has started and found the store."""
 
     versions: dict[str, str]
 
@@ -127,13 +127,13 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Last of all: why the rank ends."""
+    """The last message: why the rank ends."""
 
     kind: str
-    """Of `outpace.errors`, or empty."""
+    """Name of an error class of `outpace.errors`, or empty."""
     message: str
     second_hand: bool
-    """A collective failed, as it does when another rank has ended: that one knows the cause."""
+    """A collective failed, as it does when another rank has ended, which then knows the cause."""
 
 
 ToFollower = Begin | Launch | Reset | Ping
@@ -141,33 +141,33 @@ ToLeader = Here | Loaded | Failed | Pong
 
 
 class Unreadable(ValueError):
-    """What came is no message, or longer than it may be."""
+    """The bytes are not a valid message, or it is too long."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it crosses the socket."""
+    """Encode a message as a frame."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class Frames(Generic[Kind]):
-    """Messages from bytes as they come."""
+    """Decodes messages from a stream of bytes."""
 
     def __init__(self, kinds: Any, longest: int = _LONGEST) -> None:
-        """longest: bytes of a message; a longer one is not waited for."""
+        """longest: most bytes of a message; longer ones are an error."""
         self._longest = longest
         self._decoder: msgspec.msgpack.Decoder[Kind] = msgspec.msgpack.Decoder(kinds)
         self._data = bytearray()
 
     @property
     def wanted(self) -> int:
-        """Bytes to the end of the message that comes, as far as its length is known."""
+        """Bytes missing to the end of the current message, as far as its length is known."""
         known = len(self._data) >= _LENGTH.size
         end = _LENGTH.size + (_LENGTH.unpack_from(self._data)[0] if known else 0)
         return end - len(self._data)
 
     def feed(self, data: bytes) -> list[Kind]:
-        """The messages that are complete with these bytes. Raises Unreadable."""
+        """Add bytes; returns the messages they complete. Raises Unreadable."""
         self._data += data
         found: list[Kind] = []
         while len(self._data) >= _LENGTH.size:
@@ -185,24 +185,24 @@ class Frames(Generic[Kind]):
 
 
 class Sender:
-    """One end of a socket, for messages of several threads."""
+    """Sends messages over a socket from several threads."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._lock = sock, threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send a frame; OSError if nobody is there any more."""
+        """Send a frame; raises OSError if the other side has ended."""
         with self._lock:
             self._socket.sendall(data)
 
     def send_small(self, data: bytes) -> None:
-        """Send a short frame if that takes no waiting; otherwise something is on its way already."""
+        """Send a short frame unless it would block: then data is already in flight."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             if writable(self._socket):
                 self._socket.sendall(data)
-        except OSError:  # nobody is there: whoever reads is told
+        except OSError:  # the other side has ended: the reader will notice
             pass
         finally:
             self._lock.release()

@@ -1,4 +1,4 @@
-"""Addresses, interfaces and sockets between nodes: only the ports and the interface that were asked for. No torch."""
+"""Addresses, interfaces and sockets between nodes; uses only the ports and the interface asked for. No torch."""
 
 import contextlib
 import errno
@@ -17,32 +17,32 @@ from outpace.errors import ConfigError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFCONF = 0x8912
-_ENTRY = 40  # bytes of an interface in what the system answers
-_ENTRIES = 256  # interfaces
+_ENTRY = 40  # bytes per interface in the system's answer
+_ENTRIES = 256  # most interfaces
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node is in the network."""
+    """A node's place in the network."""
 
     address: str
-    """Its own, on the interface that leads to the others."""
+    """Its own address, on the interface that leads to the others."""
     interface: str
     master: str
-    """Where node 0 is, as this node reaches it."""
+    """The address of node 0 as this node reaches it."""
     port: int
     named: bool
-    """Whether the interface was asked for."""
+    """Whether the user named the interface."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes gloo and NCCL use this interface alone. What the user's environment says stands, if it can."""
+        """Environment variables that make gloo and NCCL use only this interface; the user's own settings win."""
         wanted = dict(zip(VARIABLES, (self.interface, f"={self.interface}"), strict=True))
         return {name: value for name, value in wanted.items() if self.named or name not in os.environ}
 
 
 def place_of(nodes: NodesConfig) -> Place:
-    """Where this node is. Refuses names that nobody knows, and interfaces that this machine has not."""
+    """Find this node's place. Raises for unknown names and interfaces."""
     assert nodes.master_addr is not None, "checked by the config"
     master = _resolved(nodes.master_addr)
     known = interfaces()
@@ -64,14 +64,14 @@ def place_of(nodes: NodesConfig) -> Place:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Interfaces of this machine and their addresses; one with several is there several times."""
+    """Pairs (interface, address) of this machine."""
     if sys.platform != "linux":
         return [("lo0", "127.0.0.1")]
     return [*_ipv4(), *_ipv6()]
 
 
 def _ipv4() -> Iterator[tuple[str, str]]:
-    import array  # what the system writes to
+    import array  # buffer for the system's answer
 
     room = array.array("B", bytes(_ENTRY * _ENTRIES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -100,20 +100,20 @@ def _resolved(name: str) -> str:
 
 
 def _source(address: str) -> str:
-    """The address of this machine that packets to another one come from."""
+    """This machine's source address for packets to another one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         try:
             asked.connect((address, 9))  # nothing is sent
         except OSError as error:
             raise ConfigError(
-                f"nodes.master_addr: there is no way to {address} ({error.strerror}); check it, or the network"
+                f"nodes.master_addr: no route to {address} ({error.strerror}); check the address and the network"
             ) from None
         return str(asked.getsockname()[0])
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket on one address of this machine; the error says what to change."""
+    """A listening socket on one address of this machine."""
     try:
         return socket.create_server((address, port), family=_family(address), backlog=1024)
     except OSError as error:
@@ -128,13 +128,13 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def connect(address: str, port: int, own: str, timeout: float) -> socket.socket:
-    """A connection to node 0 from this node's own address; OSError if there is none in time."""
+    """Connect to node 0 from this node's own address; raises OSError after a timeout."""
     source = (own, 0) if (":" in own) == (":" in address) else None
     return socket.create_connection((address, port), timeout, source)
 
 
 def watch_over(sock: socket.socket, seconds: float) -> None:
-    """Have the system end a connection whose other side does not answer for so long, and send small frames at once."""
+    """Make the system close a connection that is silent for `seconds`, and send small frames at once."""
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
     if sys.platform == "linux":
         options += [
@@ -143,20 +143,20 @@ def watch_over(sock: socket.socket, seconds: float) -> None:
             (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
             (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds)),
         ]
-    with contextlib.suppress(OSError):  # it has ended: whoever reads it is told
+    with contextlib.suppress(OSError):  # it has ended: its reader will notice
         for option in options:
             sock.setsockopt(*option)
 
 
 def writable(sock: socket.socket) -> bool:
-    """Whether a small frame would leave at once."""
+    """Whether a small frame can be sent without blocking."""
     ready = select.poll()
     ready.register(sock, select.POLLOUT)
     return any(event & select.POLLOUT for _, event in ready.poll(0))
 
 
 def own_sockets() -> dict[int, str]:
-    """The sockets of this process: what the system calls each, by its number. Empty where the system does not say."""
+    """The sockets of this process: the system's name of each by file descriptor. Empty if the system has none."""
     found = {}
     with contextlib.suppress(OSError):
         for file in Path("/proc/self/fd").iterdir():
@@ -167,24 +167,24 @@ def own_sockets() -> dict[int, str]:
 
 
 def connections(names: Collection[str]) -> Iterator[socket.socket]:
-    """The connections of this process over a network, of those sockets that are named. They are copies."""
+    """Duplicates of the named sockets that are network connections."""
     for number, name in own_sockets().items():
         with contextlib.suppress(OSError):
             if name in names:
                 with socket.socket(fileno=os.dup(number)) as sock:
                     if sock.family in (socket.AF_INET, socket.AF_INET6):
-                        sock.getpeername()  # an error unless it is connected
+                        sock.getpeername()  # raises unless connected
                         yield sock
 
 
 def watch_over_new(before: Collection[str], seconds: float) -> None:
-    """`watch_over` all connections that this process has made since: those of gloo."""
+    """`watch_over` all connections that this process has opened since then: those of gloo."""
     for sock in connections(set(own_sockets().values()) - set(before)):
         watch_over(sock, seconds)
 
 
 def peer(sock: socket.socket) -> str:
-    """The address at the other side, of IPv4 as such."""
+    """The address of the other side; mapped IPv4 addresses as IPv4."""
     return str(sock.getpeername()[0]).removeprefix("::ffff:")
 
 

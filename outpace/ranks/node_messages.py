@@ -1,6 +1,6 @@
-"""What crosses the network between node 0 and the others, beside what ranks are sent: plain data, as in `messages`.
+"""Messages between node 0 and the other nodes, besides those to ranks: plain data, as in `messages`.
 
-Each connection begins with one `Join` or `Arrive`, and is answered with `Accepted` or `Refused`.
+Each connection begins with a `Join` or an `Arrive`, which is answered with `Accepted` or `Refused`.
 """
 
 from typing import Any
@@ -10,51 +10,51 @@ import msgspec
 from outpace.ranks.messages import Ping, Pong
 
 PROTOCOL = 1
-"""Of these messages; nodes with different ones do not work together."""
-LONGEST_HELLO = 1 << 16  # bytes that somebody may send who is not known yet
+"""Version of these messages; it must be the same on all nodes."""
+LONGEST_HELLO = 1 << 16  # most bytes of the first message of a connection
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A node says who it is."""
+    """A node introduces itself."""
 
     protocol: int
     nnodes: int
     node_rank: int
     versions: dict[str, str]
     gpus: int | None
-    """None: it was asked to use none."""
+    """Number of GPUs; None: GPUs are not used."""
     model: str | None
-    """Where it has the model; None: where node 0 has it."""
+    """Path of its model; None: the same as on node 0."""
     options: dict[str, Any]
-    """Of the engine, those that were given there."""
+    """Engine options set on that node."""
 
 
 class Arrive(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The connection of a rank that a node starts."""
+    """Opens the connection of a rank that a node starts."""
 
     protocol: int
     rank: int
     key: str
-    """That the node was given for its ranks."""
+    """The secret that the node was given for its ranks."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Go on."""
+    """The connection is accepted."""
 
     link_timeout: float
-    """Seconds of silence after which the other side counts as lost."""
+    """Seconds of silence after which the other side is lost."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Go away."""
+    """The connection is refused."""
 
     reason: str
     again: bool = False
-    """It may be different later."""
+    """Whether it may succeed later."""
 
 
 class StartRanks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Start these, each with a connection of its own."""
+    """Start these ranks, each with its own connection."""
 
     ranks: list[int]
     size: int
@@ -66,10 +66,10 @@ class Serving(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Last of all: the ranks end."""
+    """The last message: the ranks must end."""
 
     cause: str | None
-    """What failed; None: they were asked to end."""
+    """What failed; None: a regular end."""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,7 +80,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Last of all: why the node goes."""
+    """The last message: why the node leaves."""
 
     why: str
 

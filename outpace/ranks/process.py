@@ -1,4 +1,4 @@
-"""The process of a rank, as whoever started it sees it: what it writes, and how it ended. No torch."""
+"""A rank's process as its parent sees it: how it is started, what it writes, how it ended. No torch."""
 
 import contextlib
 import os
@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-LAST_LINES = 6  # of what a rank wrote, if it did not say why it ends
+LAST_LINES = 6  # last lines of a rank's output to show if it ended without a reason
 _AT_ONCE = 1 << 16  # bytes to read at a time
-_LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
+_LONGEST_LINE = 1 << 16  # most bytes of a line; longer ones are shown in pieces
 
 
 def start(
     program: str, control: socket.socket, environment: Mapping[str, str], kept: Sequence[int] = ()
 ) -> "subprocess.Popen[bytes]":
-    """The process of a rank. It imports what this process would, and nothing from where it stands.
+    """Start a rank's process. It imports from the same paths as this process, but not from the current folder.
 
-    control: its socket to the first rank. environment: beside ours. kept: numbers of other files it gets.
+    control: its socket to the first rank. environment: added to ours. kept: other file descriptors to pass on.
     """
     path = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
@@ -29,13 +29,13 @@ def start(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        process_group=0,  # Ctrl-C in a terminal goes to this process, which decides
+        process_group=0,  # Ctrl-C in a terminal goes to this process only
         env={**os.environ, **environment, "PYTHONPATH": path},
     )
 
 
 class Written:
-    """What a rank writes: it is shown, and the last lines are kept."""
+    """The output of a rank: shown, and the last lines kept."""
 
     def __init__(self, rank: int, file: IO[bytes]) -> None:
         self._rank, self.file = rank, file
@@ -44,7 +44,7 @@ class Written:
         self._unfinished = b""
 
     def forward(self) -> bool:
-        """Show what is new; whether more may come."""
+        """Show new output; whether more may come."""
         try:
             data = os.read(self.file.fileno(), _AT_ONCE)
         except BlockingIOError:
@@ -54,13 +54,13 @@ class Written:
             lines, self._unfinished = [*lines, self._unfinished], b""
         for text in (line.decode(errors="replace") for line in lines):
             self.lines.append(text[:500])
-            with contextlib.suppress(Exception):  # nobody has to be there to read it
+            with contextlib.suppress(Exception):  # stderr may be closed
                 sys.stderr.write(f"rank {self._rank}: {text}\n")
         return bool(data)
 
 
 def end_of(process: "subprocess.Popen[bytes]", written: Written, seconds: float = 5.0) -> str:
-    """How a process ended that is about to, in words."""
+    """Wait for the end of a process and describe it."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -70,7 +70,7 @@ def end_of(process: "subprocess.Popen[bytes]", written: Written, seconds: float 
 
 
 def watched(pid: int) -> int | None:
-    """What becomes readable when this process ends; None: the system has no such thing."""
+    """A pidfd, readable when this process ends; None: not supported by the system."""
     with contextlib.suppress(AttributeError, OSError):
         return os.pidfd_open(pid)
     return None

@@ -1,4 +1,4 @@
-"""What the other ranks are sent of a step."""
+"""Converts a step to the message that the other ranks get."""
 
 from outpace.ranks.messages import About, Launch, Piece
 from outpace.sampling import is_plain
@@ -6,7 +6,7 @@ from outpace.types import Request, ScheduledSequence, Step
 
 
 def launch_of(step: Step, *, for_logits: bool = False) -> Launch:
-    """A step as a message. for_logits: see there."""
+    """A step as a message. for_logits: see `Launch`."""
     pieces = [_piece(entry) for entry in step.sequences]
     gone = step.ended, list(step.preempted)
     return Launch(step.step_id, *gone, step.copied, step.copies, step.after, pieces, for_logits)

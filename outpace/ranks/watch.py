@@ -1,4 +1,4 @@
-"""A thread of the first rank that sees what becomes of the others: what they say, what they write, how they end."""
+"""A thread of the first rank that watches the others: their messages, their output, their end."""
 
 import contextlib
 import os
@@ -19,9 +19,9 @@ from outpace.ranks.node_messages import End, Ended, Leaving, Serving
 from outpace.ranks.process import Written, end_of, watched
 from outpace.ranks.world import free
 
-FIRST_HAND = 2.0  # seconds that a rank whose collective failed waits for the one that knows why
-GOODBYE = 2.0  # seconds that other nodes have to close their connections after they were told to end
-TICK = 0.25  # seconds between looks at links to other nodes
+FIRST_HAND = 2.0  # seconds to wait, after a rank's collective failed, for the rank that knows the cause
+GOODBYE = 2.0  # seconds for other nodes to close their connections after they were told to end
+TICK = 0.25  # seconds between checks of links to other nodes
 _AT_ONCE = 1 << 16  # bytes to read at a time
 Kind = TypeVar("Kind")
 
@@ -51,7 +51,7 @@ class Follower:
 
     @property
     def explained(self) -> bool:
-        """Whether it is known how it ended, or nobody is left to ask."""
+        """Whether the reason of its end is known, or cannot be known any more."""
         return self.said is not None or self.node is None or self.rank in self.node.ended or self.node.gone
 
     def end(self) -> str:
@@ -64,7 +64,7 @@ class Follower:
         return self.node.ended.get(self.rank, "closed its connection")
 
     def kill(self) -> None:
-        """End it, wherever it is."""
+        """Kill it, on whatever machine."""
         if self.process is not None:
             self.process.kill()
         else:
@@ -73,7 +73,7 @@ class Follower:
 
 
 class Watch:
-    """Watches all other ranks until they have ended. If one ends that was not told to, all others are ended too."""
+    """Watches all other ranks until they end. If one ends unasked, all others are ended too."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class Watch:
         door: Door | None = None,
         cut: Callable[[], None] = free,
     ) -> None:
-        """`lost` is called in this thread with the first cause, once no other rank is left.
+        """lost: called in this thread with the first cause, once no other rank is left.
 
-        door: where other nodes come in; their ranks are added to `followers`. cut: has collectives of this process end.
+        door: where other nodes connect; their ranks are added to `followers`. cut: aborts collectives of this process.
         """
         self._followers, self._lost, self._door, self._cut = followers, lost, door, cut
         self._changed = threading.Condition()
         self._second_hand: tuple[float, Follower] | None = None
         self._next_beat = self._patience = 0.0
         self.closing = False
-        """They are told to end: that is no loss."""
+        """They have been told to end, so their end is no failure."""
         self.cause: str | None = None
-        """Why there are no other ranks any more."""
+        """Why the other ranks have ended."""
         self.failed: Failed | None = None
-        """What the rank that was the cause said itself."""
+        """The last message of the rank that failed first."""
         self._selector = selectors.DefaultSelector()
         for each in followers:
             self._add(each)
@@ -105,19 +105,19 @@ class Watch:
         self.thread.start()
 
     def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until `ready`, the others are lost, or so long; whether it is ready."""
+        """Wait until `ready`, the others are lost, or a timeout; returns whether it is ready."""
         with self._changed:
             self._changed.wait_for(lambda: ready() or self.cause is not None, seconds)
             return ready()
 
     @property
     def nodes(self) -> list[Node]:
-        """The other nodes that are here."""
+        """The other nodes that have joined."""
         return [] if self._door is None else [node for node in list(self._door.nodes.values()) if not node.gone]
 
     @property
     def sockets(self) -> frozenset[str]:
-        """What the system calls the connections to other ranks and nodes."""
+        """The system's names of the sockets to other ranks and nodes."""
         links = [each.socket for each in self._followers]
         links += [] if self._door is None else [node.socket for node in self._door.nodes.values()]
         return frozenset(f"socket:[{os.fstat(each.fileno()).st_ino}]" for each in links)
@@ -128,14 +128,14 @@ class Watch:
             node.sender.send_small(frame(Serving()))
 
     def dismiss(self, cause: str | None) -> None:
-        """Tell other nodes that the ranks end. For any thread."""
+        """Tell other nodes that the ranks end. Thread-safe."""
         for node in self.nodes:
             node.sender.send_small(frame(End(cause)))
             with contextlib.suppress(OSError):
                 node.socket.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """End all other ranks at once. For any thread."""
+        """Kill all other ranks at once. Thread-safe."""
         for each in list(self._followers):
             each.kill()
         for node in self.nodes:
@@ -152,13 +152,13 @@ class Watch:
             return
         self._on(follower.written.file.fileno(), partial(self._forward, follower))
         if (fd := watched(follower.process.pid)) is not None:
-            # the socket tells too, unless a child has a copy of it
+            # the socket's end tells too, unless a child holds a copy
             self._on(fd, partial(self._ended, follower, fd))
 
     def _run(self) -> None:
         while not self._over():
             for key, _ in self._selector.select(self._timeout()):
-                if key.fileobj in self._selector.get_map():  # the event before may have been its last
+                if key.fileobj in self._selector.get_map():  # the previous event may have been its last
                     key.data()
             self._ask_second_hand()
             if self._door is not None:
@@ -181,7 +181,7 @@ class Watch:
         return None if self._second_hand is None else max(0.0, self._second_hand[0] - time.monotonic())
 
     def _ask_second_hand(self) -> None:
-        """End the wait for somebody who knows more, if nobody is left to tell or it was long enough."""
+        """Stop waiting for a rank that knows the cause, if none is left or the time is up."""
         if self._second_hand is None:
             return
         until, follower = self._second_hand
@@ -190,7 +190,7 @@ class Watch:
             self._lose_rank(follower)
 
     def _hear(self, follower: Follower) -> None:
-        """Messages, or the end of the socket, which comes behind the last of them."""
+        """Read messages, or the end of the socket, which follows the last message."""
         data = _received(follower.socket)
         follower.heard = time.monotonic()
         for message in _read(follower.frames, data):
@@ -205,20 +205,20 @@ class Watch:
             self._go(follower)
 
     def _ended(self, follower: Follower, fd: int) -> None:
-        """Its process has ended."""
+        """A rank's process has ended."""
         self._selector.unregister(fd)
         os.close(fd)
-        follower.socket.setblocking(False)  # what it has said is here
+        follower.socket.setblocking(False)  # read its last messages first
         while not follower.gone and follower.socket in self._selector.get_map():
             self._hear(follower)
 
     def _forward(self, follower: Follower) -> None:
-        """Show what a rank writes, and keep the last lines."""
+        """Show a rank's output and keep the last lines."""
         if follower.written is not None and not follower.written.forward():
             self._selector.unregister(follower.written.file.fileno())
 
     def _go(self, follower: Follower) -> None:
-        """A rank has ended. If it only knows that another has, that one is waited for; of a silent one, its node."""
+        """A rank has ended. If another ended first, wait for that one's report; if it was silent, for its node's."""
         follower.gone = True
         if self.closing or self.cause is not None:
             return
@@ -228,7 +228,7 @@ class Watch:
         self._lose_rank(follower)
 
     def _lose_rank(self, follower: Follower) -> None:
-        """The first rank to end is the cause: all others end now."""
+        """The first rank to end is the cause: end all others now."""
         self._second_hand = None
         if self.cause is not None:
             return
@@ -253,7 +253,7 @@ class Watch:
         return len(self._followers) + 1 if self._door is None else self._door.wanted.size
 
     def _knock(self) -> None:
-        assert self._door is not None, "it is the door that was knocked at"
+        assert self._door is not None, "called only for events of the door"
         if (sock := self._door.accept()) is not None:
             self._on(sock, partial(self._hear_stranger, self._door, sock))
 
@@ -288,7 +288,7 @@ class Watch:
             self._lose(f"{node.name} {how}")
 
     def _look_at_links(self, door: Door) -> None:
-        """Send signs of life, and see who gives none."""
+        """Send heartbeats, and find links without any."""
         now, limit = time.monotonic(), door.wanted.link_timeout
         for sock in door.late():
             self._selector.unregister(sock)
@@ -299,15 +299,15 @@ class Watch:
                 sender.send_small(PING)
         for node in self.nodes:
             if now - node.heard > limit:
-                self._lose(f"nothing was heard from {node.name} for {limit:g} s: the machine or the link to it is down")
+                self._lose(f"no message from {node.name} for {limit:g} s: the machine or the link to it is down")
         for each in far:
             if each.here is not None and now - each.heard > limit and each.node is not None:  # imports may take long
-                self._lose(f"nothing was heard from rank {each.rank} on {each.node.name} for {limit:g} s: it hangs")
+                self._lose(f"no message from rank {each.rank} on {each.node.name} for {limit:g} s: it hangs")
         if self.cause is not None and now >= self._patience:
             self._give_up_links(far)
 
     def _give_up_links(self, far: list[Follower]) -> None:
-        """Other nodes had time to say goodbye."""
+        """Drop links to other nodes: their time to close is over."""
         for node in self.nodes:
             self._lose_node(node, "did not answer")
         for each in far:
@@ -319,7 +319,7 @@ class Watch:
             if each.process is None or each.written is None:
                 continue
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(1.0)  # its socket has ended, so it is about to
+                each.process.wait(1.0)  # its socket has ended, so its process is about to
             each.process.kill()
             each.process.wait()
             each.written.file.close()
@@ -338,7 +338,7 @@ def _received(sock: socket.socket) -> bytes:
 
 
 def _read(frames: Frames[Kind], data: bytes) -> list[Kind]:
-    """Messages; what cannot be read says nothing."""
+    """Messages; unreadable ones are dropped."""
     with contextlib.suppress(Unreadable):
         return frames.feed(data)
     return []

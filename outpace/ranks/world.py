@@ -1,10 +1,9 @@
-"""The world of torch.distributed that started ranks join: on the interface asked for, gone when its ranks are."""
+"""The torch.distributed world of ranks that LLM starts: how it is checked, joined and left."""
 
 import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -16,9 +15,9 @@ from outpace.parallel.mesh import BACKENDS, STARTED_BY, mark_as_of_llm
 
 HOST = "127.0.0.1"
 SHARE = "OUTPACE_RANKS_SHARE_DEVICE"
-"""Set in the environment, all ranks use the first GPU, and gloo: for tests on a machine that has one."""
-PATIENCE = timedelta(minutes=30)  # of a collective: a rank may still be reading weights, or compiling kernels
-MEETING = timedelta(seconds=20)  # for ranks of several machines that are all there to connect with each other
+"""Environment variable: all ranks use the first GPU, with gloo, for tests on a machine with one GPU."""
+PATIENCE = timedelta(minutes=30)  # timeout of a collective: a rank may still be reading weights or compiling kernels
+MEETING = timedelta(seconds=20)  # seconds for the ranks of several machines to connect with each other
 _ALL_HERE = "outpace/all ranks are here"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 LOCAL_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK}
@@ -28,7 +27,7 @@ _FIELDS = "tensor_parallel_size, pipeline_parallel_size"
 
 
 def check_world(size: int, device: str | None, device_type: str, local: int) -> None:
-    """Refuse what cannot become a world of so many ranks, before any of them is started. local: on this machine."""
+    """Raise before any rank is started if `size` ranks cannot form a world. local: ranks on this machine."""
     if all(name in os.environ for name in STARTED_BY):
         raise ConfigError(
             f"{_FIELDS}: {size} ranks, but torchrun has started this process as one of several; LLM and outpace serve "
@@ -57,23 +56,23 @@ def shares_device() -> bool:
 
 
 def device_of(rank: int, device_type: str, local: int) -> str:
-    """Where a rank runs. local: ranks on each machine."""
+    """The device of a rank. local: ranks per machine."""
     return "cpu" if device_type == "cpu" else f"cuda:{0 if shares_device() else rank % local}"
 
 
 def listening_socket() -> socket.socket:
-    """Where the store of a new world will listen."""
+    """A listening socket for the store of a new world."""
     return socket.create_server((HOST, 0), backlog=1024)
 
 
 def meet(
     size: int, port: int, listening: int | None = None, patience: timedelta = PATIENCE, host: str = HOST
 ) -> TCPStore:
-    """The store of a world, at this port; one rank keeps it, and must have it before others ask for it.
+    """Connect to a world's store at this port, or host it; the host must start it before others connect.
 
-    On one machine that is not the first rank: whoever waits at a store whose rank has ended is told so at once, and the
-    first one, which may be somebody's own process, must not be left waiting. Of several machines it is the first one:
-    its own connection to the store is cut when others are lost (see `leader`).
+    On one machine the host is not the first rank: whoever waits at a store whose rank has ended is told so at once, and
+    the first rank, which may be the user's process, must not hang. On several machines it is the first rank: its
+    connection to the store is cut when others are lost (see `leader`).
     """
     keeps = listening is not None
     store = TCPStore(host, port, size, keeps, patience, wait_for_workers=False, master_listen_fd=listening)
@@ -82,15 +81,15 @@ def meet(
 
 
 def all_here(store: TCPStore) -> None:
-    """Say that all ranks of several machines have found the store."""
+    """Record in the store that the ranks of all machines have found it."""
     store.set(_ALL_HERE, "")
 
 
 def join(store: TCPStore, rank: int, size: int, device: str, local: int) -> None:
-    """Become a rank of a world of which so many are on this machine.
+    """Join a world as one of its ranks. local: ranks on this machine.
 
-    Ranks of several machines first wait until all have found the store. Then a machine that others cannot connect to
-    is an error soon.
+    Ranks on several machines first wait until all have found the store. After that, a machine that the others cannot
+    reach fails soon.
     """
     if local < size:
         store.wait([_ALL_HERE], PATIENCE)
@@ -105,42 +104,27 @@ def join(store: TCPStore, rank: int, size: int, device: str, local: int) -> None
 
 
 def local_environment() -> dict[str, str]:
-    """Has gloo listen on this machine alone, unless the user says otherwise."""
+    """Makes gloo listen on this machine only, unless the user has set an interface."""
     return {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
 
 
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Groups that are made inside listen where these variables say."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def of_others(error: BaseException) -> bool:
-    """Whether an error is what a collective raises when another rank has ended, or may be."""
+    """Whether a collective may raise this error because another rank has ended."""
     text = str(error)
     return isinstance(error, dist.DistError | torch.AcceleratorError) or "gloo" in text or "NCCL" in text
 
 
 def free() -> None:
-    """Have collectives of this process end that wait for ranks that are gone. gloo's end by themselves."""
+    """Abort collectives of this process that wait for ended ranks. gloo's end by themselves."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
 
 
 def leave() -> None:
-    """End this process's part in a world whose other ranks have ended."""
+    """Leave a world whose other ranks have ended."""
     if dist.is_initialized():
-        with contextlib.suppress(Exception):  # there is nobody to tell
+        with contextlib.suppress(Exception):  # the others have ended
             free()
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -52,7 +52,7 @@ class Fleet:
         return None if index is None else self.replicas[index]
 
     def first(self) -> Replica | None:
-        """The first that is ready: whoever asks for one thing twice has the same answer."""
+        """The first that is ready, so that asking twice gives the same answer."""
         return next((each for each in self.replicas if each.ready), None)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Keeper: one replica's process: started, asked whether it is ready, and started again when it died or hangs."""
+"""Keeper: starts the process of one replica, probes it, and restarts it when it died or hangs."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 from outpace.log import logger
 from outpace.replicas.fleet import Fleet, Replica
 from outpace.replicas.upstream import Broken, fetch
-from outpace.server.run import NOT_STARTED, WRONG_OPTION
+from outpace.server.exit_codes import NOT_STARTED, WRONG_OPTION
 
 READY = b"/health/ready"
 PROGRAM = (sys.executable, "-P", "-m", "outpace.server.from_stdin")
@@ -36,9 +36,9 @@ class Timing:
     """Before the first restart; each that follows waits twice as long."""
     longest_delay: float = 30.0
     healthy_after: float = 60.0
-    """A process that lived so long starts the delays afresh."""
+    """A process that lived this long resets the delay."""
     goodbye: float = 10.0
-    """To end when it is told to."""
+    """To end after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Keeper:
     def __init__(
         self, fleet: Fleet, replica: Replica, program: Program, timing: Timing, *, retired: Callable[[int], None]
     ) -> None:
-        """`retired` is told when a process of this replica has ended."""
+        """`retired` is called with the index when a process of this replica has ended."""
         self._fleet, self._replica, self._program, self._timing = fleet, replica, program, timing
         self._retired = retired
         self._process: asyncio.subprocess.Process | None = None
@@ -123,7 +123,7 @@ class Keeper:
                 logger.error("replica %d cannot be started (%s); again in %.2f s", self._replica.index, error, delay)
 
     def _bury(self, code: int) -> None:
-        """A process has ended: nothing goes to it any more, and what it had cached is gone."""
+        """Note that a process has ended: it gets no more requests, and its cached prefixes are gone."""
         logger.error(
             "replica %d (process %s) ended with code %d; starting it again", self._replica.index, self.pid, code
         )

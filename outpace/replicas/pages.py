@@ -1,4 +1,4 @@
-"""What the router answers itself: whether there is a replica, and the numbers of all of them together."""
+"""What the router answers itself: health, and the numbers of all replicas together."""
 
 import asyncio
 from collections import Counter
@@ -82,7 +82,7 @@ class Pages:
         return _json({"layers": told[0]["layers"], "tokens": load, "imbalance": [imbalance(each) for each in load]})
 
     async def _told(self, path: bytes, headers: Headers) -> dict[int, bytes]:
-        """What the replicas that are ready say at a path, with the key of whoever asks; an error if none says it."""
+        """The answers of all ready replicas at a path, asked with the caller's key; an error if none answers."""
         key = [(b"authorization", headers["authorization"].encode("latin-1"))] if "authorization" in headers else []
 
         async def ask(replica: Replica) -> tuple[int, bytes]:
@@ -100,7 +100,7 @@ class Pages:
         return told
 
     def _written(self, families: Families) -> bytes:
-        """The families, with the router's own. What it counts too, the replicas' attempts are left out of."""
+        """The families with the router's own, which replace the replicas' counts of requests."""
         labels = (dict(labels) for each in families.values() for _, labels in each.samples)
         model = next((each["model_name"] for each in labels if "model_name" in each), "")
         for name in ("outpace:http_requests", "outpace:http_requests_created"):

@@ -2,7 +2,7 @@
 
 An answer goes to the client as it comes. Until its first byte has gone there, a request whose replica fails begins
 again on another: an answer that is not a stream is held until it is whole (or long), a stream until its first event.
-Streams are passed on in whole events, so that the error that ends a broken one stands alone.
+Streams are passed on in whole events, so that the error at the end of a broken one is an event of its own.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Own = Callable[[Headers], Awaitable[Response]]
 
 
 class Router:
-    """Hands requests to the replicas of a fleet. `Guard` stands before it, and makes answers of errors."""
+    """Hands requests to the replicas of a fleet. `Guard` is around it, and turns errors into answers."""
 
     def __init__(self, fleet: Fleet, options: ServerConfig, own: Mapping[str, Own] | None = None) -> None:
         """own: what GET of these paths gives."""
@@ -90,7 +90,7 @@ class Router:
             self.retried += 1
 
     async def _next(self, request: "_Request", wanted: Wanted, without: set[int], *, wait: bool) -> Replica | None:
-        """The replica to ask. One that has begun already waits for a replica if it has to; others are told at once."""
+        """The replica to ask; None: none is ready. A request that was lost (`wait`) waits for one."""
         while True:
             is_read = request.method in (b"GET", b"HEAD")
             found = self._fleet.first() if is_read and not without else self._fleet.choose(wanted, without)

@@ -15,7 +15,7 @@ HOP_BY_HOP = frozenset(
         *(b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     }
 )
-"""Headers that concern one connection alone, and are not passed on."""
+"""Headers of one connection, which are not passed on."""
 
 
 class Broken(Exception):

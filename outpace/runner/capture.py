@@ -1,6 +1,5 @@
 """One CUDA graph of work on static buffers."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,22 +7,24 @@ from typing import Any, TypeVar
 
 import torch
 
+from outpace.process_wide import COLLECTOR
+
 Result = TypeVar("Result")
 
 CAPTURING = threading.RLock()
-"""Held by the thread that captures: torch captures on one stream, so there is one capture at a time in a process."""
+"""Held during a capture: only one thread of a process may capture at a time."""
 
 
 class Uncapturable(Exception):
-    """A capture failed: why, in one line. `mend` makes the device usable again."""
+    """A capture failed, with the reason in one line. Call `mend` to make the device usable again."""
 
 
 def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable[[], Result]:
-    """`run` as a graph; it must work on static buffers alone, which the caller keeps alive as long as the graph.
+    """Capture `run` as a graph. It may use static buffers only; the caller keeps them alive as long as the graph.
 
-    A replay overwrites the result of the one before.
-    An error in a warm-up is run's own. Warm-ups run on the stream of the capture, so that what torch makes for each
-    stream (cuBLAS: 32 MiB) is made once.
+    Each replay overwrites the result of the previous one.
+    Errors in a warm-up are raised as they are. Warm-ups run on the capture's stream, so that what torch allocates per
+    stream (cuBLAS: 32 MiB) is allocated once.
     """
     graph = torch.cuda.CUDAGraph()
     with CAPTURING:
@@ -35,8 +36,8 @@ def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable
                 run()
         here.wait_stream(side)
         capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
-        try:
-            with torch.cuda.stream(here), _nothing_collected(), capture:  # a capture that fails stays on its stream
+        try:  # the garbage collector could free an old graph, which CUDA forbids during a capture
+            with torch.cuda.stream(here), COLLECTOR.off(), capture:  # a failed capture leaves its stream current
                 output = run()
         except Exception as error:
             raise Uncapturable((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
@@ -56,7 +57,7 @@ def mend(device: torch.device) -> None:
 
 
 class StreamLock:
-    """A lock for static buffers. The work of a holder runs after that of the one before, whatever their streams are."""
+    """A lock for static buffers. Each holder's GPU work runs after the previous holder's, on whatever streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class StreamLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it. The current stream waits for the work of the holder before."""
+        """Hold the lock. The current stream waits for the previous holder's work."""
         with self._lock:
             if self._done is None:
                 yield
@@ -76,15 +77,3 @@ class StreamLock:
                 yield
             finally:
                 self._done.record(stream)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Python may find an old graph to free at any moment, and CUDA refuses to free one during a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,8 +1,8 @@
 """The copies of steps: between pages and host memory on streams of their own, between host memory and files in threads.
 
-Each direction between the device and host memory is a lane of two streams that take turns, each with a staging buffer:
-while one gathers or scatters the pieces of its blocks, the other one's blocks are on the link. Only so many batches are
-launched ahead, so that a long queue of copies does not hold up the launch of a step. On a CPU all of this is done at
+Each direction between the device and host memory is a lane of two alternating streams, each with a staging buffer:
+while one gathers or scatters the pieces of its blocks, the other's blocks are on the link. Few batches are launched
+ahead, so that a long queue of copies does not delay the launch of a step. On a CPU copies are done at once.
 once.
 """
 
@@ -22,9 +22,9 @@ from outpace.cache.file_blocks import FileBlocks
 from outpace.cache.host_pages import HostPages, Pairs
 from outpace.types import Copy, Step, Way
 
-AHEAD = 6  # batches of a lane that are launched and not done
-READERS = 4  # threads; one more writes
-PATIENCE = 0.05  # seconds to wait for files: meanwhile nobody is taken in, or out
+AHEAD = 6  # batches of a lane in flight
+READERS = 4  # threads that read; one more writes
+PATIENCE = 0.05  # seconds to wait for files; nothing is admitted or aborted meanwhile
 
 
 @dataclass(slots=True)
@@ -32,9 +32,9 @@ class _Copying:
     """A copy on its way."""
 
     copy: Copy
-    begin: "torch.cuda.Event | None" = None  # of the main stream: what comes before it has to be done
-    num_left: int = 0  # batches or blocks that are not known to be done
-    events: "list[torch.cuda.Event]" = field(default_factory=list)  # one for each batch that was launched
+    begin: "torch.cuda.Event | None" = None  # on the main stream: work before it must finish first
+    num_left: int = 0  # batches or blocks not known to be done
+    events: "list[torch.cuda.Event]" = field(default_factory=list)  # one per launched batch
     failed: list[int] = field(default_factory=list)
 
 
@@ -58,25 +58,25 @@ class _Lane:
             copying.num_left += 1
 
     def go_on(self) -> None:
-        """See what is done, and launch what comes next."""
+        """Record finished batches and launch the next ones."""
         while self._launched and self._launched[0][1].query():
             self._launched.popleft()[0].num_left -= 1
         while self._waiting and len(self._launched) < AHEAD:
             self._launch()
 
     def launch_whole(self, copying: _Copying) -> None:
-        """Launch whatever is left of a copy, and what stands before it."""
+        """Launch the rest of a copy, and everything queued before it."""
         while any(waiting is copying for waiting, _ in self._waiting):
             self._launch()
 
     def wait(self) -> bool:
-        """Wait until one more batch is done, if any is on its way."""
+        """Wait until one more batch is done, if any is in flight."""
         if self._launched:
             self._launched[0][1].synchronize()
         return bool(self._launched)
 
     def clear(self) -> None:
-        """Drop what is not launched, and wait for the rest."""
+        """Drop what has not been launched, and wait for the rest."""
         self._waiting.clear()
         self._launched.clear()
         for stream, _ in self._slots:
@@ -96,7 +96,7 @@ class _Lane:
 
 
 class Copies:
-    """Runs the copies of steps, and knows which are done. For one thread."""
+    """Runs the copies of steps and reports which are done. Not thread-safe."""
 
     def __init__(self, host: HostPages, files: FileBlocks | None = None) -> None:
         self.host = host
@@ -115,7 +115,7 @@ class Copies:
         self._done: queue.SimpleQueue[tuple[_Copying, int | None]] = queue.SimpleQueue()  # with the place of a failure
 
     def begin(self, step: Step) -> None:
-        """Begin what a step asks for. What is launched after it on the current stream may use the step's blocks."""
+        """Start the copies of a step. Work launched on the current stream after this call may use the step's blocks."""
         self._wait_for(step.copied)
         for copy_id in step.copied:
             self._copying.pop(copy_id, None)
@@ -127,7 +127,7 @@ class Copies:
             lane.go_on()
 
     def done(self, *, wait: bool = False) -> Mapping[int, tuple[int, ...]]:
-        """Copies that are done and were not reported yet, with what failed of each. wait: for one at least."""
+        """Finished copies not reported yet, each with its failures. wait: block until there is at least one."""
         found = self._look()
         if wait and not found and self._copying.keys() - self._reported:
             if not any(lane.wait() for lane in reversed(self._lanes.values())):
@@ -136,7 +136,7 @@ class Copies:
         return found
 
     def reset(self) -> None:
-        """Forget all copies, once nothing is read or written any more."""
+        """Wait until nothing is read or written, then forget all copies."""
         for lane in self._lanes.values():
             lane.clear()
         while any(copying.num_left for copying in self._copying.values() if copying.copy.way not in self._lanes):
@@ -145,7 +145,7 @@ class Copies:
         self._reported.clear()
 
     def warm_up(self) -> None:
-        """Compile the kernels: a block goes out and comes back."""
+        """Compile the kernels by copying a block out and back."""
         self.begin(Step(0, copies=[Copy(-1, Way.STORE, ((0, 0),))], after=[-1]))
         self.begin(Step(0, copies=[Copy(-2, Way.LOAD, ((0, 0),))], after=[-2]))
         self.reset()
@@ -172,7 +172,7 @@ class Copies:
             run(copy.pairs[begin : begin + self.host.per_copy], self._staging)
 
     def _wait_for(self, copies: Iterable[int]) -> None:
-        """Have the current stream wait for these."""
+        """Make the current stream wait for these."""
         for copying in (self._copying[each] for each in copies if each in self._copying):
             if (lane := self._lanes.get(copying.copy.way)) is not None:
                 lane.launch_whole(copying)
@@ -193,7 +193,7 @@ class Copies:
         return found
 
     def _take(self, timeout: float = 0.0) -> None:
-        """Take in what threads have done."""
+        """Record what the threads have finished."""
         try:
             while True:
                 copying, failed = self._done.get(timeout=timeout) if timeout else self._done.get_nowait()
@@ -205,7 +205,7 @@ class Copies:
             pass
 
     def _submit(self, copying: _Copying) -> None:
-        """Have threads read or write files."""
+        """Submit file reads or writes to the threads."""
         assert self._readers is not None
         assert self._writer is not None
         threads = self._readers if copying.copy.way is Way.READ else self._writer
@@ -230,6 +230,6 @@ class Copies:
 
 
 def _finish(device: torch.device) -> None:
-    """Memory must not go while copies use it."""
-    with suppress(RuntimeError):  # a device that has failed copies nothing any more
+    """Wait for copies before their memory is freed."""
+    with suppress(RuntimeError):  # a failed device copies nothing any more
         torch.cuda.synchronize(device)

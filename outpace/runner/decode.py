@@ -11,19 +11,22 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from outpace.cache.kv_cache import allocate, blocks_for, page_dtype
 from outpace.inject.paged import BatchModel
 from outpace.runner.capture import StreamLock
+from outpace.runner.products import tune_products
 from outpace.runner.rows import on_device
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.sequences import CHECK_EVERY, Measure, Sequences, until_end
 from outpace.runner.staged_sequences import StagedSequences
 from outpace.runner.step_graphs import CHUNK_SIZES, FEW, Shape, shapes
 
-ROOM = 1024  # tokens of a sequence that pages are made for at least, so that a longer call seldom makes new ones
+ROOM = 1024  # least tokens per sequence to allocate pages for, so that a longer call seldom allocates again
 STEP_TOKENS = 8192  # most tokens of a prefill step: longer prompts run in chunks
-GRAPH_TOKENS = 2048  # most tokens of a prefill under a graph: a longer one keeps the GPU busy without, and unpadded
+GRAPH_TOKENS = (
+    2048  # most tokens of a prefill in a graph: longer ones keep the GPU busy without a graph and without padding
+)
 
 
 class PagedDecoder:
-    """Generates from padded prompts on a runner, whose pages and graphs are kept between calls, for one at a time."""
+    """Generates from padded prompts on a runner. Pages and graphs are kept between calls; one call at a time."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class PagedDecoder:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """What `generate(custom_generate=...)` calls: the ids [B, L] with the new tokens after them."""
+        """Called by `generate(custom_generate=...)`: the ids [B, L] followed by the new tokens."""
         mask: Tensor | None = model_kwargs.get("attention_mask")
         lengths = [item.max_length for item in stopping_criteria if isinstance(item, MaxLengthCriteria)]
         limit = max(input_ids.shape[1] + 1, min([generation_config.max_length, *lengths]))  # at least one new token
@@ -72,18 +75,18 @@ class PagedDecoder:
             return picks.loop(sequences, limit, streamer)
 
     def greedy(self, ids: Tensor, mask: Tensor | None, limit: int, ends: list[int], pad: int | None) -> Tensor:
-        """Likeliest tokens up to `limit` in all: what the call above does, without Hugging Face's preparation."""
+        """Greedy decoding up to `limit` tokens in all, without Hugging Face's preparation."""
         stops = on_device(ends, ids.device, ids.dtype)
         with self._lock.held():
             return self._begin(ids, mask, limit).likeliest(limit, stops, pad)
 
     def _begin(self, ids: Tensor, mask: Tensor | None, limit: int) -> "Sequences":
-        """The sequences of a call, on a runner that has room for them and has forgotten the call before."""
+        """The sequences of a call, on a runner with enough room and no state of the previous call."""
         blocks = blocks_for(limit)
         need = len(ids), limit, len(ids) * blocks
         if self._runner is None or any(want > have for want, have in zip(need, self._room, strict=True)):
             self._graphs = self._graphs and not (self._runner is not None and self._runner.graphs.uncapturable)
-            self._runner = None  # its pages are freed before the new ones are allocated
+            self._runner = None  # free its pages before new ones are allocated
             seqs, length, pages = (max(have, _next_size(want)) for want, have in zip(need, self._room, strict=True))
             self._runner = self._make_runner(seqs, length, pages)
             self._room = seqs, length, pages
@@ -93,18 +96,20 @@ class PagedDecoder:
             self._model, self._runner, ids, _without_padding(ids, mask), blocks, self._measure, self._step_tokens
         )
 
-    @torch.inference_mode(False)  # buffers made in inference mode could not be written by calls outside it
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be written outside of it
     def _make_runner(self, num_seqs: int, length: int, num_blocks: int) -> Runner:
         model, most = self._model, self._step_tokens
         pages = allocate(model.kv_heads, num_blocks, self._page_dtype, model.device)
         limits = Limits(max_num_seqs=num_seqs, max_num_batched_tokens=most, max_model_len=length)
         alone = [Shape(size, 1, "fresh") for size in CHUNK_SIZES if size <= GRAPH_TOKENS]
         later = [*shapes(num_seqs, GRAPH_TOKENS), *alone] if self._graphs else ()
-        return Runner(model, pages, limits, graphs_later=later)
+        runner = Runner(model, pages, limits, graphs_later=later)
+        tune_products(model, runner, later)
+        return runner
 
 
 class _Picks:
-    """How a call picks tokens from logits: as Hugging Face's own loop does, with its processors and criteria."""
+    """Picks tokens from logits as Hugging Face's own loop does, with its processors and criteria."""
 
     def __init__(self, processors: Any, criteria: Any, stops: Tensor, pad: Any, *, sample: bool) -> None:
         self._processors, self._criteria = processors, criteria
@@ -112,10 +117,10 @@ class _Picks:
         self._sample = sample
         self._plain = all(isinstance(item, MaxLengthCriteria | EosTokenCriteria) for item in criteria)
         self.likeliest = self._plain and not sample and not processors
-        """Whether it is the likeliest token each time, until a length or an end."""
+        """Whether it is plain greedy decoding up to a length or an end-of-sequence token."""
 
     def loop(self, sequences: Sequences, limit: int, streamer: Any) -> Tensor:
-        """The ids with new tokens after them, until every sequence has ended."""
+        """The ids followed by new tokens, until every sequence has ended."""
         ids, length = sequences.ids, sequences.ids.shape[1]
         going = torch.ones(len(ids), dtype=torch.int64, device=ids.device)
         logits = sequences.whole(sequences.prefill())
@@ -133,7 +138,7 @@ class _Picks:
             look = not self._plain or streamer is not None or (len(self._stops) and at % CHECK_EVERY == 0)
             if at >= limit or (look and not bool(going.any())):
                 break
-            sequences.put(picked)  # for ended sequences too: the model may not know the pad token
+            sequences.put(picked)  # for ended sequences too: the pad token may be outside the model's vocabulary
             logits = sequences.whole(sequences.step())
         if streamer is not None:
             streamer.end()
@@ -158,7 +163,7 @@ def _next_size(count: int) -> int:
 
 
 def _without_padding(ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
-    """The tokens of each row that count; padding may stand anywhere. A row of nothing but padding is kept."""
+    """The tokens of each row without padding, wherever it is. A row of padding alone is kept."""
     rows = ids.cpu()
     kept = rows if mask is None else [row[keep] for row, keep in zip(rows, mask.bool().cpu(), strict=True)]
     return [tuple((found if len(found) else row).tolist()) for found, row in zip(kept, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""How many tokens each expert has had: counted on the device by the routers, and copied to the host when asked for."""
+"""Tokens per expert: counted on the device by the routers, copied to the host on request."""
 
 from collections.abc import Mapping
 
@@ -9,18 +9,18 @@ from outpace.inject.experts import MixtureOfExperts, Router
 from outpace.inject.modules import FusedLayer
 
 OFTEN_ENOUGH = 1 << 30
-"""Tokens after which the counts are read though nobody asked: they are int32, and what they lose is a turn of 2^32."""
+"""Tokens after which the int32 counts are read in any case, before they can wrap around unnoticed."""
 
 
 class ExpertLoad:
-    """The counts of a model, in which a row is a layer that has experts. For one thread at a time."""
+    """The counts of a model, a row for each layer with experts. Not thread-safe."""
 
     def __init__(self, routers: Mapping[int, Router], device: torch.device) -> None:
-        """Has these routers count from now on; what is captured in a graph later counts as well."""
+        """Make these routers count from now on, also in graphs captured later."""
         self.layers = tuple(routers)
-        """The number of each row in the model."""
+        """The layer number of each row."""
         self._width = max(router.num_experts for router in routers.values())
-        aligned = -(-self._width // 4) * 4  # 16 bytes, so that one compiled kernel serves every row
+        aligned = -(-self._width // 4) * 4  # rows aligned to 16 bytes, so that one compiled kernel serves all
         self._counts = torch.zeros(len(routers), aligned, dtype=torch.int32, device=device)
         for row, router in zip(self._counts, routers.values(), strict=True):
             router.counts = row[: router.num_experts]
@@ -33,7 +33,7 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> "ExpertLoad | None":
-        """The counts of a fused model; None: it has no experts of ours."""
+        """The counts of a model with fused experts; None: it has none."""
         routers = {
             layer.index: layer.mixture.router
             for layer in module.modules()
@@ -42,11 +42,11 @@ class ExpertLoad:
         return cls(routers, device) if routers else None
 
     def clear(self) -> None:
-        """Forget what was counted: steps of a start that nobody asked for."""
+        """Reset the counts, to leave out the steps of the start-up."""
         self._counts.zero_()
 
     def ask(self) -> None:
-        """Have the counts of all steps so far copied; the host does not wait. See `arrived`."""
+        """Start copying the counts of all steps so far, without waiting. See `arrived`."""
         if not self._asked:
             self._asked = True
             self._host.copy_(self._counts, non_blocking=True)
@@ -54,7 +54,7 @@ class ExpertLoad:
                 self._coming = torch.cuda.current_stream(self._counts.device).record_event()
 
     def arrived(self, *, wait: bool = False) -> Tensor | None:
-        """Tokens of each expert [layers, experts] when `ask` was called, once; None: not here yet, or not asked for."""
+        """Tokens of each expert [layers, experts] when `ask` was called, once; None: not asked for, or not ready."""
         if not self._asked:
             return None
         if self._coming is not None:
@@ -63,12 +63,12 @@ class ExpertLoad:
             elif not self._coming.query():
                 return None
         now = self._host.long()
-        self._total += (now - self._before) & 0xFFFFFFFF  # the counts start again below zero
+        self._total += (now - self._before) & 0xFFFFFFFF  # int32 counts wrap around
         self._before, self._asked = now, False
         return self._total[:, : self._width].clone()
 
     def read(self) -> Tensor:
-        """Tokens of each expert [layers, experts], int64; waits for the steps that have been launched."""
+        """Tokens of each expert [layers, experts], int64. Waits for launched steps."""
         self.arrived(wait=True)
         self.ask()
         found = self.arrived(wait=True)
@@ -76,7 +76,7 @@ class ExpertLoad:
         return found
 
     def keep_up(self, tokens: int) -> None:
-        """Read the counts before they could lose a turn. tokens: those of all steps so far."""
+        """Read the counts before they could wrap around twice. tokens: of all steps so far."""
         if tokens - self._tokens_read > OFTEN_ENOUGH:
             self._tokens_read = tokens
             self.read()

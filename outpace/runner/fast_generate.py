@@ -1,4 +1,4 @@
-"""Which calls of `generate` run over pages, and which must go to Hugging Face's own loop, with the reason."""
+"""Decides which calls of `generate` run over pages and which need Hugging Face's own loop, with the reason."""
 
 import functools
 import threading
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from outpace.errors import NotSupported
+from outpace.inject.injection import Paged
 from outpace.inject.modules import FusedLayer
 from outpace.inject.plan import foreign_hooks
-from outpace.inject.start import Paged
 from outpace.loading.inspect import generation_config, token_list
 from outpace.log import chosen
 from outpace.runner.decode import PagedDecoder
 from outpace.runner.sequences import Measure
 
 Setting = Callable[[str], Any]
-"""A generation setting as Hugging Face resolves it: keyword, then given config, then the model's own."""
+"""A generation setting as Hugging Face resolves it: keyword, then the given config, then the model's."""
 
 _HUGGING_FACE_ONLY: Mapping[str, Callable[[Any], bool]] = {
     "assistant_model": lambda value: value is not None,
@@ -38,24 +38,24 @@ _HUGGING_FACE_ONLY: Mapping[str, Callable[[Any], bool]] = {
     "negative_prompt_ids": lambda value: value is not None,
     "synced_gpus": bool,
 }
-"""Arguments that only Hugging Face's loop understands, and when they are in use."""
+"""Arguments that only Hugging Face's loop supports, and the test for whether they are in use."""
 
 
 _PLAIN_ARGUMENTS = frozenset(
     {"inputs", "input_ids", "attention_mask", "max_new_tokens", "max_length", "do_sample", "eos_token_id"}
     | {"pad_token_id", "use_cache", "generation_config"}
 )
-"""Arguments that the greedy loop takes by itself."""
+"""Arguments that the greedy loop handles itself."""
 _PLAIN_SETTINGS = frozenset(
     {"max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "bos_token_id", "use_cache"}
     | {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
     | {"transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash", "trust_remote_code"}
 )
-"""Settings that the greedy loop knows, or that concern sampling alone."""
+"""Settings that the greedy loop handles, or that only affect sampling."""
 
 
 class FastGenerate:
-    """The paged loop of one injected model; its pages come with the first call that can use them."""
+    """The paged loop of one injected model. Its pages are allocated by the first call that can use them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FastGenerate:
     ) -> None:
         options: dict[str, Any] = {"graphs": graphs, "kv_cache_dtype": kv_cache_dtype}
         self._make = lambda: PagedDecoder(paged(max_tokens), max_tokens, measure, **options)
-        self._more = "" if kv_cache_dtype == "auto" else "; it does not quantize keys and values (kv_cache_dtype)"
+        self._more = "" if kv_cache_dtype == "auto" else "; it does not quantize the KV cache (kv_cache_dtype)"
         self._decoder: PagedDecoder | None = None
         self._making = threading.Lock()
         self._refused = False
@@ -80,7 +80,7 @@ class FastGenerate:
         self._neutral = vars(GenerationConfig())
 
     def greedy(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Tensor | None:
-        """The whole call, if it is a plain greedy one: Hugging Face's preparation takes longer than a token."""
+        """Run a plain greedy call directly, since Hugging Face's preparation takes longer than a token."""
         ids = arguments.get("input_ids", arguments.get("inputs"))
         if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape) or self._hooked():
             return None
@@ -93,27 +93,27 @@ class FastGenerate:
         return decoder.greedy(ids, mask, limit, ends, next(iter((*pads, *ends)), None))
 
     def _reasons(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Iterator[str]:
-        """Why Hugging Face's loop must run."""
+        """Reasons why Hugging Face's loop must run."""
         for name, in_use in _HUGGING_FACE_ONLY.items():
             if in_use(arguments.get(name) if name in arguments else setting(name)):
-                yield f"{name} is not known to the paged one"
+                yield f"{name} is not supported by the paged loop"
         ids = arguments.get("input_ids", arguments.get("inputs"))
         if isinstance(ids, Tensor) and mask is not None and mask.shape != ids.shape:
-            yield "attention_mask has another shape than the prompt"
+            yield "attention_mask and prompt differ in shape"
         elif self._counts_holes(mask):
-            yield "attention_mask has holes, which a sliding window counts there and not in the paged one"
+            yield "attention_mask has holes, which Hugging Face counts in a sliding window and the paged loop does not"
         if self._hooked():
-            yield "a module has a hook, which the paged one never calls"
+            yield "a module has a hook, which the paged loop would not call"
 
     def _hooked(self) -> bool:
         return any(foreign_hooks(module) for module in self._watched)
 
     def _counts_holes(self, mask: Tensor | None) -> bool:
-        """Whether a mask has holes, and there may be windows: Hugging Face counts these in columns."""
+        """Whether a mask has holes in a model with sliding windows, which Hugging Face counts in columns."""
         return self._windows and mask is not None and bool(((mask[:, :-1] != 0) & (mask[:, 1:] == 0)).any())
 
     def _is_plain(self, arguments: Mapping[str, Any], setting: Setting) -> bool:
-        """Whether every argument and every setting of the generation configs is one that the greedy loop knows."""
+        """Whether the greedy loop supports all arguments and all settings of the generation configs."""
         if not arguments.keys() <= _PLAIN_ARGUMENTS or setting("do_sample"):
             return False
         if setting("max_new_tokens") is None and setting("max_length") is None:
@@ -127,7 +127,7 @@ class FastGenerate:
         )
 
     def _made(self) -> PagedDecoder | None:
-        """The loop; None: pages cannot hold this model, which the log says once."""
+        """The loop; None: this model cannot run over pages (logged once)."""
         with self._making:
             if self._decoder is None and not self._refused:
                 try:
@@ -138,7 +138,7 @@ class FastGenerate:
             return self._decoder
 
     def loop(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Callable[..., Any] | None:
-        """What to pass as `custom_generate`; None: Hugging Face's loop must run, and the log says why."""
+        """The function to pass as `custom_generate`; None: Hugging Face's loop must run (the reason is logged)."""
         reason = next(self._reasons(arguments, mask, setting), None)
         if reason is not None:
             if reason not in self._told:
@@ -150,13 +150,13 @@ class FastGenerate:
 
 
 def _around_fused_layers(model: nn.Module) -> list[nn.Module]:
-    """Fused layers and what stands around them: modules that the paged loop does not call as the model would."""
+    """Fused layers and their parents: modules that the paged loop does not call as the model does."""
     fused = [path for path, module in model.named_modules() if isinstance(module, FusedLayer)]
     inside = tuple(f"{path}." for path in fused)
     return [module for path, module in model.named_modules() if fused and path and not path.startswith(inside)]
 
 
 def _may_have_windows(model: nn.Module) -> bool:
-    """Whether a fused layer has a sliding window; a model without fused layers may have one."""
+    """Whether a layer may have a sliding window: unknown without fused layers, so True."""
     layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
     return not layers or any(layer.settings.window for layer in layers)

@@ -12,11 +12,11 @@ from outpace.log import logger
 from outpace.runner.capture import CAPTURING, StreamLock, Uncapturable, captured, mend
 from outpace.tree import map_tensors, signature, tensors
 
-WARM_UPS = 3  # torch asks for warm-up on a side stream: lazy initialisation must not be captured
+WARM_UPS = 3  # torch requires warm-up on a side stream, so that lazy initialisation is not captured
 
 
 class ForwardGraphs:
-    """Runs a function of tensors from captured graphs; what cannot be captured runs as it is, and the log says why."""
+    """Runs a function of tensors from captured graphs. What cannot be captured runs without (the reason is logged)."""
 
     def __init__(self, run: Callable[..., Any], device: torch.device, *, limit: int, static_output: bool) -> None:
         self._run = run
@@ -27,14 +27,14 @@ class ForwardGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._lock = StreamLock(device)
         self.uncapturable: str | None = None
-        """Why graphs are not used, once a capture has failed."""
+        """Why graphs are no longer used, after a failed capture."""
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = signature((args, kwargs)) if self.uncapturable is None else None
-        if key is None:  # a cache or another object with state: every such call is a new one
+        if key is None:  # a cache or another stateful object: every such call differs
             return self._run(*args, **kwargs)
         with torch.cuda.device(self._device), self._lock.held():
             if key in self._graphs or self._add(key, args, kwargs):
@@ -47,12 +47,15 @@ class ForwardGraphs:
         return self._run(*args, **kwargs)
 
     def clear(self) -> None:
-        """Forget every graph and give its memory back."""
+        """Drop all graphs and free their memory."""
         self._graphs.clear()
 
     def _add(self, key: Hashable, args: Any, kwargs: Any) -> bool:
-        """Capture a graph for this signature; False: none can be had."""
-        with torch.inference_mode(False), torch.no_grad():  # later calls may be outside inference mode, and write them
+        """Capture a graph for this signature; False: that failed."""
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # later calls may run outside inference mode and write to them
             static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
         while len(self._graphs) >= self._limit:
             self._graphs.popitem(last=False)

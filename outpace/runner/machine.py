@@ -1,4 +1,4 @@
-"""How much of the processors other programs use: on a busy machine figures are too low, and fewer threads faster."""
+"""CPU usage of other programs: on a busy machine measured figures are too low, and fewer threads are faster."""
 
 import os
 import time
@@ -10,21 +10,21 @@ _BUSY = (0, 1, 2, 5, 6, 7)  # columns of /proc/stat: user, nice, system, irq, so
 
 
 class Usage(NamedTuple):
-    """Seconds of CPU up to a moment."""
+    """CPU seconds used up to a point in time."""
 
     at: float
     everybody: float
-    """Of all programs, on the processors that this one may use."""
+    """Of all programs, on the cores that this process may use."""
     own: float
 
 
 def cores() -> int:
-    """Processors that this program may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def usage() -> Usage | None:
-    """What has been used so far; None where the system does not tell."""
+    """CPU time used so far; None if the system does not report it."""
     try:
         lines = _STAT.read_text().splitlines()
         mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -37,6 +37,6 @@ def usage() -> Usage | None:
 
 
 def used_by_others(before: Usage, now: Usage) -> float:
-    """Cores that other programs kept busy between two moments, on average."""
+    """Average number of cores that other programs used between two points in time."""
     others = (now.everybody - before.everybody) - (now.own - before.own)
     return max(0.0, others / max(now.at - before.at, 1e-9))

@@ -1,4 +1,4 @@
-"""Vectors of prompts: the mean or the last of their hidden states, gathered chunk by chunk on the device."""
+"""Embeddings of prompts: the mean or the last of their hidden states, collected chunk by chunk on the device."""
 
 from collections.abc import Iterable
 
@@ -10,27 +10,27 @@ from outpace.runner.rows import Layout
 
 
 class Pooling:
-    """The sums of prompts that are being computed. A preempted request keeps its sum, unless it begins anew."""
+    """Running sums of prompts being computed. A preempted request keeps its sum unless it is recomputed."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     @staticmethod
     def wanted(layout: Layout) -> list[int]:
-        """Sequences of a step whose hidden states are asked for."""
+        """Sequences of a step that want an embedding."""
         return [index for index, owner in enumerate(layout.owners) if owner.request.pooling is not None]
 
     def forget(self, requests: Iterable[str]) -> None:
-        """These have ended."""
+        """Drop the sums of ended requests."""
         for name in requests:
             self._sums.pop(name, None)
 
     def clear(self) -> None:
-        """All have."""
+        """Drop all sums."""
         self._sums.clear()
 
     def add(self, layout: Layout, hidden: Tensor) -> "Vectors":
-        """Take the hidden states [T, hidden_size] of a step; the vectors of prompts that are complete with it."""
+        """Add the hidden states [T, hidden_size] of a step; returns the embeddings of prompts that are complete."""
         names, vectors = [], []
         for index, part in enumerate(hidden.split(layout.counts)):
             request, start = layout.owners[index].request, layout.starts[index]
@@ -41,20 +41,20 @@ class Pooling:
                 vector = vector if start == 0 else self._sums[request.request_id] + vector
                 self._sums[request.request_id] = vector
                 vector = vector / (start + layout.counts[index])
-            if layout.samples[index]:  # its last chunk
+            if layout.samples[index]:  # its last chunk is in this step
                 names.append(request.request_id)
                 vectors.append(vector)
         return Vectors(names, vectors)
 
 
 class Vectors:
-    """Vectors on their way to the host."""
+    """Embeddings being copied to the host."""
 
     def __init__(self, names: list[str], vectors: list[Tensor]) -> None:
         self._names = names
         self._arriving = Arriving([torch.stack(vectors)] if vectors else [])
 
     def read(self) -> dict[str, list[float]]:
-        """By request."""
+        """Wait for them; the embeddings by request id."""
         found = self._arriving.read()
         return dict(zip(self._names, found[0].tolist(), strict=True)) if found else {}

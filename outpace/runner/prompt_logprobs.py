@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt: they need the logits of every position, which others do without."""
+"""Log-probabilities of prompt tokens, which need the logits of every position."""
 
 from collections.abc import Mapping
 
@@ -11,21 +11,21 @@ from outpace.sampling import logprobs_of
 from outpace.types import TokenLogprobs
 
 PIECE = 256
-"""Tokens whose logits are held at a time."""
+"""Tokens whose logits are in memory at a time."""
 
 
 class PromptLogprobs:
-    """Those of one step."""
+    """The prompt log-probabilities of one step."""
 
     def __init__(self, *, raise_later: bool = False) -> None:
-        """raise_later: what goes wrong is raised when they are read, since other ranks wait for this one till then."""
+        """raise_later: raise errors when the results are read, since other ranks wait for this one until then."""
         self._pieces: list[tuple[Row, range, ArrivingLogprobs]] = []
         self._raise_later = raise_later
         self._problem: Exception | None = None
 
     @staticmethod
     def wanted(layout: Layout) -> list[int]:
-        """Sequences of a step that compute a part of a prompt whose logits are asked for."""
+        """Sequences of a step that compute a part of a prompt and want its log-probabilities."""
         return [
             index
             for index, owner in enumerate(layout.owners)
@@ -34,7 +34,7 @@ class PromptLogprobs:
         ]
 
     def add(self, piece: Layout, logits: Tensor) -> None:
-        """Take the logits [T, V] of a piece of one sequence: each says how likely the token after it was."""
+        """Add the logits [T, V] of a piece of one sequence; row t gives the probability of token t + 1."""
         try:
             self._add(piece, logits)
         except Exception as error:
@@ -54,7 +54,7 @@ class PromptLogprobs:
             self._pieces.append((owner, positions, ArrivingLogprobs(token_ids, found)))
 
     def read(self) -> Mapping[str, Mapping[int, TokenLogprobs]]:
-        """By request and position."""
+        """Wait for them; log-probabilities by request id and position."""
         if self._problem is not None:
             raise self._problem
         found: dict[str, dict[int, TokenLogprobs]] = {}

@@ -1,4 +1,4 @@
-"""The way of a step's results to the host: copies that nobody waits for until they are read."""
+"""Results of a step on their way to the host: asynchronous copies, waited for when they are read."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from outpace.types import Logprob, Request, StepOutput, TokenLogprobs
 
 
 class Arriving:
-    """Tensors on their way to the host."""
+    """Tensors being copied to the host."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # page-locked
@@ -27,14 +27,14 @@ class Arriving:
 
 
 class ArrivingLogprobs:
-    """Log-probabilities on their way."""
+    """Log-probabilities being copied to the host."""
 
     def __init__(self, token_ids: Tensor, found: Logprobs) -> None:
         tensors = [token_ids, found.token_logprobs, found.token_ranks, found.top_ids, found.top_logprobs]
         self._arriving = Arriving(tensors if found.top_ranks is None else [*tensors, found.top_ranks])
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """For each row the chosen token and this many others; -1 is all there are."""
+        """For each row the sampled token and `count` others; -1: the whole vocabulary."""
         token_ids, logprobs, ranks, others, values, *given = (tensor.tolist() for tensor in self._arriving.read())
         found: list[TokenLogprobs] = []
         for row, count in enumerate(counts):
@@ -47,7 +47,7 @@ class ArrivingLogprobs:
 
 
 def _ranks(values: Sequence[float]) -> list[int]:
-    """Places of values that are in order, largest first; equal ones share the better place."""
+    """Ranks of values sorted in descending order; equal values share the better rank."""
     ranks: list[int] = []
     for place, value in enumerate(values):
         ranks.append(ranks[-1] if place and value == values[place - 1] else place + 1)
@@ -57,7 +57,7 @@ def _ranks(values: Sequence[float]) -> list[int]:
 def arriving_logprobs(
     token_ids: Tensor, found: Sequence[tuple[LogprobRows, Logprobs]]
 ) -> list[tuple[tuple[int, ...], ArrivingLogprobs]]:
-    """The log-probabilities of a step on their way, by the places of their rows."""
+    """Start copying the log-probabilities of a step, by row number."""
     return [
         (wanted.places, ArrivingLogprobs(token_ids if wanted.rows is None else token_ids[wanted.rows], details))
         for wanted, details in found
@@ -73,7 +73,7 @@ def send_back(
     prompts: Callable[[], Mapping[str, Mapping[int, TokenLogprobs]]],
     failed: Mapping[str, str] | None = None,
 ) -> Callable[[], StepOutput]:
-    """The output of a step, once it is there: the token of each request stands at its place in what was chosen."""
+    """A function that waits for a step's output; the token of each request is at its index in the sampled tokens."""
 
     def output() -> StepOutput:
         tokens = chosen.read()[0].tolist()

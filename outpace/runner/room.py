@@ -1,4 +1,4 @@
-"""Room for pages: how many there are, where they lie, and what is left of a device beside model and steps."""
+"""Sizes the KV cache: how many pages fit beside model, steps and graphs, and where they are allocated."""
 
 import os
 from collections.abc import Sequence
@@ -13,25 +13,24 @@ from outpace.errors import ConfigError
 from outpace.inject.paged import BatchModel
 from outpace.log import chosen
 from outpace.offload.asked import device_budget
-from outpace.offload.mapped import mapped
 from outpace.offload.place import even
-from outpace.offload.store_memory import aligned, free_memory
+from outpace.offload.store_memory import aligned, free_memory, mapped
 from outpace.parallel.group import Group
 from outpace.runner.copies import Copies
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import Shape
 
-SLACK = 256 << 20  # bytes of a budget that are left alone: steps of other sizes than those that were tried
+SLACK = 256 << 20  # bytes kept free for steps of sizes that were not tried
 GIB = 1 << 30
 
 
 def everyone(model: BatchModel) -> Group:
-    """All ranks that run the same batches, of all stages."""
+    """The group of all ranks that run the same batches, in all stages."""
     return model.ranks if model.stage.count == 1 else model.stage.everyone
 
 
 def page_room(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> tuple[int, str]:
-    """Bytes of the device for pages, and what says so; not looked at where nobody needs it."""
+    """Device bytes for pages, and what determined them; measured only if needed."""
     cache = config.cache
     if cache.num_blocks is not None and not host_page_bytes(config):
         return 0, "asked for"
@@ -43,7 +42,7 @@ def page_room(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tupl
 def count_blocks(
     model: BatchModel, config: LLMConfig, limits: Limits, per_block: int, room: int, what: str
 ) -> tuple[int, str]:
-    """How many pages there are, and why."""
+    """The number of pages, and the reason."""
     cache, more = config.cache, host_page_bytes(config) // everyone(model).size
     if cache.num_blocks is not None:
         if more and cache.num_blocks * per_block > room + more:
@@ -68,12 +67,12 @@ def count_blocks(
 
 
 def check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_blocks: int, per_block: int) -> None:
-    """Refuse what cannot be allocated, in words."""
+    """Raise a clear error if the pages cannot be allocated."""
     cache, seqs = config.cache, limits.max_num_seqs
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     there = host
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # what trial steps have left behind is free as well
+        torch.cuda.empty_cache()  # memory cached by trial steps counts as free
         there = torch.cuda.mem_get_info(model.device)[0]
     rows = 4 * (seqs + 1) * (limits.max_model_len + limits.max_model_len // cache.block_size)
     asked = (
@@ -88,9 +87,9 @@ def check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_block
 def layers_on_host(
     heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block_size: int, num_blocks: int, room: int
 ) -> tuple[int, ...]:
-    """The fewest layers whose pages have to be elsewhere, if the device has `room` bytes for pages; spread evenly.
+    """The fewest layers whose pages must be in host memory if the device has `room` bytes for pages; spread evenly.
 
-    One such layer at a time comes to the device, for steps that read it more than once.
+    Steps that read such a layer more than once copy it to the device, one layer at a time.
     """
     sizes = [num_blocks * block_bytes([each], dtype, block_size) for each in heads]
     for count in range(len(sizes)):
@@ -102,13 +101,13 @@ def layers_on_host(
 
 
 def make_pages(model: BatchModel, config: LLMConfig, num_blocks: int, away: Sequence[int] = ()) -> Pages:
-    """away: layers whose pages are in host memory."""
+    """Allocate the pages. away: layers whose pages are in host memory."""
     dtype, elsewhere = page_dtype(config.kv_cache_dtype, model.dtype), dict.fromkeys(away, mapped)
     return allocate(model.kv_heads, num_blocks, dtype, model.device, config.cache.block_size, elsewhere=elsewhere)
 
 
 def host_page_bytes(config: LLMConfig) -> int:
-    """Bytes of host memory for pages of requests that run, of all ranks together."""
+    """Host memory bytes for the pages of running requests, of all ranks together."""
     asked, free = config.offload.host_pages, free_memory()
     found = int(asked * (free or 0)) if isinstance(asked, float) else asked or 0
     if free is not None and found > free:
@@ -119,12 +118,12 @@ def host_page_bytes(config: LLMConfig) -> int:
 
 
 def on_host(gib: float, model: BatchModel) -> int:
-    """Bytes that this rank may have of so much memory of the host, which all have together."""
+    """This rank's share of `total` bytes of host memory."""
     return int(gib * GIB) // everyone(model).size
 
 
 def host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
-    """Host memory and files for pages, as asked for, or an error that says how much is missing."""
+    """The cache levels in host memory and files, as asked for; raises an error that says how much is missing."""
     offload = config.offload
     what, wanted = _host_bytes(config)
     if not wanted:
@@ -151,7 +150,7 @@ def host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
 
 
 def _host_bytes(config: LLMConfig) -> tuple[str, int]:
-    """What says how much host memory there is for pages, and how much, of all ranks together."""
+    """The option that sets the host memory for pages, and its bytes, of all ranks together."""
     swap, gib, kv = config.cache.swap_space, config.offload.kv_offloading_size, config.offload.kv
     if swap or gib:
         return f"{'swap_space' if swap else 'kv_offloading_size'}={swap or gib:g}", int((swap or gib) * GIB)

@@ -18,16 +18,16 @@ class Header(NamedTuple):
     rows: Tensor
     """[S] int32: whose it is."""
     starts: Tensor
-    """[S] int32: position of its first token."""
+    """[S] int32: position of the first token of each sequence."""
     writes: Tensor
-    """[S] int32: position of the token that is chosen for it."""
+    """[S] int32: position of the token to be sampled."""
     cu_q: Tensor
-    """[S + 1] int32: where its tokens begin in the batch."""
+    """[S + 1] int32: where the tokens of each sequence begin in the batch."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A request that has a row."""
+    """A request with its row."""
 
     index: int
     request: Request
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(slots=True)
 class Layout:
-    """A step on the host: one entry in each list for each sequence."""
+    """A step on the host; each list has an entry per sequence."""
 
     owners: list[Row] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -56,25 +56,26 @@ class Layout:
         return Layout(*([values[index] for index in indices] for values in lists))  # type: ignore[arg-type]
 
     def pieces(self, index: int, size: int) -> Iterator["Layout"]:
-        """One sequence of the step, so many tokens at a time; the pieces sample nothing."""
+        """Split one sequence of the step into pieces of at most `size` tokens, which do not sample."""
         start, end = self.starts[index], self.starts[index] + self.counts[index]
         for first in range(start, end, size):
             yield Layout([self.owners[index]], [first], [min(size, end - first)], [False])
 
 
 class Rows:
-    """Rows of requests, and the way what changes gets to the device: page-locked memory, one copy for a step.
+    """Rows of requests on the device. Changes go there through page-locked memory, one copy per step.
 
-    There are two buffers, so that a step can be prepared while the one before is on its way.
+    There are two buffers, so that a step can be prepared while the previous one is being copied.
     """
 
     def __init__(self, count: int, max_len: int, max_blocks: int, device: torch.device) -> None:
         self._device = device
         self._width = max_len + 1 + max_blocks
-        self._state = torch.zeros(count + 1, self._width, dtype=torch.int32, device=device)
-        self.tokens = self._state[:, : max_len + 1]
-        """[R + 1, L + 1]: the tokens of each request, and a column that nobody reads. The last row is nobody's."""
-        self.table = self._state[:, max_len + 1 :]
+        self.state = torch.zeros(count + 1, self._width, dtype=torch.int32, device=device)
+        """[R + 1, L + 1 + M]: tokens and pages side by side."""
+        self.tokens = self.state[:, : max_len + 1]
+        """[R + 1, L + 1]: the tokens of each request, and a spare column. The last row is for padding."""
+        self.table = self.state[:, max_len + 1 :]
         """[R + 1, M]: the pages of each request."""
         self._nobody, self._nowhere, self._first_page = count, max_len, max_len + 1
         self._header = torch.zeros(4 * count + 1, dtype=torch.int32, device=device)
@@ -98,14 +99,14 @@ class Rows:
         self._free = list(range(self._nobody - 1, -1, -1))
 
     def forget(self, requests: Iterable[str]) -> None:
-        """Give back the rows of these requests, if they have any."""
+        """Free the rows of these requests, if they have any."""
         for name in requests:
             row = self._rows.pop(name, None)
             if row is not None:
                 self._free.append(row.index)
 
     def take(self, sequences: Sequence[ScheduledSequence]) -> Layout:
-        """Take a step in: new requests get rows, and what changed is sent on its way."""
+        """Start a step: give new requests rows, and start copying what changed."""
         self._turn = 1 - self._turn
         if (sent := self._sent[self._turn]) is not None:
             sent.synchronize()
@@ -132,9 +133,9 @@ class Rows:
         return layout
 
     def send(self, layout: Layout, size: int, *, wait: bool = False) -> Header:
-        """The header of a step, padded to so many sequences: they are nobody's and have no tokens.
+        """Send the header of a step, padded with empty sequences to the given size.
 
-        `wait` until it has arrived: a step that sends several of them would overwrite those on their way.
+        wait: until it has arrived; a step that sends several headers would overwrite those in flight.
         """
         count, host = len(layout.owners), self._staging[self._turn]
         array = host.numpy()[: 4 * size + 1]
@@ -156,14 +157,14 @@ class Rows:
         return self.header(size)
 
     def header(self, size: int) -> Header:
-        """Where a header of so many sequences lies: always in the same place, so that a graph can read it."""
+        """The header on the device, always at the same address, so that a graph can read it."""
         given = self._header
         rows, starts, writes = (given[i * size : (i + 1) * size] for i in range(3))
         return Header(rows, starts, writes, given[3 * size : 4 * size + 1])
 
     def write(self, rows: Tensor, places: Tensor, chosen: Tensor) -> None:
-        """Put chosen tokens [S] into these rows at these places."""
-        self._state.view(-1).index_copy_(0, rows.long() * self._width + places, chosen.to(torch.int32))
+        """Write sampled tokens [S] into these rows at these positions."""
+        self.state.view(-1).index_copy_(0, rows.long() * self._width + places, chosen.to(torch.int32))
 
     def _update(self, places: np.ndarray, values: np.ndarray) -> None:
         """Write single numbers of the rows."""
@@ -174,11 +175,11 @@ class Rows:
         array = host.numpy()
         array[:count], array[count : 2 * count] = places, values
         sent = host[: 2 * count].to(self._device, non_blocking=True)
-        self._state.view(-1).index_copy_(0, sent[:count], sent[count:].to(torch.int32))
+        self.state.view(-1).index_copy_(0, sent[:count], sent[count:].to(torch.int32))
 
 
 def on_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """These numbers on the device. The host does not wait until they are there."""
+    """Copy these numbers to the device without waiting."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

@@ -10,21 +10,26 @@ from torch import Tensor
 
 from outpace.cache.kv_cache import Pages
 from outpace.inject.paged import Batch, BatchModel
-from outpace.kernels.ragged import ragged_inputs
+from outpace.kernels.dispatch import for_device
+from outpace.kernels.ragged import Ragged
+from outpace.log import logger
 from outpace.runner.copies import Copies
-from outpace.runner.grammars import Grammars
+from outpace.runner.deferred import Deferred
 from outpace.runner.pooling import Pooling
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
 from outpace.runner.results import Arriving, arriving_logprobs, send_back
 from outpace.runner.rows import Header, Layout, Row, Rows
-from outpace.runner.step_graphs import Shape, StepGraphs
-from outpace.sampling import SamplingBatch, sample
+from outpace.runner.step_graphs import FEW, Shape, StepGraphs
+from outpace.sampling import Masks, SamplingBatch, sample
+from outpace.structured.masks import RowMasks
 from outpace.types import Request, Step, StepOutput
+
+PADDED = 256  # large steps without a graph are padded to a multiple of this many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The largest step there can be."""
+    """Limits of the largest step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -32,20 +37,20 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """What a forward leaves on the device, for each of S sequences. The next step overwrites it."""
+    """Results of a forward on the device, for S sequences. The next step overwrites them."""
 
     logits: Tensor
-    """[S, V] after the last token; of several ranks, each has those of its own tokens."""
+    """[S, V] after the last token; with several ranks, each has its part of the vocabulary."""
     likeliest: Tensor
-    """[S]; in its row already."""
+    """[S] greedy tokens, already written to their rows."""
     rows: Tensor
     """[S]"""
     places: Tensor
-    """[S] where in its row the next token goes: so many it has now."""
+    """[S] position of the next token in its row."""
 
 
 class Runner:
-    """Runs the steps of a scheduler, in order. Tokens stay on the device: a step reads what the one before chose."""
+    """Runs the scheduler's steps in order. Tokens stay on the device, where the next step reads them."""
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class Runner:
         salt: int = 0,
         graphs_later: Iterable[Shape] = (),
     ) -> None:
-        """`graphs_later`: shapes whose graphs are captured when a step first needs them."""
+        """graphs_later: shapes whose graphs are captured when a step first needs them."""
         self._model = model
         self._pages = pages
         self._copies = copies
@@ -64,41 +69,64 @@ class Runner:
         self._salt = salt
         self._stage = model.stage
         self._leads = model.ranks.rank == 0 and model.stage.is_last
-        """Whether this rank chooses tokens and tells of them; the others run the same steps with it."""
+        """Whether this rank samples and reports tokens; the other ranks run the same steps with it."""
         self._alone = model.ranks.size == model.stage.count == 1
         max_blocks = -(-limits.max_model_len // pages.block_size)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, max_blocks, model.device)
         """Tokens and pages of the running requests, on the device."""
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
-        self._grammars = Grammars(model.device)
+        self._masks = RowMasks(model.device)
         self._pooling = Pooling()
         self._given: Tensor | None = None
-        """What the stage before gives [T, H], always in the same place, so that a graph can read it."""
+        """Hidden states of the previous stage [T, H], always at the same address, so that a graph can read them."""
         if not model.stage.is_first:
             size = limits.max_num_batched_tokens, model.hidden_size
             self._given = torch.zeros(size, dtype=model.dtype, device=model.device)
         self.graphs = StepGraphs(model.device, graphs_later)
+        self.deferred = Deferred()
+        """Graphs that `catch_up` will capture."""
+
+    @torch.no_grad()
+    def catch_up(self, *, idle: bool) -> bool:
+        """Capture one deferred graph if it is time for one; False: not yet, or none is left.
+
+        Call it between steps. idle: no request is waiting. If a capture fails, steps use the graphs there are.
+        """
+        shape = self.deferred.next() if idle else self.deferred.due()
+        if shape is None:
+            return False
+        self.rows.send(self.rows.take(()), shape.num_seqs, wait=True)  # a step without tokens
+        problem = self.graphs.add(shape, self._forward, at_once=not idle)
+        if problem is None:
+            self.deferred.done(shape)
+            logger.debug("cuda graphs: %s is captured, %d are left", shape, len(self.deferred))
+        elif idle:
+            logger.warning("cuda graphs: %s and those after it are not captured (%s)", shape, problem)
+            self.deferred.clear()
+        else:
+            self.deferred.leave_for_later(shape)
+        return True
 
     @torch.no_grad()
     def capture(self, shape: Shape, *, compiled: bool = False) -> bool:
-        """Capture a graph for this shape, to which steps are padded from then on; False: graphs cannot be had.
+        """Capture a graph for this shape, to which steps are padded from then on; False: capturing failed.
 
-        compiled: steps of each kind have run already, in this thread or another.
+        compiled: steps of each kind have already run, in this or another thread.
         """
         self.rows.send(Layout(), shape.num_seqs, wait=True)  # a step without tokens
         return self.graphs.capture(shape, self._forward, compiled=compiled)
 
     @torch.no_grad()
     def warm_up(self, shape: Shape) -> Tensor:
-        """Run a step of padding without a graph; its logits."""
+        """Run a step of padding without a graph; returns its logits."""
         self.rows.send(Layout(), shape.num_seqs, wait=True)
         return self._forward(shape)[0]
 
     @torch.no_grad()
     def trial(self, shape: Shape, vocab_size: int) -> Callable[[], Tensor]:
-        """A step to be timed, of different tokens that attend to nothing; it may be captured.
+        """A step for timing, with different tokens and no keys to attend to; it may be captured.
 
-        Experts, which pass over padding, have work to do in it.
+        Unlike padding, its tokens give the experts work.
         """
         batch = self._batch(self.rows.send(Layout(), shape.num_seqs, wait=True), shape)
         ids = torch.arange(shape.num_tokens, device=self._model.device) % vocab_size
@@ -107,19 +135,20 @@ class Runner:
         return torch.no_grad()(lambda: self._model.forward(batch, self._pages, batch.cu_q[1:], given))
 
     def reset(self) -> None:
-        """Forget every request. Pages keep what is in them."""
+        """Forget all requests. Pages keep their contents."""
         self.rows.clear()
-        self._grammars.clear()
+        self._masks.clear()
         self._pooling.clear()
         self._sampling = None
         if self._model.streaming is not None:
-            self._model.streaming.restore()  # a step may have failed half-way
+            self._model.streaming.restore()  # a step may have failed midway
         if self._copies is not None:
             self._copies.reset()
 
     @torch.no_grad()
     def launch(self, step: Step) -> Callable[[], StepOutput]:
-        """Start a step on the device. What it returns waits for the output when it is called."""
+        """Start a step on the device. Call the result to wait for the output."""
+        self.catch_up(idle=False)
         self._forget(step)
         if self._copies is None:
             return self._compute(step)
@@ -131,30 +160,31 @@ class Runner:
     def _compute(self, step: Step) -> Callable[[], StepOutput]:
         if not step.sequences:
             return lambda: StepOutput(step.step_id, {})
-        # Sequences with the most keys first: the last ones to be worked on are short, so that the SMs end together.
+        # Sequences with the most keys first, so that the last ones are short and the SMs finish together.
         sequences = sorted(step.sequences, key=lambda entry: -entry.start)
         layout, prompts = self.rows.take(sequences), PromptLogprobs(raise_later=not self._alone)
         for entry in sequences:
             if entry.request is not None and entry.request.grammar is not None:
-                self._grammars.begin(entry.request, entry.token_ids)
+                self._masks.begin(entry.request, entry.token_ids)
         if pooled := Pooling.wanted(layout):
             return self._launch_pooled(step.step_id, layout, pooled, prompts)
         return self._launch(step.step_id, layout, prompts)
 
     @torch.no_grad()
     def run(self, step: Step, *, fresh: bool = False) -> Ran:
-        """Start a step; the likeliest token of each sequence that samples goes into its row.
+        """Start a step; the greedy token of each sequence that samples is written to its row.
 
-        fresh: a step of one sequence from its first token on is computed with torch's own attention.
+        fresh: a step of one sequence from its first token uses torch's own attention.
         """
+        self.catch_up(idle=False)
         self._forget(step)
         fresh = fresh and len(step.sequences) == 1 and step.sequences[0].start == 0
         return self._run(self.rows.take(step.sequences), fresh=fresh)
 
     def logits(self, step: Step) -> Tensor:
-        """Run a step as `run` does; the logits [S, V] of all tokens, which the next step may overwrite.
+        """Run a step like `run`; returns the logits [S, V], which the next step may overwrite.
 
-        Stages before the last give something else.
+        Only the last stage returns logits.
         """
         return self._model.vocabulary.whole(self.run(step).logits)
 
@@ -166,14 +196,14 @@ class Runner:
     def _launch_pooled(
         self, step_id: int, layout: Layout, pooled: list[int], prompts: PromptLogprobs
     ) -> Callable[[], StepOutput]:
-        """A step with prompts that become vectors: these run in a forward of their own, without a head."""
+        """A step with embedding prompts, which run in a separate forward without the head."""
         part = layout.only(pooled)
         shape = Shape.of(len(pooled), part.num_tokens)
         batch = self._batch(self.rows.send(part, len(pooled), wait=True), shape)
         self._take_in(part.num_tokens)
         hidden = self._model.hidden(batch, self._pages, self._input(part.num_tokens))
         self._hand_on(hidden)
-        vectors = self._pooling.add(part, hidden)  # of other stages than the last, nobody reads them
+        vectors = self._pooling.add(part, hidden)  # only the last stage's are read
         others = sorted(set(range(len(layout.owners))) - set(pooled))
         if not others:
             return lambda: StepOutput(step_id, {}, pooled=vectors.read())
@@ -184,46 +214,60 @@ class Runner:
         self._pooling.forget(step.ended)
         for gone in (step.ended, list(step.preempted)):
             self.rows.forget(gone)
-            self._grammars.forget(gone)
+            self._masks.forget(gone)
 
     def _run(self, layout: Layout, *, wait: bool = False, fresh: bool = False) -> Ran:
         count, run = len(layout.owners), self.graphs.replay
         shape = self.graphs.fitting(count, layout.num_tokens, fresh=fresh)
+        if self.deferred:
+            self.deferred.note(count, layout.num_tokens, shape)
         if shape is None or (shape not in self.graphs and not self.capture(shape)):
-            shape, run = Shape.of(count, layout.num_tokens, fresh=fresh), self._forward
+            shape, run = self._shape_without_graph(count, layout.num_tokens, fresh=fresh), self._forward
         elif self._model.streaming is not None:
-            self._model.streaming.restore()  # a graph expects the first layers; a call that failed may have left others
+            self._model.streaming.restore()  # graphs expect the first layers
         header = self.rows.send(layout, shape.num_seqs, wait=wait)
         self._take_in(layout.num_tokens)
         logits, likeliest = run(shape)
         self._hand_on(logits[: layout.num_tokens])
         return Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
 
+    def _shape_without_graph(self, count: int, num_tokens: int, *, fresh: bool) -> Shape:
+        """Pad steps larger than all graphs too: Triton compiles other kernels for sizes not divisible by 16."""
+        size = min(-(-num_tokens // PADDED) * PADDED, self._limits.max_num_batched_tokens)
+        if fresh or num_tokens == count or not len(self.graphs) or not PADDED < num_tokens <= size:
+            return Shape.of(count, num_tokens, fresh=fresh)
+        few = min(FEW, self._limits.max_num_seqs)
+        return Shape(size, few, "chunks") if count <= few else Shape(size, self._limits.max_num_seqs, "mixed")
+
     def _forward(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The step whose header is on the device: logits [S, V] and likeliest tokens [S]."""
+        """Run the step whose header is on the device: logits [S, V] and greedy tokens [S]."""
         header = self.rows.header(shape.num_seqs)
         rows = None if shape.kind == "decode" else (header.cu_q[1:] - 1).clamp(min=0)
         logits = self._model.forward(self._batch(header, shape), self._pages, rows, self._input(shape.num_tokens))
         if not self._stage.is_last:
-            return logits, header.rows  # hidden states, and no tokens
+            return logits, header.rows  # hidden states, no tokens
+        if self._model.vocabulary.group.size == 1:
+            write_likeliest = for_device("write_likeliest", logits.device)
+            return logits, write_likeliest(logits, self.rows.state, header.rows, header.writes)
         likeliest = self._model.vocabulary.likeliest(logits)
         self.rows.write(header.rows, header.writes, likeliest)
         return logits, likeliest
 
     def _input(self, num_tokens: int) -> Tensor | None:
-        """Where the model reads what the stage before gives; None: it is the first."""
+        """The buffer with the previous stage's hidden states; None for the first stage."""
         return None if self._given is None else self._given[:num_tokens]
 
     def _take_in(self, num_tokens: int) -> None:
-        """Wait for what the stage before gives of a step."""
+        """Receive a step's hidden states from the previous stage."""
         self._stage.link.begin(self._input(num_tokens))
 
     def _hand_on(self, hidden: Tensor) -> None:
-        """Send the stage after what it needs of a step."""
+        """Send a step's hidden states to the next stage."""
         self._stage.link.end(None if self._stage.is_last else hidden)
 
     def _batch(self, header: Header, shape: Shape) -> Batch:
-        found = ragged_inputs(
+        ragged_inputs = for_device("ragged_inputs", self.rows.tokens.device)
+        found: Ragged = ragged_inputs(
             self.rows.tokens, self.rows.table, header.rows, header.starts, header.cu_q,
             shape.num_tokens, self._pages.block_size,
         )  # fmt: skip
@@ -233,7 +277,7 @@ class Runner:
         )  # fmt: skip
 
     def _run_in_pieces(self, layout: Layout, wanting: Sequence[int], prompts: PromptLogprobs) -> Ran:
-        """`_run` where some sequences want the logits of all their tokens: those run alone, a piece at a time."""
+        """`_run` for steps in which some sequences want the logits of all their tokens: these run alone, in pieces."""
         logits: dict[int, Tensor] = {}
         for index in wanting:
             for piece in layout.pieces(index, PIECE):
@@ -259,7 +303,7 @@ class Runner:
         return Ran(stacked, likeliest, header.rows, header.writes)
 
     def _choose(self, step_id: int, layout: Layout, ran: Ran, prompts: PromptLogprobs) -> Callable[[], StepOutput]:
-        """Choose tokens for the sequences that sample, and send them on their way to the host."""
+        """Sample tokens and start copying them to the host."""
         if not self._stage.is_last:
             return lambda: StepOutput(step_id, {})
         chooses = [
@@ -267,7 +311,7 @@ class Runner:
             for samples, owner in zip(layout.samples, layout.owners, strict=True)
         ]
         picked = [index for index, samples in enumerate(chooses) if samples]
-        if all(layout.owners[index].plain for index in picked):  # `_forward` has written them into the rows
+        if all(layout.owners[index].plain for index in picked):  # `_forward` wrote them to the rows
             return self._tell(step_id, layout, picked, ran.likeliest, prompts)
         if len(picked) < len(layout.owners):
             index = torch.tensor(picked, device=ran.logits.device)
@@ -282,37 +326,38 @@ class Runner:
         except Exception as error:
             if self._alone:
                 raise
-            output, token_ids = partial(_raise, error), ran.likeliest.clone()  # the others wait for them all the same
+            output, token_ids = partial(_raise, error), ran.likeliest.clone()  # the other ranks still wait for them
         self.rows.write(ran.rows, ran.places, self._model.ranks.from_first(token_ids))
         return output
 
     def _tell(
         self, step_id: int, layout: Layout, picked: list[int], likeliest: Tensor, prompts: PromptLogprobs
     ) -> Callable[[], StepOutput]:
-        """Send the likeliest tokens on their way to the host."""
+        """Start copying the greedy tokens to the host."""
         if not self._leads:
             return lambda: StepOutput(step_id, {})
         requests = [layout.owners[index].request for index in picked]
         arriving = Arriving([likeliest])
-        self._grammars.chosen(requests, picked, arriving)
+        self._masks.chosen(requests, picked, arriving.read)
         return send_back(step_id, requests, arriving, picked, (), prompts.read)
 
     def _sample(
         self, step_id: int, owners: list[Row], longest: int, ran: Ran, prompts: PromptLogprobs
     ) -> tuple[Callable[[], StepOutput], Tensor]:
-        """Choose tokens [S] for all these rows, and send them on their way to the host."""
+        """Sample tokens [S] for these rows and start copying them to the host."""
         requests, vocab_size = [owner.request for owner in owners], ran.logits.shape[1]
         sampling = self._sampling_batch(requests, vocab_size)
         history = self.rows.tokens[:, :longest].index_select(0, ran.rows)
-        masks, failed = self._grammars.masks(owners, vocab_size)
+        allowed, failed = self._masks.allowed(requests, vocab_size)
+        masks = None if allowed is None else Masks(*allowed)
         sampled = sample(ran.logits, sampling, history, ran.places.long(), masks)
         arriving, places = Arriving([sampled.token_ids]), range(len(owners))
-        self._grammars.chosen(requests, places, arriving)
+        self._masks.chosen(requests, places, arriving.read)
         details = arriving_logprobs(sampled.token_ids, sampled.logprobs)
         return send_back(step_id, requests, arriving, places, details, prompts.read, failed), sampled.token_ids
 
     def _sampling_batch(self, requests: list[Request], vocab_size: int) -> SamplingBatch:
-        """Made again when other requests sample."""
+        """The sampling parameters as tensors, rebuilt when other requests sample."""
         if self._sampling is None or self._sampling[0] != requests:
             words = [request.bad_words for request in requests]
             batch = SamplingBatch.of(requests, vocab_size, self._model.device, words, salt=self._salt)

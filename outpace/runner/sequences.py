@@ -14,13 +14,13 @@ from outpace.runner.runner import Runner
 from outpace.types import Request, ScheduledSequence, Step
 
 Measure = Callable[[], AbstractContextManager[Any]]
-"""What times each forward, where somebody wants to know."""
+"""A hook that times each forward."""
 
-CHECK_EVERY = 16  # steps between looks at whether every sequence has ended: a look makes the host wait for the GPU
+CHECK_EVERY = 16  # steps between checks for the end of all sequences; a check makes the host wait for the GPU
 
 
 class Sequences:
-    """The sequences of one call: first their prompts, then a token of each at a time. Tokens stay on the device."""
+    """The sequences of one call: prefill, then one token each per step. Tokens stay on the device."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Sequences:
         measure: Measure,
         step_tokens: int,
     ) -> None:
-        """ids: [B, L], padding included; num_blocks: pages of each sequence."""
+        """ids: [B, L], with padding; num_blocks: pages of each sequence."""
         self.ids = ids
         self._runner = runner
         self._prompts = prompts
@@ -40,12 +40,12 @@ class Sequences:
         self._measure = measure
         self._step_tokens = step_tokens
         self.whole = model.vocabulary.whole
-        """Logits of all ranks, of those of this one."""
+        """Gathers this rank's logits to those of the whole vocabulary."""
         self._lens = on_device([len(prompt) for prompt in prompts], ids.device)
         self._num_new = 0
 
     def prefill(self) -> Tensor:
-        """Logits [B, V] after the prompts, of this rank's tokens (see `whole`)."""
+        """Logits [B, V] after the prompts, of this rank's part of the vocabulary (see `whole`)."""
         found = []
         with self._measure():
             for entries in self._chunks(range(len(self._prompts))):
@@ -55,7 +55,7 @@ class Sequences:
         return torch.cat(found)
 
     def step(self) -> Tensor:
-        """The same after the newest tokens, which the next step overwrites."""
+        """Logits after the newest tokens; the next step overwrites them."""
         with self._measure():
             entries = self._decodes(range(len(self._prompts)), self._num_new)
             logits = self._runner.run(Step(0, sequences=entries)).logits
@@ -63,11 +63,11 @@ class Sequences:
         return logits
 
     def put(self, tokens: Tensor) -> None:
-        """Go on with these tokens [B] instead of the likeliest ones."""
+        """Continue with these tokens [B] instead of the greedy ones."""
         self._runner.rows.tokens[self._rows, self._lens + (self._num_new - 1)] = tokens.to(torch.int32)
 
     def likeliest(self, limit: int, stops: Tensor, pad: Any) -> Tensor:
-        """The ids with the likeliest tokens after them. The host waits for the device every few steps at most."""
+        """The ids followed by greedy tokens. The host waits for the device only every few steps."""
         self.prefill()
         while self.ids.shape[1] + self._num_new < limit:
             look = len(stops) and self._num_new % CHECK_EVERY == 0
@@ -78,7 +78,7 @@ class Sequences:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """[B] where the tokens of the sequences are, once they have begun."""
+        """[B] rows of the sequences, once they have begun."""
         return self._runner.rows.of(str(index) for index in range(len(self._prompts)))
 
     def _new(self) -> Tensor:
@@ -87,12 +87,12 @@ class Sequences:
         return self._runner.rows.tokens[self._rows[:, None], places].to(self.ids.dtype)
 
     def _decodes(self, indices: Iterable[int], num_new: int) -> list[ScheduledSequence]:
-        """The newest token of each of these sequences, which have so many new ones."""
+        """A step with the newest token of each of these sequences."""
         lengths = {index: len(self._prompts[index]) + num_new for index in indices}
         return [ScheduledSequence(str(index), length - 1, 1, True) for index, length in lengths.items()]
 
     def _chunks(self, indices: Iterable[int]) -> Iterator[list[ScheduledSequence]]:
-        """These prompts as steps. What does not fit into one goes on in the next, so they end in their order."""
+        """Split prompts into steps. What does not fit in one continues in the next, so prompts end in order."""
         entries: list[ScheduledSequence] = []
         room = self._step_tokens
         for index in indices:
@@ -108,7 +108,7 @@ class Sequences:
             yield entries
 
     def _entry(self, index: int, start: int, count: int) -> ScheduledSequence:
-        """A piece of a prompt. The first one brings all its tokens, and the pages that the whole call needs."""
+        """A chunk of a prompt. The first one carries all its tokens, and the pages for the whole call."""
         name, prompt, samples = str(index), self._prompts[index], start + count == len(self._prompts[index])
         if start:
             return ScheduledSequence(name, start, count, samples)
@@ -118,7 +118,7 @@ class Sequences:
 
 
 def until_end(new: Tensor, stops: Tensor, pad: Any) -> Tensor:
-    """New tokens [B, N] with padding after the first end of each, as far as the longest goes."""
+    """New tokens [B, N] up to the longest sequence, padded after the first end token of each."""
     if not len(stops):
         return new
     ends = torch.isin(new, stops).long()

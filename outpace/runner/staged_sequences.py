@@ -1,8 +1,8 @@
-"""The sequences of one call over several stages: in groups, so that each stage has work while others have theirs.
+"""The sequences of one call over pipeline stages: in groups, so that all stages work at the same time.
 
-Every rank makes the same call and runs its layers of every step, in the same order; the last stage tells the others
-what it found. Whose turn it is follows from numbers alone: of the groups whose tokens are known, the one that has
-waited for longest; if there is none, the next piece of a prompt.
+All ranks make the same call and run their layers of every step in the same order; the last stage broadcasts what it
+sampled. The order of steps is deterministic: of the groups whose tokens are known, the one that has waited longest; if
+there is none, the next chunk of a prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,36 +22,36 @@ PIECES = 4  # of prompts, for each stage
 
 @dataclass(eq=False)
 class Group:
-    """Sequences that take their steps together."""
+    """Sequences that are in the same steps."""
 
     members: range
     chunks: list[list[ScheduledSequence]]
-    """Of their prompts, those that are still to come."""
+    """Prompt chunks still to compute."""
     num_new: int = 0
-    """Tokens that each of them has, or will have from a step on its way."""
+    """New tokens of each, including those in flight."""
     since: int = -1
-    """The last step that it had."""
+    """Number of its last step."""
     arriving: list[tuple[Callable[[], None], Tensor, list[str]]] = field(default_factory=list)
-    """Tokens on their way from the last stage, and whose they are."""
+    """Tokens in flight from the last stage, and their sequences."""
 
 
 def next_group(groups: Sequence[Group], now: int, stages: int) -> Group | None:
-    """Whose turn it is in the step `now`; None: nobody has anything left to do."""
+    """The group to run in step `now`; None: all are finished."""
     decoding = [group for group in groups if not group.chunks]
     first = min(decoding, key=lambda group: group.since, default=None)
     if first is not None and first.since <= now - stages:
-        return first  # its tokens are known by now
+        return first  # its tokens have arrived
     return next((group for group in groups if group.chunks), first)
 
 
 class StagedSequences(Sequences):
-    """As `Sequences`, with the same results on all ranks."""
+    """Like `Sequences`, with the same results on all ranks."""
 
     def __init__(self, model: Any, *args: Any) -> None:
         super().__init__(model, *args)
         self._stage, self._vocab_size = model.stage, model.vocab_size
-        joined, self.whole = self.whole, lambda logits: logits  # what `prefill` and `step` give is whole already
-        self._joined = joined
+        self._joined = self.whole
+        self.whole = lambda logits: logits  # `prefill` and `step` return logits of the whole vocabulary
         total = sum(len(prompt) for prompt in self._prompts)
         self._step_tokens = min(self._step_tokens, max(LEAST_TOKENS, -(-total // (PIECES * self._stage.count))))
         self._groups = [
@@ -67,14 +67,14 @@ class StagedSequences(Sequences):
         return self._told(found)
 
     def step(self) -> Tensor:
-        """The same after the newest tokens."""
+        """Logits [B, V] after the newest tokens."""
         with self._measure():
             found = [self._logits(self._decodes(group.members, self._num_new)) for group in self._groups]
         self._num_new += 1
         return self._told(found)
 
     def _logits(self, entries: list[ScheduledSequence], *, fresh: bool = False) -> tuple[Callable[[], None], Tensor]:
-        """Run a step; its logits [S, V] as they arrive on all ranks."""
+        """Run a step; broadcast its logits [S, V] to all ranks."""
         ran = self._runner.run(Step(0, sequences=entries), fresh=fresh)
         count = sum(entry.samples for entry in entries)
         if self._stage.is_last:
@@ -90,7 +90,7 @@ class StagedSequences(Sequences):
         return torch.cat([logits for _, logits in found])
 
     def likeliest(self, limit: int, stops: Tensor, pad: Any) -> Tensor:
-        """The ids with the likeliest tokens after them. A group does not wait for the others."""
+        """The ids followed by greedy tokens. Groups do not wait for each other."""
         most, now = limit - self.ids.shape[1], 0
         going = list(self._groups)
         while (group := next_group(going, now, self._stage.count)) is not None:
@@ -106,7 +106,7 @@ class StagedSequences(Sequences):
         return torch.cat([self.ids, until_end(self._new(), stops, pad)], 1)
 
     def _run(self, group: Group) -> None:
-        """The next step of a group. Its tokens are sent on their way to the other stages."""
+        """Run the next step of a group and start sending its tokens to the other stages."""
         fresh = bool(group.chunks)
         entries = group.chunks.pop(0) if fresh else self._decodes(group.members, group.num_new)
         ran = self._runner.run(Step(0, sequences=entries), fresh=fresh)
@@ -120,7 +120,7 @@ class StagedSequences(Sequences):
             group.arriving.append((self._stage.peers.start_from_first(tokens), tokens, names))
 
     def _take(self, group: Group) -> None:
-        """Put the tokens that a group waits for into its rows."""
+        """Wait for a group's tokens and write them to its rows."""
         for finish, tokens, names in group.arriving:
             finish()
             index = torch.tensor([int(name) for name in names], device=self.ids.device)
@@ -129,7 +129,7 @@ class StagedSequences(Sequences):
         group.arriving = []
 
     def _has_ended(self, group: Group, stops: Tensor) -> bool:
-        """Whether all its sequences have met an end; looked at every few steps."""
+        """Whether all its sequences have ended; checked every few steps."""
         if not len(stops) or not group.num_new or group.num_new % CHECK_EVERY:
             return False
         names = [str(index) for index in group.members]

@@ -1,8 +1,7 @@
-"""A runner made ready: limits chosen, memory measured, pages made of what is left, graphs captured."""
+"""Start-up of a runner: choose limits, compile, measure memory, allocate pages with the rest, capture graphs."""
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,9 +13,10 @@ from outpace.cache.kv_cache import block_bytes, page_dtype
 from outpace.config import LLMConfig
 from outpace.inject.paged import MICRO_TOKENS, BatchModel
 from outpace.kernels.compile_ahead import compile_ahead
-from outpace.kernels.library import gemm_library
 from outpace.log import chosen
-from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
+from outpace.runner.budget import Budget, choose_budget, choose_limits
+from outpace.runner.deferred import Deferred, first_shapes
+from outpace.runner.products import tune_products
 from outpace.runner.room import (
     check_memory,
     count_blocks,
@@ -32,123 +32,40 @@ from outpace.runner.step_graphs import FEW, Shape, shapes
 from outpace.sampling import SamplingBatch, sample
 from outpace.types import Request, SamplingParams
 
-GPU_TOKENS = 2048  # of a step that is timed
-STEP_SECONDS = 0.05
-LEAST_STEPS = 5  # a step may take as long as so many of a token for each request, if that is more
-LEAST_TOKENS = 256  # of such a step, at most
-CPU_TOKENS = 256
-SAMPLED = (SamplingParams(), SamplingParams(top_p=0.9))  # one for each kernel that samples
+SAMPLED = (SamplingParams(), SamplingParams(top_p=0.9))  # one set for each sampling kernel
 
 
 @dataclass
 class Started:
-    """A runner, how much it can hold, and what its start took."""
+    """A started runner, its capacity, and the seconds of its start."""
 
     runner: Runner
-    limits: Limits
+    budget: Budget
     num_blocks: int
     num_host_blocks: int
     num_file_blocks: int = 0
     host_block_bytes: int = 0
-    """Of one block in host memory or in files, of this rank."""
-    step_seconds: float | None = None
-    """What the tokens of a step were chosen for; None: they were not chosen for a time."""
+    """Bytes of one block in host memory or files, on this rank."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By part."""
+    """Seconds of each part of the start."""
 
-
-def choose_limits(model: BatchModel, config: LLMConfig, max_model_len: int) -> Limits:
-    """The largest step as it is asked for, or a first guess at it."""
-    seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    if tokens is None:
-        guess = GPU_TOKENS if model.streaming is None else MICRO_TOKENS  # fewer take as long as the layers' way does
-        tokens = max(seqs, guess if model.device.type == "cuda" else CPU_TOKENS)
-    return Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=max_model_len)
-
-
-def fitting_tokens(guess: int, took: float, allowed: float, max_num_seqs: int, most: int = MICRO_TOKENS) -> int:
-    """The tokens of a step that takes at most so long, if `guess` of them took `took`: a power of two times as many."""
-    fitting = int(guess * 2.0 ** math.floor(math.log2(allowed / took)))
-    return max(max_num_seqs, min(most, fitting))
-
-
-def allowed_seconds(least: float) -> tuple[float, str]:
-    """What a step may take if one of a token for each request takes `least`, and why.
-
-    While a reader waits 50 ms he does not notice that others are served. Where the smallest steps are long already,
-    since all experts are read, so short a one would read as much for a few tokens.
-    """
-    if LEAST_STEPS * least <= STEP_SECONDS:
-        return STEP_SECONDS, f"a step should take {STEP_SECONDS * 1e3:.0f}"
-    reason = f"a step should take {LEAST_STEPS * least * 1e3:.0f}, {LEAST_STEPS} times that of a token for each request"
-    return LEAST_STEPS * least, reason
-
-
-def _choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[Limits, float | None]:
-    """The limits with the tokens of a step, and the seconds that these were chosen for."""
-    asked, guess = config.scheduler.max_num_batched_tokens, limits.max_num_batched_tokens
-    if asked is not None:
-        return limits, None
-    if model.device.type != "cuda":
-        chosen("max_num_batched_tokens", guess, "a CPU computes more at once no faster")
-        return limits, None
-    took, least = _step_seconds(model, config, limits)
-    allowed, reason = allowed_seconds(least)
-    fitting = fitting_tokens(guess, took, allowed, limits.max_num_seqs, model.max_tokens)
-    tokens = everyone(model).least(fitting, model.device)
-    chosen("max_num_batched_tokens", tokens, f"{guess} tokens take {took * 1e3:.1f} ms, {reason}")
-    return replace(limits, max_num_batched_tokens=tokens), allowed
-
-
-def _step_seconds(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[float, float]:
-    """What a full step takes, and one of a token for each request, attention left out.
-
-    From graphs, as steps will run: otherwise it would be what the host takes to launch them, of the small one at least.
-    Where there are no graphs the small one is not timed, for this reason, and counts as nothing.
-    """
-    runner = Runner(model, make_pages(model, config, 1), limits)
-    full = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
-    runner.warm_up(full)
-    few, kept = min(LEAST_TOKENS, limits.max_num_seqs), list[object]()
-
-    def graph(shape: Shape) -> Callable[[], object]:
-        trial = runner.trial(shape, model.vocab_size)
-        kept.append(trial)  # the graph reads the tensors that it has
-        with CAPTURING, gemm_library(shape.num_tokens):
-            return captured(trial, pool=None, warm_ups=1)
-
-    if config.cuda_graphs and model.capturable:
-        try:
-            graphs = [graph(full), graph(Shape(few, few, "decode"))]
-        except Uncapturable:
-            mend(model.device)  # the log says so when steps are captured
-            graphs = []
-        if everyone(model).least(len(graphs), model.device):  # a replay waits for the other ranks
-            return _seconds(graphs[0], model.device), _seconds(graphs[1], model.device)
-    return _seconds(runner.trial(full, model.vocab_size), model.device), 0.0
-
-
-def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    """What a step takes that has run before: the second time of two."""
-    begin = 0.0
-    for _ in range(2):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        step()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
+    @property
+    def limits(self) -> Limits:
+        """Limits of the largest step."""
+        return self.budget.limits
 
 
 def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt: int = 0) -> Started:
-    """Measure what a step needs, make pages of the rest, capture graphs."""
+    """Measure the memory of a step, allocate pages with the rest, capture graphs."""
     cache, limits = config.cache, choose_limits(model, config, max_model_len)
     seconds: dict[str, float] = {}
     with _timed(seconds, "host memory"):
-        copies = host_level(model, config)  # first of all: this may be more than there is
-    with _timed(seconds, "kernels"):
-        _compile(model, config, limits, _graph_shapes(model, config, limits) or _eager_shapes(model, limits))
-        limits, step_seconds = _choose_budget(model, config, limits)
-    wanted, dtype = _graph_shapes(model, config, limits), page_dtype(config.kv_cache_dtype, model.dtype)
+        copies = host_level(model, config)  # checked first: it may be more than is free
+    _compile(model, config, limits, seconds)
+    with _timed(seconds, "budget"):
+        budget = choose_budget(model, config, limits)
+    limits, shortest = budget.limits, replace(budget.limits, max_num_batched_tokens=budget.streamed_tokens)
+    wanted, dtype = _graph_shapes(model, config, shortest), page_dtype(config.kv_cache_dtype, model.dtype)
     per_block = block_bytes(model.kv_heads, dtype, cache.block_size)
     with _timed(seconds, "memory"):
         room, what = page_room(model, config, limits, wanted)
@@ -168,15 +85,27 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
             copies.warm_up()
         runner = Runner(model, pages, limits, copies, salt)
     with _timed(seconds, "graphs"):
-        captured = all(runner.capture(shape, compiled=True) for shape in wanted)
-    if wanted and captured:
-        chosen("cuda graphs", len(wanted), f"one for each size of step, in {seconds['graphs']:.1f} s")
-    started = Started(runner, limits, num_blocks, 0, step_seconds=step_seconds, seconds=seconds)
+        _capture(model, runner, wanted)
+    started = Started(runner, budget, num_blocks, 0, seconds=seconds)
     if copies is None:
         return started
     num_files = 0 if copies.files is None else copies.files.num_blocks
     host = copies.host
     return replace(started, num_host_blocks=host.num_blocks, num_file_blocks=num_files, host_block_bytes=host.row_bytes)
+
+
+def _capture(model: BatchModel, runner: Runner, wanted: tuple[Shape, ...]) -> None:
+    """Capture the graphs that the first steps need; the others are deferred.
+
+    With other ranks, which must capture the same graphs together, and with streamed layers, all are captured now.
+    """
+    begin, alone = time.perf_counter(), everyone(model).size == 1 and model.streaming is None
+    first = first_shapes(wanted) if alone else wanted
+    if not first or not all(runner.capture(shape, compiled=True) for shape in first):
+        return
+    runner.deferred = Deferred(shape for shape in wanted if shape not in first)
+    later = f"; {len(runner.deferred)} of them follow behind the first steps" if runner.deferred else ""
+    chosen("cuda graphs", len(wanted), f"one for each size of step, in {time.perf_counter() - begin:.1f} s{later}")
 
 
 def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple[Shape, ...]:
@@ -189,42 +118,65 @@ def _graph_shapes(model: BatchModel, config: LLMConfig, limits: Limits) -> tuple
 
 
 def _eager_shapes(model: BatchModel, limits: Limits) -> tuple[Shape, ...]:
-    """Steps whose kernels are compiled at the start though none is captured: those of a model that never is."""
+    """Steps whose kernels are compiled at the start for a model that cannot be captured."""
     if model.device.type != "cuda" or model.streaming is None:
         return ()
     return shapes(limits.max_num_seqs, min(limits.max_num_batched_tokens, MICRO_TOKENS))
 
 
-def _compile(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> None:
-    """Run a step of each kind, side by side: a kernel is compiled, or read from the disk, when it is first launched.
+def _compile(model: BatchModel, config: LLMConfig, limits: Limits, seconds: dict[str, float]) -> None:
+    """Run a step of each shape, since Triton compiles a kernel, or reads it from its cache, at the first launch.
 
-    With other ranks one after the other: these run the same steps in the same order.
+    Kernels that are not in the cache are compiled by processes first. Meanwhile products are tuned, before memory is
+    measured, since they need some. With other ranks a few shapes run one by one, in the same order on all ranks.
     """
-    sketch = model.sketch()
+    if config.scheduler.max_num_batched_tokens is None:  # the budget has not been chosen yet
+        most = max(limits.max_num_batched_tokens, min(model.max_tokens, MICRO_TOKENS))
+        limits = replace(limits, max_num_batched_tokens=most)
+    wanted = _graph_shapes(model, config, limits) or _eager_shapes(model, limits)
+    if not wanted:
+        return
+    sketch, picked = model.sketch(), _of_each_kind(wanted)
 
-    def run(shape: Shape) -> torch.Tensor:
+    def runner() -> Runner:
         torch.cuda.set_device(model.device)
-        return Runner(sketch, make_pages(sketch, config, 1), limits).warm_up(shape)
+        return Runner(sketch, make_pages(sketch, config, 1), limits)
 
-    kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("decode", "chunks", "mixed")]
-    few = [shape for shape in kinds[0] if shape.num_seqs <= FEW]
-    picked = dict.fromkeys([*few, *(shape for shapes in kinds if shapes for shape in (shapes[0], shapes[-1]))])
-    if not picked:
-        return
+    def tune() -> None:
+        with _timed(seconds, "products"):
+            tune_products(model, Runner(model, make_pages(model, config, 1), limits), wanted)
+
+    own = runner()
     if everyone(model).size > 1:
-        logits = [sketch.vocabulary.whole(run(shape)) for shape in picked]
-        if model.ranks.rank == 0 and model.stage.is_last:
-            _choose_once(logits[0])
+        tune()
+        with _timed(seconds, "kernels loaded"):
+            logits = [sketch.vocabulary.whole(own.warm_up(shape)) for shape in picked]
+            if model.ranks.rank == 0 and model.stage.is_last:
+                _choose_once(logits[0])
         return
-    first, *others = picked
-    compile_ahead([lambda: _choose_once(run(first)), *(partial(run, shape) for shape in reversed(others))])
-    with ThreadPoolExecutor(len(picked) + 1 if model.reentrant else 1) as threads:
-        steps = [threads.submit(run, shape) for shape in picked]
-        choices = [threads.submit(_sample_once, steps[0].result(), params) for params in SAMPLED]
-        for step in steps:
-            step.result()
+    others = [shape for shape in wanted if shape not in picked]
+    with _timed(seconds, "kernels found"):
+        steps = (partial(own.warm_up, shape) for shape in (*picked[1:], *others))
+        waited = compile_ahead((lambda: _choose_once(own.warm_up(picked[0])), *steps), meanwhile=tune)
+    seconds["kernels found"] -= waited + seconds["products"]
+    seconds["kernels compiled"] = waited
+    with _timed(seconds, "kernels loaded"), ThreadPoolExecutor(len(picked) + 1 if model.reentrant else 1) as threads:
+        runs = [threads.submit(lambda shape: runner().warm_up(shape), shape) for shape in picked]
+        choices = [threads.submit(_sample_once, runs[0].result(), params) for params in SAMPLED]
+        for run in runs:
+            run.result()
         for choice in choices:
             choice.result()
+        for shape in others:
+            own.warm_up(shape)
+
+
+def _of_each_kind(wanted: tuple[Shape, ...]) -> list[Shape]:
+    """The largest and the smallest step of each kind, and a few decodes; the slowest to compile first."""
+    kinds = [[shape for shape in wanted if shape.kind == kind] for kind in ("mixed", "chunks", "decode")]
+    largest, smallest = ([shapes[place] for shapes in kinds if shapes] for place in (0, -1))
+    few = [shape for shape in kinds[-1] if shape.num_seqs <= FEW]
+    return list(dict.fromkeys([largest[0], smallest[-1], *largest, *smallest, *few]))
 
 
 def _choose_once(logits: torch.Tensor) -> None:
@@ -234,7 +186,7 @@ def _choose_once(logits: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _sample_once(logits: torch.Tensor, params: SamplingParams) -> None:
-    """Choose a token: without this the first request that samples would wait 3.5 s for the kernel."""
+    """Sample a token: otherwise the first sampling request would wait 3.5 s for the kernel."""
     torch.cuda.set_device(logits.device)
     batch = SamplingBatch.of(
         [Request(request_id="", prompt_token_ids=(0,), params=params)], logits.shape[1], logits.device

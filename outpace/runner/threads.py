@@ -1,8 +1,8 @@
-"""How many threads compute the steps of an engine on a CPU: as many as other programs leave cores for.
+"""The number of CPU threads for an engine's steps: one for each core that other programs leave free.
 
-The threads of a step wait for each other after every product. When one of them has no core, because another program has
-it, all others wait (and OpenMP lets them spin meanwhile, which takes cores from the one they wait for). On two cores
-beside eight busy programs one thread was 9 times as fast as two; alone, two are. So the engine looks twice a second.
+The threads of a step wait for each other after every product. When one of them has no core because another program
+uses it, all others wait (and OpenMP lets them spin, which takes cores from the one they wait for). On two cores
+beside eight busy programs one thread was 9 times as fast as two. So the engine checks the load twice a second.
 """
 
 import math
@@ -15,11 +15,14 @@ import torch
 from outpace.log import chosen
 from outpace.runner.machine import Usage, cores, usage, used_by_others
 
-LOOK_EVERY = 0.5  # seconds; the system counts in hundredths
+LOOK_EVERY = 0.5  # seconds between checks; the system counts in hundredths
 
 
 class CpuThreads:
-    """Sets the number of torch's threads for the time of steps. For one thread at a time."""
+    """Sets torch's number of threads while an engine has work. Not thread-safe.
+
+    The number is global to the process, so it is restored for other code when the engine is idle.
+    """
 
     def __init__(
         self,
@@ -31,26 +34,26 @@ class CpuThreads:
         cores: Callable[[], int] = cores,
         ranks: int = 1,
     ) -> None:
-        """ranks: so many compute at once, each with its share. The other arguments are for tests."""
+        """ranks: how many ranks on this machine share the cores. The other arguments are for tests."""
         self._look, self._clock, self._apply, self._threads, self._cores = look, clock, apply, threads, cores
         self._ranks = ranks
         self._begin(threads())
-        self._before = look() if ranks == 1 else None  # other ranks are not other programs
+        self._before = look() if ranks == 1 else None  # other ranks do not count as other programs
 
     def _begin(self, threads: int) -> None:
         self._most = self._now = threads
         self._wanted = share(threads, self._ranks)
 
     def before_step(self) -> None:
-        """Look at the machine, if that is due, and set the number of threads."""
-        if (threads := self._threads()) != self._now:  # somebody else has set it, and knows why
+        """Check the load, if that is due, and set the number of threads."""
+        if (threads := self._threads()) != self._now:  # other code has changed it since: leave it
             self._begin(threads)
         if self._most > 1:
             self._choose()
             self._set(self._wanted)
 
     def idle(self) -> None:
-        """There is nothing to do: other code of this process gets its threads back."""
+        """Restore the number of threads for other code, since the engine is idle."""
         self._set(self._most)
 
     def _choose(self) -> None:
@@ -70,19 +73,19 @@ class CpuThreads:
 
 
 def for_engine(device: torch.device, *, deterministic: bool, ranks: int = 1) -> CpuThreads | None:
-    """Where the number may change: on a CPU, unless the user has set it or wants the same bits every time."""
+    """A `CpuThreads` if the number may change: on a CPU, unless the user set it or wants bitwise equal results."""
     if device.type != "cpu" or (deterministic and ranks == 1) or "OMP_NUM_THREADS" in os.environ:
         return None
     return CpuThreads(ranks=ranks)
 
 
 def share(threads: int, ranks: int) -> int:
-    """The threads of one of several ranks that compute at once; what the user has set counts for each of them."""
+    """Threads for one of several ranks on this machine; a number set by the user holds for each of them."""
     return threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // ranks)
 
 
 def choose(now: int, most: int, free: float) -> int:
-    """The number of threads for so many free cores. It changes by more than what comes and goes."""
+    """The number of threads for `free` cores, with hysteresis against short changes of the load."""
     if free < now - 0.5:
         return max(1, min(most, math.floor(free + 0.5)))
     return max(now, min(most, math.floor(free + 0.25)))

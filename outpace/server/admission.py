@@ -62,7 +62,7 @@ class Loads:
         self._reserved: dict[str, Size] = {}  # by the id of the request
 
     def admit(self, size: Size, max_num_seqs: int) -> None:
-        """Refuse what would have to wait behind too much, or what is more than one caller may have."""
+        """Refuse a request when the queue is full, or when one caller has too many."""
         most, load, own = self._admission, self._all, self._of.get(size.caller, Load())
         count, num_tokens = size.sequences, size.tokens
         callers = len(self._of) + (size.caller not in self._of)

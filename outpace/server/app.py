@@ -21,7 +21,7 @@ from outpace.server.guard import Guard
 from outpace.server.options import ServerConfig
 from outpace.server.problems import as_api_error, error_response
 from outpace.server.routes import health, mii, openai, page, text
-from outpace.server.serving import make_serving
+from outpace.server.services import make_services
 from outpace.server.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -35,22 +35,22 @@ def create_app(
     *,
     traces: "TracerProvider | None" = None,
 ) -> FastAPI:
-    """The server. Nothing is global: several may live in one process. `app.state.serving.close()` without lifespan.
+    """The server. Nothing is global: several may live in one process. `app.state.services.close()` without lifespan.
 
     `traces` gets a span for each request; it is its owner's to shut down. `app.state.running` counts requests that have
     not been answered whole.
     """
     keys = options.keys()  # read once: callers are known by their index in it
-    serving = make_serving(engine, options, need_tokenizer(tokenizer), keys)
+    services = make_services(engine, options, need_tokenizer(tokenizer), keys)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        serving.grammars.start()
-        await serving.renderer.render("", dict)  # the first chat need not wait for a process to start
+        services.grammars.start()
+        await services.renderer.render("", dict)  # the first chat need not wait for a process to start
         try:
             yield
         finally:
-            serving.close()
+            services.close()
 
     app = FastAPI(
         title="Outpace",
@@ -63,9 +63,9 @@ def create_app(
         redirect_slashes=False,  # Starlette's redirect leads to whatever host the client names
     )
     app.router.default = _without_slash(app.router)
-    app.state.serving, app.state.options, app.state.running = serving, options, Counter()
+    app.state.services, app.state.options, app.state.running = services, options, Counter()
     for routes in (openai, text, mii, health, page):
-        app.include_router(routes.router(serving))
+        app.include_router(routes.router(services))
 
     async def on_error(request: Request, error: Exception) -> Response:
         name = str(request.state.request_id)
@@ -74,13 +74,13 @@ def create_app(
     app.add_exception_handler(HTTPException, on_error)
     app.add_exception_handler(RequestValidationError, on_error)
     if traces is not None:
-        app.add_middleware(Tracing, provider=traces, model=serving.validator.names[0])
+        app.add_middleware(Tracing, provider=traces, model=services.validator.names[0])
     app.add_middleware(
         Guard,
         options=options,
         keys=[key.secret for key in keys],
-        rejected=serving.metrics.observe_rejection,
-        ended=serving.metrics.observe_outcome,
+        rejected=services.metrics.observe_rejection,
+        ended=services.metrics.observe_outcome,
         running=app.state.running,
     )
     app.openapi = _schema(app)  # type: ignore[method-assign]

@@ -17,15 +17,14 @@ from outpace.heap import give_memory_back
 from outpace.server.caller import CALLER
 
 Result = TypeVar("Result")
-REST = 1.0  # seconds without a job until free memory goes back
+REST = 1.0  # idle seconds until free memory is returned to the system
 Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class BigJobs:
     """A thread that does one job after the other. Every key has its own queue; the queues take turns.
 
-    A caller who leaves while the job runs frees nothing before it ends: jobs that were left cannot pile up in the
-    thread before those of others.
+    A job that runs goes on when its caller has left, so that abandoned jobs cannot pile up before those of others.
     """
 
     def __init__(self, what: str, most: int | None = None) -> None:
@@ -60,14 +59,14 @@ class BigJobs:
         return future
 
     def _work(self, job: Job | None) -> None:
-        """Do a job and those that came meanwhile. Free memory goes back later, when answers have been sent."""
+        """Do a job and those that have been queued by then. Free memory is returned later, when answers are sent."""
         self._wake.clear()
         while job is not None:
             future, function = job
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except BaseException as error:  # it belongs to whoever waits
+                except BaseException as error:  # raised where the job is awaited
                     future.set_exception(error)
             del future, function
             job = self._next()

@@ -1,8 +1,7 @@
 """Bodies as JSON, read strictly: no duplicate names, no NaN, no half characters, no bottomless nesting.
 
-Long bodies are read and validated in threads. A thread that is inside one long call of C code holds the GIL, and the
-event loop waits for it: what such a call may cost is bounded beforehand (`max_json_containers`), and the rest is done
-in short calls.
+Long bodies are read and validated in threads. One long call of C code holds the GIL and blocks the event loop even
+there: what such a call may cost is limited beforehand (`max_json_containers`), and the rest is done in short calls.
 """
 
 import asyncio
@@ -203,7 +202,7 @@ class StrictRoute(APIRoute):
             except ClientDisconnect:  # FastAPI would make a 400 of it
                 raise ClientGone from None
             if data:
-                request.validated = await read(data, model, state.options, state.serving.bodies)
+                request.validated = await read(data, model, state.options, state.services.bodies)
             return await handle(request)
 
         return strict

@@ -47,7 +47,7 @@ class Channel:
         self._flush()
 
     def drain(self, seconds: float) -> None:
-        """Give the reader so long to take what is unsent."""
+        """Wait up to this many seconds for the reader to take what is unsent."""
         end = time.monotonic() + seconds
         while self._unsent and not self.closed and (left := end - time.monotonic()) > 0:
             self._poll(select.POLLOUT, left)

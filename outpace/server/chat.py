@@ -13,12 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from outpace.errors import ModelError
+from outpace.server.async_tokenizer import in_threads
 from outpace.server.body import parse
 from outpace.server.chat_protocol import ChatMessage, ToolSpec
 from outpace.server.child import Child
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
-from outpace.server.tokens import in_threads
 
 _SCRIPT = Path(__file__).with_name("render.py")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"})

@@ -1,4 +1,4 @@
-"""A process that does one job at a time and may be killed over it: for work that nobody can promise the end of."""
+"""A process that does one job at a time and may be killed: for work that may not terminate."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class Child:
                 [sys.executable, "-P", *program, str(theirs.fileno()), *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal goes to the server, which ends this process when it is done
+                process_group=0,  # Ctrl-C in a terminal goes only to the server, which ends this process
                 env={**inherited, **(environment or {})},
             )
         finally:
@@ -35,7 +35,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether nobody has ended it."""
+        """Whether it is running."""
         return self._process.poll() is None
 
     def ready(self, greeting: bytes | None = None) -> bool:
@@ -48,7 +48,7 @@ class Child:
         return self._ready
 
     def ask(self, job: bytes, seconds: float, most: int) -> bytes | None:
-        """Its answer of so many bytes at most, or None if it gave none in time; then it is of no more use."""
+        """Its answer, at most `most` bytes; None if there was none in time: then close it."""
         try:
             self._connection.send_bytes(job)
             if not self._connection.poll(seconds):
@@ -58,7 +58,7 @@ class Child:
             return None
 
     def kill(self) -> None:
-        """Have it end, so that whoever waits for its answer goes on. For any thread."""
+        """Kill it: `ask` in another thread returns None. May be called from any thread."""
         self._process.kill()
 
     def close(self) -> None:

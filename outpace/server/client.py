@@ -1,8 +1,8 @@
 """EngineClient: the asyncio end of the socket to one engine process.
 
-Nothing here grows with a consumer that does not read: what comes for an answer is added to the one delta that waits for
-it, so a request holds at most its `n * max_tokens` tokens. What is written to the socket is bounded by admission, in
-which a request counts until the engine has said its last word about it, cancelled or not.
+Memory does not grow while a reader is slow: what comes for an answer is merged into the one delta that waits in its
+mailbox, so a request holds at most its `n * max_tokens` tokens. What is written to the socket is bounded by admission,
+where a request counts until the engine has ended it, cancelled or not.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import msgspec
 
 from outpace.errors import EngineDead, EngineUnavailable, InputError, OutpaceError
 from outpace.server.admission import Admission, Loads, Size
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
-from outpace.server.known_grammars import Taught
+from outpace.server.mailbox import Mailbox
 from outpace.server.messages import (
     Cancel,
     Frames,
@@ -27,72 +27,19 @@ from outpace.server.messages import (
     Look,
     News,
     NotStarted,
-    Numbers,
     Ping,
     Ready,
     Start,
     Starting,
-    Tokens,
     add,
     error_of,
     frame,
 )
+from outpace.structured.wire import SentGrammars
 
 LAST_STEPS = 64
 LOOK_EVERY = 2.0  # seconds between questions for the load of experts
 EMBEDDED_AT_ONCE = 32  # requests for vectors
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request the engine has not finished with: a mailbox with at most one delta for each answer."""
-
-    number: int
-    size: Size
-    open: int  # answers that have not ended; 0 for a vector that has come
-    begun: bool = False
-    cancelled: bool = False
-    unwanted: set[int] = field(default_factory=set)  # answers that the engine has been told to end
-    deltas: dict[int, Delta] = field(default_factory=dict)
-    vector: list[float] | None = None
-    error: OutpaceError | None = None
-    waiter: asyncio.Future[None] | None = None
-
-    async def wait(self) -> None:
-        """Until something has come."""
-        self.waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self.waiter
-        finally:
-            self.waiter = None
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    def put(self, tokens: Tokens) -> None:
-        """Take tokens in; the consumer gets them when it looks."""
-        self.open -= tokens.finish_reason is not None
-        if self.cancelled:
-            return
-        if tokens.index in self.unwanted:
-            if not self.open:
-                self.wake()
-            return
-        waiting = self.deltas.get(tokens.index)
-        if waiting is None:
-            self.deltas[tokens.index] = tokens.delta()
-        else:
-            _merge(waiting, tokens.delta())
-        self.wake()
-
-
-def _merge(old: Delta, new: Delta) -> None:
-    old.token_ids += new.token_ids
-    if old.logprobs is not None and new.logprobs is not None:
-        old.logprobs += new.logprobs
-    old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
-    old.times = old.times or new.times
 
 
 class _Link(asyncio.Protocol):
@@ -118,25 +65,25 @@ class EngineClient:
 
     def __init__(self, admission: Admission | None = None) -> None:
         self._numbers = itertools.count()
-        self._entries: dict[int, _Entry] = {}
-        self._taught = Taught()
+        self._open: dict[int, Mailbox] = {}  # by number
+        self._grammars = SentGrammars()
         self._loads = Loads(admission)
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._last = Numbers(0, 0, 0, 0, 0, 0, 0, 0, 0, [])
+        self._last = EngineStatus()
         self._last_steps: deque[StepRecord] = deque(maxlen=LAST_STEPS)
         self.progress_at = time.monotonic()
         """When the engine last did anything, or got work after it had none."""
         self.lost = asyncio.Event()
         """Set once the engine is gone."""
         self.startup_seconds: dict[str, float] = {}
-        """What the start took by part; "all" is what a clock showed, and the others add up to it."""
+        """Seconds of each part of the start; "all" is their sum."""
         self.part = "importing torch"
         """How far the start is."""
         self.heard_at = time.monotonic()
         """When the engine last said anything."""
         self.pinged_at: float | None = None
-        """When it was asked whether it is there, if it has not answered since."""
+        """When it was pinged; None: it has answered."""
         self._expert_load: list[list[int]] = []
         self._looked_at = float("-inf")
 
@@ -151,7 +98,7 @@ class EngineClient:
         self._transport = transport
         self._send(start)
         ready = await self._ready
-        self.startup_seconds = _all_parts(ready.startup_seconds, time.monotonic() - begin)
+        self.startup_seconds = _all_parts(ready.status.startup_seconds, time.monotonic() - begin)
 
     @property
     def ready(self) -> Ready:
@@ -166,7 +113,7 @@ class EngineClient:
     @property
     def in_flight(self) -> int:
         """Requests the engine has not finished with."""
-        return len(self._entries)
+        return len(self._open)
 
     def room(self, requests: Sequence[EngineRequest]) -> AbstractContextManager[None]:
         """Admit requests together, or none of them; what is not submitted when the context ends gives its room back."""
@@ -175,81 +122,67 @@ class EngineClient:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Deltas until every answer has ended; closing the generator cancels the request."""
-        entry = self._submit(request)
+        box = self._submit(request)
         try:
-            while entry.deltas or entry.error or entry.open:
-                if entry.deltas:
-                    deltas, entry.deltas = entry.deltas, {}
+            while box.deltas or box.error or box.open:
+                if box.deltas:
+                    deltas, box.deltas = box.deltas, {}
                     for delta in deltas.values():
                         yield delta
                         if request.unwanted:
-                            self._give_up(entry, request.unwanted)
-                elif entry.error is not None:
-                    raise entry.error
+                            self._give_up(box, request.unwanted)
+                elif box.error is not None:
+                    raise box.error
                 else:
-                    await entry.wait()
+                    await box.wait()
         finally:
-            self._leave(entry)
+            self._leave(box)
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
-        """The vector that each request asks for; of many some at a time, so that they leave room for others."""
+        """The vector that each request asks for; a few at a time, so that there is room for others."""
         vectors: list[list[float]] = []
         for begin in range(0, len(requests), EMBEDDED_AT_ONCE):
             vectors += await self._embed(requests[begin : begin + EMBEDDED_AT_ONCE])
         return vectors
 
     async def _embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
-        entries: list[_Entry] = []
+        boxes: list[Mailbox] = []
         self._admit(requests)
         try:
             for request in requests:
-                entries.append(self._enter(request))
-            return [await self._vector(entry) for entry in entries]
+                boxes.append(self._enter(request))
+            return [await self._vector(box) for box in boxes]
         finally:
-            for entry in entries:
-                self._leave(entry)
+            for box in boxes:
+                self._leave(box)
 
     def status(self) -> EngineStatus:
-        """The newest numbers. Those of experts are asked for here, and are there the next time."""
+        """The newest numbers. Counts of experts are asked for here, and arrive before the next call."""
         last = self._last
-        if self.ready.expert_layers and time.monotonic() - self._looked_at > LOOK_EVERY:
+        if last.expert_layers and time.monotonic() - self._looked_at > LOOK_EVERY:
             self._looked_at = time.monotonic()
             self._send(Look())
-        # the engine's own numbers are those of its last step: what came since waits
-        sequences = sum(entry.open for entry in self._entries.values())
+        # the engine counted at its last step: requests since then are waiting
+        sequences = sum(box.open for box in self._open.values())
         running = min(last.running, sequences)
-        return EngineStatus(
+        return replace(
+            last,
             ready=not self.lost.is_set(),
             running=running,
             waiting=sequences - running,
-            free_blocks=last.free_blocks,
-            num_blocks=self.ready.num_blocks,
-            steps=last.steps,
-            prompt_tokens=last.prompt_tokens,
-            generated_tokens=last.generated_tokens,
-            preemptions=last.preemptions,
-            prefix_hits=last.prefix_hits,
-            prefix_queries=last.prefix_queries,
             last_steps=list(self._last_steps),
             startup_seconds=self.startup_seconds,
-            step_limit_ms=self.ready.step_limit_ms,
-            cache_config=self.ready.cache_config,
-            step_sizes=list(last.step_sizes),
-            step_tokens=last.step_tokens,
-            levels=dict(last.levels),
-            expert_layers=self.ready.expert_layers,
-            nodes=self.ready.nodes,
             expert_load=self._expert_load,
         )
 
     def ping(self) -> None:
-        """Ask an engine that has nothing to do whether it is there, if it is one that answers."""
+        """Ping an idle engine, if it is one that answers."""
         if self.ready.answers_pings and self.pinged_at is None:
             self.pinged_at = time.monotonic()
             self._send(Ping())
 
     async def close(self) -> None:
-        """Hang up, whereupon the engine process ends."""
+        """Close the socket: the engine process ends."""
         self.lose("the engine is closed")
 
     def lose(self, reason: str) -> None:
@@ -260,11 +193,11 @@ class EngineClient:
         error = EngineDead(f"{reason}; try again later")
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # it is not an oversight if nobody waits for it
-        for entry in list(self._entries.values()):
-            self._forget(entry)
-            entry.error = error
-            entry.wake()
+            self._ready.exception()  # read, so that asyncio does not warn if nobody waits for it
+        for box in list(self._open.values()):
+            self._forget(box)
+            box.error = error
+            box.wake()
 
     def receive(self, message: FromWorker) -> None:
         """Take in what the engine says."""
@@ -274,11 +207,11 @@ class EngineClient:
         elif isinstance(message, Starting):
             self.part = message.part
         elif self._ready.done():
-            pass  # given up waiting
+            pass  # nobody waits for it any more
         elif isinstance(message, NotStarted):
             self._ready.set_exception(error_of(message.kind, message.message))
         else:
-            self._last.free_blocks = message.num_blocks
+            self._last = message.status
             self._ready.set_result(message)
 
     def _take(self, news: News) -> None:
@@ -287,93 +220,93 @@ class EngineClient:
             self.pinged_at = None
         if news.expert_load is not None:
             self._expert_load = news.expert_load
-        if news.numbers is not None:
-            self._last = news.numbers
-            self._last_steps.extend(news.numbers.new_steps)
-        if news.tokens or news.failures or news.vectors or news.cancelled or self._last.steps > steps:
+        if news.status is not None:
+            self._last = news.status
+            self._last_steps.extend(news.status.last_steps)
+        if news.deltas or news.failures or news.vectors or news.cancelled or self._last.steps > steps:
             self.progress_at = time.monotonic()
-        for tokens in news.tokens:
-            if (entry := self._entries.get(tokens.number)) is not None:
-                self._begin(entry)
-                entry.put(tokens)
-                if not entry.open:
-                    self._forget(entry)
+        for delta in news.deltas:
+            if (box := self._open.get(delta.number)) is not None:
+                self._begin(box)
+                box.put(delta)
+                if not box.open:
+                    self._forget(box)
         for number, vector in news.vectors:
-            if (entry := self._entries.get(number)) is not None:
-                entry.vector, entry.open = vector, 0
-                self._end(entry)
+            self._end(number, vector=vector)
         for failure in news.failures:
-            if (entry := self._entries.get(failure.number)) is not None:
-                entry.error = error_of(failure.kind, failure.message)
-                self._end(entry)
+            self._end(failure.number, error=error_of(failure.kind, failure.message))
         for number in news.cancelled:
-            if (entry := self._entries.get(number)) is not None:
-                self._end(entry)
+            self._end(number)
 
-    def _submit(self, request: EngineRequest) -> _Entry:
+    def _submit(self, request: EngineRequest) -> Mailbox:
         if self.lost.is_set() or not self._loads.claim(request):
             self._admit([request])
-        for message in self._taught.before(request.grammar):
+        for message in self._grammars.before(request.grammar):
             self._send(message)
         return self._enter(request)
 
     def _admit(self, requests: Sequence[EngineRequest]) -> None:
-        """Refuse what would have to wait behind too much, or what is more than one caller may have."""
+        """Refuse requests when the queue is full, or when one caller has too many."""
         if self.lost.is_set():
             raise EngineUnavailable("the engine is not running; try again later")
         self._loads.admit(Size.of(requests), self.ready.max_num_seqs)
 
-    def _enter(self, request: EngineRequest) -> _Entry:
+    def _enter(self, request: EngineRequest) -> Mailbox:
         number = next(self._numbers)
-        entry = _Entry(number, Size.of([request]), request.params.n)
+        box = Mailbox(number, Size.of([request]), request.params.n)
         try:
             data = frame(add(number, request))
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
             raise InputError(f"request: a value is out of range ({error})") from None
-        if not self._entries:
+        if not self._open:
             self.progress_at = time.monotonic()
-        self._entries[entry.number] = entry
-        self._loads.enter(entry.size)
+        self._open[box.number] = box
+        self._loads.enter(box.size)
         assert self._transport is not None, "nothing is admitted before the engine is ready"
         self._transport.write(data)
-        return entry
+        return box
 
-    def _begin(self, entry: _Entry) -> None:
-        """Its first token is there: it does not wait any more."""
-        if not entry.begun:
-            entry.begun = True
-            self._loads.begin(entry.size)
+    def _begin(self, box: Mailbox) -> None:
+        """Count it as running: its first token is there."""
+        if not box.begun:
+            box.begun = True
+            self._loads.begin(box.size)
 
-    def _forget(self, entry: _Entry) -> None:
-        self._begin(entry)
-        self._loads.leave(entry.size)
-        del self._entries[entry.number]
+    def _forget(self, box: Mailbox) -> None:
+        self._begin(box)
+        self._loads.leave(box.size)
+        del self._open[box.number]
 
-    def _end(self, entry: _Entry) -> None:
-        self._forget(entry)
-        entry.wake()
+    def _end(self, number: int, *, vector: list[float] | None = None, error: OutpaceError | None = None) -> None:
+        """The engine has finished with a request, other than by its last delta."""
+        if (box := self._open.get(number)) is not None:
+            if vector is not None:
+                box.vector, box.open = vector, 0
+            box.error = error or box.error
+            self._forget(box)
+            box.wake()
 
-    def _leave(self, entry: _Entry) -> None:
-        """Its consumer has gone; the entry stays until the engine knows."""
-        if entry.number in self._entries and not entry.cancelled:
-            entry.cancelled = True
-            entry.deltas.clear()
-            self._send(Cancel(entry.number))
+    def _leave(self, box: Mailbox) -> None:
+        """Its reader has gone: cancel it. The mailbox stays until the engine confirms that."""
+        if box.number in self._open and not box.cancelled:
+            box.cancelled = True
+            box.deltas.clear()
+            self._send(Cancel(box.number))
 
-    def _give_up(self, entry: _Entry, unwanted: set[int]) -> None:
-        """Have the engine end answers that nobody needs, while others go on."""
-        if entry.number not in self._entries or entry.cancelled:
+    def _give_up(self, box: Mailbox, unwanted: set[int]) -> None:
+        """Have the engine end answers that are not needed, while others go on."""
+        if box.number not in self._open or box.cancelled:
             return
-        for index in unwanted - entry.unwanted:
-            entry.unwanted.add(index)
-            self._send(Cancel(entry.number, index))
+        for index in unwanted - box.unwanted:
+            box.unwanted.add(index)
+            self._send(Cancel(box.number, index))
 
-    async def _vector(self, entry: _Entry) -> list[float]:
-        while entry.vector is None:
-            if entry.error is not None:
-                raise entry.error
-            await entry.wait()
-        return entry.vector
+    async def _vector(self, box: Mailbox) -> list[float]:
+        while box.vector is None:
+            if box.error is not None:
+                raise box.error
+            await box.wait()
+        return box.vector
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self._transport.is_closing():

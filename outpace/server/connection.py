@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol, with an end for requests that never end."""
+"""uvicorn's HTTP/1.1 protocol with timeouts for slow heads and bodies, and limits of connections and bytes."""
 
 import asyncio
 import ipaddress
@@ -14,9 +14,8 @@ def limited(seconds: float, most: int, connections: int, each: int) -> type[H11P
 
     connections: how many may be open in all; each: how many from one address. One more is closed at once.
 
-    uvicorn itself waits without end for the rest of a head, or of a body that nobody wants any more. The app counts
-    what is in a body; here the bytes that carry it count: three megabytes of chunks of one byte are half a minute of
-    work.
+    uvicorn has no timeout for the rest of a head, or of a body that no route reads. The app limits what is in a body;
+    here the bytes on the wire are limited: three megabytes of one-byte chunks are half a minute of work.
     """
 
     held: Counter[str] = Counter()  # open connections by address

@@ -1,41 +1,15 @@
-"""What the HTTP side knows of an engine: requests of token ids in, deltas of token ids out, numbers to show."""
+"""What the HTTP side knows of an engine: requests of token ids in, deltas of token ids out, a status to show."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from outpace.errors import EngineDead, InputError, Overloaded
-from outpace.structure import StructureCheck
-from outpace.types import FinishReason, Pooling, SamplingParams, TokenLogprobs
+import msgspec
 
-__all__ = [
-    "ANYBODY",
-    "Caller",
-    "Delta",
-    "Engine",
-    "EngineDead",
-    "EngineRequest",
-    "EngineStatus",
-    "InputError",
-    "ModelCard",
-    "Overloaded",
-    "StepRecord",
-    "WireGrammar",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class WireGrammar:
-    """A grammar on its way to the engine process."""
-
-    key: bytes
-    """Of what it was made from."""
-    data: bytes = field(repr=False)
-    vocabulary: bytes = field(repr=False)
-    """The tokens it was made for."""
-    check: Callable[[str], StructureCheck] | None = field(default=None, repr=False)
-    """Checks finished answers for what the grammar does not enforce; stays on the HTTP side."""
+from outpace.structured.outputs import StructureCheck
+from outpace.structured.wire import WireGrammar
+from outpace.types import FinishReason, Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +26,15 @@ ANYBODY = Caller()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One prompt. Stop strings and words in `params` stay on the HTTP side, which cuts the text and cancels."""
+    """One prompt, checked, and how to answer it. What is about text stays on the HTTP side, see `messages.add`."""
 
-    request_id: str
-    """Unique among the requests that have not ended."""
+    request_id: str = ""
+    """Unique among the requests that have not ended; given when it is submitted."""
     prompt_token_ids: list[int]
     params: SamplingParams
+    """With stop strings, which the HTTP side finds: it cuts the text and cancels. `bad_words` here are ignored."""
+    text: str | None = None
+    """The prompt as text, where the answer repeats it."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that no answer may contain."""
     priority: int = 0
@@ -67,28 +44,51 @@ class EngineRequest:
     """Give one vector of the hidden states of the prompt, and no answer."""
     grammar: WireGrammar | None = None
     """What answers are held to."""
+    structure: str = ""
+    """The field of the HTTP request that says so."""
     unwanted: set[int] = field(default_factory=set, compare=False)
-    """Whoever reads the deltas puts answers here that need no more of them, and the engine ends those alone."""
+    """Answers that need no more deltas: their reader adds them here, and the engine ends those alone."""
 
 
-@dataclass(slots=True)
-class Delta:
-    """What one or more steps brought to one answer of one request."""
+WireLogprobs = list[tuple[int, float, int]]
+"""The log-probabilities of one token: (token, log-probability, rank), the token itself first."""
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What one or more steps brought to one answer. It leaves the engine process, gets its text, and is written down.
+
+    Those of one answer that nobody has taken yet are merged into one.
+    """
 
     index: int
-    """Which of the n answers."""
+    """Which of the n answers to its prompt; once it has its text, which of all answers to the HTTP request."""
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[WireLogprobs] | None = None
     """One for each token, when asked for."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token that ended it, if it was not the model's own."""
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
-    """Once, with the first delta, when asked for."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None: it was not ended by one, or by the model's own."""
+    prompt_logprobs: list[msgspec.Raw] | None = None
+    """Once, with the first delta, when asked for: `WireLogprobs` of each token of the prompt, None for the first.
+    `messages.prompt_entry` decodes one when it is written: all at once would block the event loop."""
     times: tuple[float, float] | None = None
     """Once, with the first delta: seconds in the queue, and from its end to the first token."""
     num_cached_tokens: int | None = None
     """Once, with the first delta of the request: tokens of the prompt that were in the prefix cache."""
+    number: int = 0
+    """The number of its request on the socket."""
+    text: str = ""
+    """What its tokens add to the text of the answer; set on the HTTP side, as is `check`."""
+    check: StructureCheck | None = None
+    """In the last delta of an answer whose grammar does not enforce all that was asked."""
+
+    def merge(self, newer: "Delta") -> None:
+        """Append what came to the same answer after this, before anybody has taken it."""
+        self.token_ids += newer.token_ids
+        if self.logprobs is not None and newer.logprobs is not None:
+            self.logprobs += newer.logprobs
+        self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
+        self.times = self.times or newer.times
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +134,20 @@ LEVEL_TOTALS = ("_queries", "_hits", "_bytes", "failed")
 
 @dataclass(slots=True)
 class EngineStatus:
-    """Numbers of the engine, refreshed several times a second while there is work."""
+    """Numbers of the engine. The worker sends all of it with `Ready`, then several times a second while there is work;
+    the client and the supervisor fill in what only they know, and routes and metrics read it."""
 
     ready: bool = False
+    """Whether the engine takes requests; set by the client, as are `last_steps` and `expert_load`."""
     running: int = 0
+    """Sequences in its steps."""
     waiting: int = 0
+    """Sequences that no step has had yet, on either side of the socket."""
     free_blocks: int = 0
     num_blocks: int = 0
     steps: int = 0
     restarts: int = 0
+    """Set by the supervisor, as is `why`."""
     prompt_tokens: int = 0
     """Totals from here on; they go on over restarts."""
     generated_tokens: int = 0
@@ -152,7 +157,7 @@ class EngineStatus:
     prefix_queries: int = 0
     """Tokens of prompts that were looked for in it."""
     last_steps: list[StepRecord] = field(default_factory=list)
-    """The last 64, oldest first."""
+    """The last 64, oldest first; on the socket, those since the last time."""
     startup_seconds: dict[str, float] = field(default_factory=dict)
     """What the last start took, by part."""
     why: str = ""

@@ -1,4 +1,4 @@
-"""Entry point of the engine process. What must hold from its first moment is set here, before imports of seconds.
+"""Entry point of the engine process: what must be set before the imports, which take seconds.
 
 Usage: python -m outpace.server.engine_process FD PARENT, with the number of its socket and the pid of the server.
 """
@@ -26,11 +26,11 @@ def main(fd: int, parent: int) -> int:
 
     gc.disable()  # no collection finds garbage while modules are imported, and looking took a second of five
 
-    from outpace.server.worker import run  # imported late: this import takes seconds
+    from outpace.server.engine_main import run_engine  # imported late: this import takes seconds
 
     gc.freeze()  # what was imported stays: no collection needs to look at it
     gc.enable()
-    return run(fd)
+    return run_engine(fd)
 
 
 def die_with(parent: int) -> None:

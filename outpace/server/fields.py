@@ -1,4 +1,4 @@
-"""Kinds of fields that requests have, checked so that a million wrong items cost milliseconds and one error."""
+"""Types of request fields. A million wrong items take milliseconds and make one error."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class FirstError(FailFast):
-    """Stop at the first wrong item of a list. pydantic's own cannot stand in a union."""
+    """Stop at the first wrong item of a list. pydantic's own class is not hashable, which a union needs."""
 
     __hash__ = object.__hash__
 
@@ -67,7 +67,7 @@ class Body(BaseModel):
         json_schema_extra=_nullable,
     )
     refused: ClassVar[Mapping[str, str]] = {}
-    """Fields that people know from elsewhere -> why they are refused, unless they are null."""
+    """Fields of other APIs -> why they are refused, unless they are null."""
     lenient: ClassVar[frozenset[str]] = frozenset()
     """Fields that other clients send, accepted at values that change nothing; refused with `strict_fields`."""
 
@@ -113,7 +113,7 @@ _PIECE = 2**15  # items
 
 
 def pieces(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """A list in parts: what C code does with a long one in a single call holds the GIL, and the event loop waits."""
+    """A long list in parts: one call of C code for all of it would hold the GIL and block the event loop."""
     return (values[at : at + _PIECE] for at in range(0, len(values), _PIECE))
 
 
@@ -127,7 +127,7 @@ def _types(values: list[object]) -> set[type]:
 
 
 def _prompt(value: object) -> object:
-    """Checked by types of items alone, so that a million of them cost milliseconds and one error."""
+    """Only the types of items are checked: a million of them take milliseconds and make one error."""
     if isinstance(value, str):
         return value
     kinds = _types(value) if isinstance(value, list) else set()
@@ -150,7 +150,7 @@ def _biases(value: object) -> object:
 
 
 def _token_ids(value: object) -> object:
-    """Checked in pieces; pydantic would hold the GIL for as long as a million items take."""
+    """Checked in pieces: pydantic would hold the GIL for all of a million items."""
     if not isinstance(value, list) or not _types(value) <= {int}:
         raise ValueError("expected a list of token ids")
     if not within(value, 2**31 - 1):

@@ -1,6 +1,6 @@
-"""The process behind `outpace.serve`: options are the first line of standard input, whose end is the end of the parent.
+"""The process of `outpace.serve`, and of a replica: options are one line of JSON on standard input.
 
-It imports as little as `outpace serve`, which the module of `outpace.serve` itself does not.
+The end of standard input is the end of the parent, and ends the server.
 """
 
 import json
@@ -10,9 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-from outpace.cli.serve import options_of
+from outpace.server.given import split_options
+from outpace.server.launch import launch
 from outpace.server.logs import set_up
-from outpace.server.run import run
+from outpace.server.options import ServerConfig
 
 
 def main() -> int:
@@ -28,10 +29,11 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-    _, llm, config = options_of(asked["options"])
-    path = asked.get("unix_path")  # of one of several servers behind another
+    _, llm, server = split_options(asked["options"])
+    config = ServerConfig(**server)
+    path = asked.get("unix_path")  # of a replica behind a router
     set_up(as_json=config.log_json, name=Path(path).stem if path else "")
-    return run(asked["model"], llm, config, unix_path=path)
+    return launch(asked["model"], llm, config, unix_path=path)
 
 
 if __name__ == "__main__":

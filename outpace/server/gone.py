@@ -29,4 +29,4 @@ async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
             each.cancel()
         await asyncio.wait((task, watch))
         for each in (task, watch):
-            _ = each.cancelled() or each.exception()  # read, so that nobody warns of an error unread
+            _ = each.cancelled() or each.exception()  # read, so that asyncio does not warn of an unread error

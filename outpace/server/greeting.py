@@ -12,7 +12,7 @@ from outpace.server.options import ServerConfig
 def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *, has_template: bool) -> list[str]:
     """What the start took, where the server is, and a first request to try.
 
-    A server on a Unix socket is one of several behind another, which says the rest.
+    A server on a Unix socket is a replica; its router prints the rest.
     """
     if sock.family == socket.AF_UNIX:
         return [f"{Path(sock.getsockname()).stem} is ready ({took})"]
@@ -29,7 +29,7 @@ def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *,
         body["prompt"] = "A paged cache is"
     key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
     return [
-        *filter(None, [config.open_door()]),  # once more: the lines before it may be far up by now
+        *filter(None, [config.open_door()]),  # again: the first warning may have scrolled away
         f"{served} is ready ({took})",
         url,
         f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",

@@ -1,4 +1,4 @@
-"""What every request passes first: its id, header limits, keys, admission, the body's limits, the deadline, the log."""
+"""Guard, around all routes: request id, header limits, API keys, admission, body limits, timeout, access log."""
 
 import asyncio
 import base64
@@ -27,10 +27,10 @@ from outpace.server.problems import AMBIGUOUS, DONE, LOST, ApiError, ClientGone,
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
 """Paths that need no key."""
 PROBES = OPEN | {"/metrics", "/status", "/status/experts"}
-"""Paths that are asked every few seconds, and would fill the access log."""
+"""Paths that are polled every few seconds, and would fill the access log."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 256  # characters of a path in the access log
-_GONE = 499  # what nginx writes in its log when the client did not wait
+_GONE = 499  # nginx's code for a client that closed the connection
 access = logging.getLogger("outpace.access")
 
 
@@ -84,9 +84,9 @@ class Guard:
         ended: Callable[[str], None],
         running: Counter[int | None],
     ) -> None:
-        """`rejected` is told why a request was refused, `ended` how each one that may cost something ended.
+        """`rejected` is called with why a request was refused, `ended` with how each POST request ended.
 
-        `running` counts, by key, requests that may cost something and have not been answered whole.
+        `running` counts, by key, POST requests that have not been answered whole.
         """
         self._app, self._options, self._keys = app, options, Keys(keys)
         self._rejected, self._ended, self._running = rejected, ended, running
@@ -165,7 +165,7 @@ class Guard:
 
     @asynccontextmanager
     async def _admitted(self, scope: Scope, key: int | None) -> AsyncIterator[None]:
-        """Counts requests that may cost something; one too many is refused before its body is read.
+        """Count POST requests; one too many is refused before its body is read.
 
         At `max_concurrent_requests` only keys above their fair part are refused, as `Admission` has it.
         """
@@ -198,7 +198,7 @@ class Guard:
         return max(1, most // len({key, *(other for other, count in self._running.items() if count)}))
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """`receive` that gives up on bodies that are too long or too slow."""
+        """`receive` that refuses bodies that are too long or too slow."""
         most, room = self._options.max_body_bytes, self._options.max_body_bytes
         deadline, whole = asyncio.get_running_loop().time() + self._options.body_timeout, False
         length = headers.get("content-length", "")
@@ -225,7 +225,7 @@ class Guard:
         return limited
 
     async def _fail(self, error: Exception, problem: ApiError, request_id: str, scope: Scope, sent: "_Sent") -> None:
-        """Tell the client what it may know, and the log everything."""
+        """Send the client the error without internals, and log all of it."""
         unforeseen = not sent.status and not isinstance(error, ApiError)  # others are counted where they are raised
         if unforeseen and problem.code in ("overloaded", "engine_unavailable"):
             self._rejected(problem.code)

@@ -1,10 +1,11 @@
-"""The HTTP server of `outpace serve`, whatever answers behind it: its limits, signals, and an orderly end."""
+"""The HTTP server of `outpace serve` around any app: connection limits, signals, draining."""
 
 import asyncio
 import contextlib
 import signal
+import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn, Protocol
 
 import uvicorn
@@ -13,15 +14,17 @@ from starlette.types import ASGIApp
 from outpace.errors import StateError
 from outpace.log import logger
 from outpace.server.connection import limited
+from outpace.server.exit_codes import CUT_OFF, FINISHED
+from outpace.server.listen import BACKLOG
 from outpace.server.options import ServerConfig
-from outpace.server.run import BACKLOG, CUT_OFF, FINISHED
 
 FLUSH = 5  # seconds for clients to read the ends of their answers
+DATE_TICK = 1.0  # seconds between looks at the clock, for the date header
 DRAIN_TICK = 0.02  # seconds between looks at the requests that are left
 
 
 class Behind(Protocol):
-    """What answers requests, and can be drained."""
+    """An engine or a fleet of replicas: answers requests, and can be drained."""
 
     @property
     def in_flight(self) -> int:
@@ -38,7 +41,22 @@ class Behind(Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to `until_signal`."""
+    """uvicorn without its signal handling (see `until_signal`), waking up once a second instead of ten times."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Take no more connections, and end when those that there are have ended."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Renew the date that answers carry, until `end`."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), DATE_TICK)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -46,7 +64,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def until_signal(
-    server: uvicorn.Server,
+    server: HttpServer,
     serving: asyncio.Task[None],
     behind: Behind,
     running: Counter[int | None],
@@ -71,7 +89,7 @@ async def until_signal(
     if left:
         logger.warning("%d requests are cut off", left)
         await behind.close()
-    server.should_exit = True
+    server.end()
     await first_of(serving, abort, timeout=2 * FLUSH)
     server.force_exit = True
     await serving
@@ -129,12 +147,21 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 
 def ended_by_itself(serving: asyncio.Task[None]) -> NoReturn:
-    """What is wrong when the HTTP server ends without being told to."""
+    """Raise why the HTTP server ended without `end`."""
     serving.result()
     raise StateError("the HTTP server ended by itself; its log says why")
 
 
-async def close_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
-    """End the HTTP server, if it has not ended."""
-    server.should_exit = server.force_exit = True
-    await asyncio.gather(serving, return_exceptions=True)
+@contextlib.asynccontextmanager
+async def listening(
+    app: ASGIApp, config: ServerConfig, sock: socket.socket
+) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None]]]:
+    """An HTTP server on a socket that listens, and the task that serves; it ends with the context."""
+    server = HttpServer(uvicorn_config(app, config))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield server, serving
+    finally:
+        server.force_exit = True
+        server.end()
+        await asyncio.gather(serving, return_exceptions=True)

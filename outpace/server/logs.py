@@ -27,7 +27,7 @@ def set_up(*, as_json: bool = False, name: str = "") -> None:
 
 
 class Lines(logging.Formatter):
-    """Lines of bounded length: a request that fails deep in a recursion would otherwise fill the disk."""
+    """Lines of limited length: the traceback of a deep recursion would fill the disk."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """The line itself."""
@@ -46,7 +46,7 @@ def bounded(text: str) -> str:
 
 
 class JsonLines(Lines):
-    """One object in each line; what a line of the access log says stands in fields of its own."""
+    """One JSON object per line; a line of the access log has its own fields."""
 
     def __init__(self, name: str = "") -> None:
         """name: of this process, if each line is to say it."""

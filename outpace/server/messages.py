@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from outpace.errors import ConfigError, EngineDead, InputError, ModelError, NotSupported, OutpaceError, Overloaded
-from outpace.server.engine import Delta, EngineRequest, ModelCard, StepRecord
-from outpace.types import FinishReason, Logprob, SamplingParams, TokenLogprobs
+from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, WireLogprobs
+from outpace.structured.wire import Learn as Learn
+from outpace.structured.wire import Unlearn as Unlearn
+from outpace.types import SamplingParams, TokenLogprobs
 
 MAX_FRAME = 1 << 28  # bytes; a longer one means that the two sides have lost each other
 _LENGTH = struct.Struct("<I")
@@ -23,8 +25,6 @@ _NOT_SENT = (
 )
 """Parameters of the text, not of tokens, and what goes another way."""
 _DEFAULTS = SamplingParams()
-
-WireLogprobs = list[tuple[int, float, int]]  # token, log-probability, rank
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -50,21 +50,6 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     weight: float = 1.0
     pooling: str | None = None
     """A vector of the prompt is wanted instead of an answer."""
-
-
-class Learn(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A grammar that requests will name by its key."""
-
-    key: bytes
-    data: bytes
-    vocabulary: bytes
-    """With the first one; empty: as before."""
-
-
-class Unlearn(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No request will name this grammar again."""
-
-    key: bytes
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -93,19 +78,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The model is loaded."""
 
     card: ModelCard
-    startup_seconds: dict[str, float]
+    status: EngineStatus
     max_num_seqs: int
-    num_blocks: int
-    step_limit_ms: float | None = None
-    """See `EngineStatus`."""
-    cache_config: dict[str, str] = {}
-    """See `EngineStatus`."""
     answers_pings: bool = False
     """Whether silence means that it hangs, also when it has no work."""
-    expert_layers: list[int] = []
-    """See `EngineStatus`."""
-    nodes: list[str] = []
-    """See `EngineStatus`."""
 
 
 class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -113,32 +89,6 @@ class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     kind: str
     message: str
-
-
-class Tokens(msgspec.Struct, array_like=True):
-    """What came to one answer since the last frame."""
-
-    number: int
-    index: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    logprobs: list[WireLogprobs] | None = None
-    prompt_logprobs: list[msgspec.Raw] | None = None
-    """Each entry encoded, see `PromptLogprobs`."""
-    times: tuple[float, float] | None = None
-    """With the first of a request: see `Delta`."""
-    num_cached_tokens: int | None = None
-    """The same."""
-
-    def delta(self) -> Delta:
-        """The same for the HTTP side."""
-        logprobs = None if self.logprobs is None else [_logprobs(entry) for entry in self.logprobs]
-        told = None if self.prompt_logprobs is None else PromptLogprobs(self.prompt_logprobs)
-        return Delta(
-            *(self.index, self.token_ids, logprobs, self.finish_reason, self.stop_reason, told, self.times),
-            num_cached_tokens=self.num_cached_tokens,
-        )
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -149,35 +99,15 @@ class Failure(msgspec.Struct, array_like=True):
     message: str
 
 
-class Numbers(msgspec.Struct, array_like=True):
-    """How the engine is doing. Totals are those of this process."""
-
-    running: int
-    waiting: int
-    free_blocks: int
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    prefix_hits: int
-    prefix_queries: int
-    new_steps: list[StepRecord]
-    """Those since the last time."""
-    step_sizes: list[int] = []
-    """Steps by their tokens, see `EngineStatus`."""
-    step_tokens: int = 0
-    levels: dict[str, int] = {}
-
-
 class News(msgspec.Struct, array_like=True, tag=True):
     """Everything that happened since the last frame."""
 
-    tokens: list[Tokens] = []
+    deltas: list[Delta] = []
     failures: list[Failure] = []
     vectors: list[tuple[int, list[float]]] = []
     """Of requests with `pooling`, by number."""
     cancelled: list[int] = []
-    numbers: Numbers | None = None
+    status: EngineStatus | None = None
     pong: bool = False
     """It has heard a `Ping`."""
     expert_load: list[list[int]] | None = None
@@ -245,28 +175,9 @@ def wire_prompt_logprobs(found: Sequence[TokenLogprobs | None]) -> list[msgspec.
     return [msgspec.Raw(encode(None if entry is None else wire_logprobs(entry))) for entry in found]
 
 
-class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """Log-probabilities of a prompt, each decoded when it is looked at: all of them are too many for the event loop."""
-
-    def __init__(self, entries: Sequence[msgspec.Raw]) -> None:
-        self._entries = entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [_prompt_entry(entry) for entry in self._entries[index]]
-        return _prompt_entry(self._entries[index])
-
-
-def _prompt_entry(entry: msgspec.Raw) -> TokenLogprobs | None:
-    found = msgspec.msgpack.decode(entry, type=WireLogprobs | None)
-    return None if found is None else _logprobs(found)
-
-
-def _logprobs(entry: WireLogprobs) -> TokenLogprobs:
-    return {token: Logprob(logprob, rank) for token, logprob, rank in entry}
+def prompt_entry(entry: msgspec.Raw) -> WireLogprobs | None:
+    """One entry of `Delta.prompt_logprobs`."""
+    return msgspec.msgpack.decode(entry, type=WireLogprobs | None)
 
 
 _KINDS: tuple[tuple[str, type[OutpaceError]], ...] = (

@@ -3,16 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from outpace.server.engine import STEP_SIZES, EngineStatus
-
-if TYPE_CHECKING:
-    from outpace.server.stream import Ended  # it imports transformers
+from outpace.server.observe import Ended
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
@@ -53,6 +50,23 @@ _LEVELS: tuple[tuple[str, str, str, bool, str, tuple[str, ...]], ...] = (
     ("kv_offload_used_blocks", "Blocks of a level that hold something.", "level", False, "_used", _PLACES[1:]),
 )
 """Name, text, label, whether it is a total, how the numbers of `EngineStatus.levels` end, and values of the label."""
+
+
+_OF_REQUESTS: tuple[tuple[str, str, tuple[float, ...], str], ...] = (
+    ("time_to_first_token_seconds", "Arrival to first token.", _SHORT, "ttft"),
+    ("request_time_per_output_token_seconds", "Mean time between tokens of a request.", _SHORT, "tpot"),
+    ("e2e_request_latency_seconds", "Arrival to last token.", _LONG, "e2e"),
+    ("request_queue_time_seconds", "Time in the engine's queue.", _LONG, "queue"),
+    ("request_prefill_time_seconds", "End of the queue to first token.", _LONG, "prefill"),
+    ("request_decode_time_seconds", "First token to last token.", _LONG, "decode"),
+    ("request_inference_time_seconds", "End of the queue to last token.", _LONG, "inference"),
+    ("request_params_n", "Answers that were asked for.", _FEW, "n"),
+    ("request_params_max_tokens", "Tokens that an answer could have.", _TOKENS, "max_tokens"),
+    ("request_max_num_generation_tokens", "Tokens of the longest answer of a request.", _TOKENS, "longest"),
+    ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS, "prompt_tokens"),
+    ("request_generation_tokens", "Tokens of the answers of a request.", _TOKENS, "output_tokens"),
+)
+"""Histograms of requests: name, text, buckets, and the field of `Ended`; requests where it is None do not count."""
 
 
 class _Engine(Collector):
@@ -110,7 +124,7 @@ class _Engine(Collector):
             yield failed
 
     def _of_experts(self, status: EngineStatus) -> Iterator[Metric]:
-        """How evenly tokens go to experts; each expert alone only if that is wanted, since there may be thousands."""
+        """How evenly tokens go to experts; counts of each expert only if asked for, since there may be thousands."""
         if not status.expert_layers:
             return
         text = "Tokens of the busiest expert of a layer, as a multiple of the mean of its experts."
@@ -128,7 +142,7 @@ class _Engine(Collector):
             yield each
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: the names are known, and the engine need not be asked for them."""
+        """Nothing: registering must not ask the engine."""
         return []
 
 
@@ -141,7 +155,7 @@ def imbalance(load: Sequence[int]) -> float | None:
 def _family(
     name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> HistogramMetricFamily:
-    """A histogram of numbers that were counted elsewhere: so many up to each bound, and above the last."""
+    """A histogram from counts: how many numbers up to each bound, and above the last."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     family = HistogramMetricFamily(f"outpace:{name}", text, labels=_LABELS)
     family.add_metric([model], list(zip(names, accumulate(counts), strict=True)), total)
@@ -149,7 +163,7 @@ def _family(
 
 
 class _Gaps(Collector):
-    """Times between tokens, one for each token of each stream: a histogram of the library would cost much more."""
+    """Time between tokens, observed for each token of each stream: the library's own histogram is much slower."""
 
     def __init__(self, model: str) -> None:
         self._model, self._counts, self._total = model, [0] * (len(_GAPS) + 1), 0.0
@@ -165,7 +179,7 @@ class _Gaps(Collector):
 
 
 class Metrics:
-    """What one server has to tell."""
+    """The metrics of one server."""
 
     def __init__(self, model: str, status: Callable[[], EngineStatus], *, experts: bool = False) -> None:
         """`status` is the engine's own function of that name. experts: a series for each expert of each layer."""
@@ -175,45 +189,18 @@ class Metrics:
         self.registry.register(self._gaps)
         self.observe_gap = self._gaps.add
         self._model = model
-        self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SHORT)
-        self._each = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between tokens of a request.", _SHORT
-        )
-        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG)
-        self._queue = self._histogram("request_queue_time_seconds", "Time in the engine's queue.", _LONG)
-        self._prefill = self._histogram("request_prefill_time_seconds", "End of the queue to first token.", _LONG)
-        self._decode = self._histogram("request_decode_time_seconds", "First token to last token.", _LONG)
-        self._inference = self._histogram("request_inference_time_seconds", "End of the queue to last token.", _LONG)
-        self._n = self._histogram("request_params_n", "Answers that were asked for.", _FEW)
-        self._max_tokens = self._histogram("request_params_max_tokens", "Tokens that an answer could have.", _TOKENS)
-        self._longest = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest answer of a request.", _TOKENS
-        )
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._answer = self._histogram("request_generation_tokens", "Tokens of the answers of a request.", _TOKENS)
+        self._histograms = [
+            (Histogram(f"outpace:{name}", text, _LABELS, buckets=buckets, registry=self.registry), field)
+            for name, text, buckets, field in _OF_REQUESTS
+        ]
         self._success = self._counter("request_success", "Requests by how they ended.", "finished_reason")
         self._rejected = self._counter("admission_rejections", "Requests that were refused.", "reason")
         self._outcomes = self._counter("http_requests", "POST requests by outcome; each is in one.", "outcome")
 
-    def observe_request(self, ended: "Ended") -> None:
+    def observe_request(self, ended: Ended) -> None:
         """Count a request that has ended."""
-        times: list[tuple[Histogram, float | None]] = [
-            (self._first, ended.ttft),
-            (self._each, ended.tpot),
-            (self._whole, ended.e2e),
-            (self._queue, ended.queue),
-            (self._prefill, ended.prefill),
-            (self._decode, ended.decode),
-            (self._prompt, ended.prompt_tokens),
-            (self._answer, ended.output_tokens),
-            (self._longest, ended.longest),
-        ]
-        if ended.prefill is not None and ended.decode is not None:
-            times.append((self._inference, ended.prefill + ended.decode))
-        if ended.params is not None:
-            times += [(self._n, ended.params.n), (self._max_tokens, ended.params.max_tokens)]
-        for histogram, value in times:
-            if value is not None:
+        for histogram, field in self._histograms:
+            if (value := getattr(ended, field)) is not None:
                 histogram.labels(self._model).observe(value)
         self._success.labels(self._model, ended.finish_reason).inc()
 
@@ -228,9 +215,6 @@ class Metrics:
     def render(self) -> bytes:
         """The text that Prometheus reads, as `CONTENT_TYPE`."""
         return generate_latest(self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"outpace:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"outpace:{name}", text, (*_LABELS, label), registry=self.registry)

@@ -1,4 +1,4 @@
-"""What goes wrong, as clients see it: OpenAI's error bodies, without paths, addresses or traces."""
+"""Errors as clients see them: OpenAI's error bodies, without paths, addresses or tracebacks."""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _FIELD = re.compile(r"([a-z][a-z0-9_]*(?:[.\[][\w\].\[]*)?): ")
 _LONGEST_MESSAGE = 1000
 _STEP = re.compile(r"[a-z0-9_]+")
-"""A name or a number on the way to what is wrong; others are names of types."""
-_LAST = frozenset({408, 413, 431})  # the rest of such a request is not waited for
+"""A field name or an index in the location of an error; other steps are names of types."""
+_LAST = frozenset({408, 413, 431})  # the connection closes: the rest of the request is not read
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream, whole or broken."""
 AMBIGUOUS = "ambiguous_length"
@@ -54,7 +54,7 @@ def at_most(name: str, value: int, limit: int, what: str = "") -> None:
 
 
 class ClientGone(Exception):
-    """The client has closed the connection: nobody is there to read the answer."""
+    """The client has closed the connection."""
 
 
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
@@ -63,7 +63,7 @@ def bad(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
-    """What a client is told of an error; what nobody foresaw stays in the log, under the request's id."""
+    """The error that a client gets; details of unexpected ones are only in the log, under the request's id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):

@@ -112,7 +112,7 @@ class SamplingFields(Body):
     guided_choice: Annotated[list[Text], FirstError(), Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
-    """Who asks; it stands in the access log."""
+    """Who asks; written to the access log."""
 
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 are all."""
@@ -268,7 +268,7 @@ class EmbeddingRequest(Body):
     normalize: bool = True
     """Vectors of length 1, as OpenAI's are."""
     dimensions: int | None = Field(default=None, ge=1, lt=2**31)
-    """The first so many numbers of each vector, where the model was trained for that."""
+    """Length to cut vectors to, where the model was trained for that."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
     """Keep this many tokens at the end of each input; -1 is as many as the model takes."""
     add_special_tokens: bool | None = None

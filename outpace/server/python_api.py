@@ -22,6 +22,8 @@ import httpx
 from outpace.config import AskedConfig
 from outpace.errors import ConfigError, EngineDead, InputError, ModelError, OutpaceError, Overloaded, StateError
 from outpace.mii import Response
+from outpace.server.given import split_options
+from outpace.server.options import ServerConfig
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 60.0
@@ -158,9 +160,8 @@ class Server(Client):
     """A client of a server that it started, and that it ends."""
 
     def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
-        from outpace.cli.serve import options_of
-
-        _, llm, config = options_of(options)  # what is wrong is said before anything starts
+        _, llm, server = split_options(options)  # errors are raised before anything starts
+        config = ServerConfig(**server)
         if AskedConfig.of(llm).nodes.node_rank:
             raise ConfigError("node_rank: node 0 alone serves; on other machines run `outpace serve` there")
         keys = config.all_api_keys()

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(Extension):
-    """`{% generation %}`: marks what the assistant says, for training. Here its body alone counts."""
+    """`{% generation %}`: marks what the assistant says, for training. Here only its body counts."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -69,13 +69,13 @@ def render(job: dict[str, Any]) -> dict[str, str]:
         return {"text": "".join(pieces)}
     except Refused as error:
         return {"error": f"the chat template refuses the messages: {error}"}
-    except UndefinedError as error:  # its message has names of the template alone
+    except UndefinedError as error:  # its message has only names of the template
         return {"error": f"the chat template fails: {str(error)[:200]}"}
     except MemoryError:
         pieces.clear()
         return {"error": "the chat template needs too much memory"}
     except Exception as error:
-        # A template may fail in any way; what it says may hold paths, so only the kind is told.
+        # A template may fail in any way; the message may have paths, so only the type of the error is sent.
         return {"error": f"the chat template fails ({type(error).__name__})"}
 
 
@@ -88,7 +88,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def end_after(seconds: float) -> Callable[[], None]:
-    """End this process if a render takes longer and nobody is left to kill it."""
+    """End this process if a render takes longer and the parent is gone, which would have killed it."""
     import signal
 
     if sys.platform == "win32":

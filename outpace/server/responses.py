@@ -1,11 +1,17 @@
 """The answers, as plain dicts with types: what /openapi.json promises and what is written to clients."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import (
+    Any,
     Literal,
     NotRequired,  # pydantic needs this one before Python 3.12
 )
 
+from pydantic import create_model
 from typing_extensions import TypedDict
+
+from outpace.server.engine import EngineStatus
 
 FinishText = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -132,7 +138,7 @@ class FunctionCall(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call that the model asks for; the index is in chunks alone."""
+    """A call that the model asks for; only chunks have the index."""
 
     index: NotRequired[int]
     id: str
@@ -257,7 +263,7 @@ class EmbeddingList(TypedDict):
     usage: EmbeddingUsage
 
 
-class Tokens(TypedDict):
+class TokenizedText(TypedDict):
     """Answer of /tokenize."""
 
     count: int
@@ -301,50 +307,19 @@ class MiiResponse(TypedDict):
     finish_reason: str
 
 
-class Status(TypedDict):
-    """Answer of /status: the model and the newest numbers of the engine."""
-
-    model: str
-    max_model_len: int
-    sampling: dict[str, float]
-    """Sampling defaults of the model's generation config; what is not here is neutral."""
-    dtype: str
-    quantization: str | None
-    """Schemes of the weights that are quantized."""
-    device: str
-    in_flight: int
-    """POST requests that have not been answered whole, in whatever state."""
-    ready: bool
-    running: int
-    """Sequences that the engine computes."""
-    waiting: int
-    """Sequences that it has been given and does not compute yet."""
-    free_blocks: int
-    num_blocks: int
-    steps: int
-    restarts: int
-    prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    prefix_hits: int
-    prefix_queries: int
-    last_steps: list[list[float]]
-    """Number, prefill tokens, decode tokens and milliseconds of each, oldest first."""
-    startup_seconds: dict[str, float]
-    why: str
-    """What keeps the engine from being ready."""
-    step_limit_ms: float | None
-    """What a step should take at most; None: not known yet."""
-    cache_config: dict[str, str]
-    step_sizes: list[int]
-    """Steps by their tokens, prefill and new ones: at most 1, 8, 16, 32, ... 16384, and more."""
-    step_tokens: int
-    levels: dict[str, int]
-    """Numbers of the levels of the prefix cache; empty: the device's pages are the only one."""
-    expert_layers: list[int]
-    """Numbers of the layers that have experts; their load is at /status/experts."""
-    nodes: list[str]
-    """Machines that the engine runs on, with their addresses and ranks; empty: this one alone."""
+_ABOUT: Mapping[str, Any] = {
+    "model": str,
+    "max_model_len": int,
+    "sampling": dict[str, float],
+    "dtype": str,
+    "quantization": str | None,
+    "device": str,
+    "in_flight": int,  # POST requests that have not been answered whole, in whatever state
+}
+_NUMBERS: Mapping[str, Any] = {each.name: each.type for each in fields(EngineStatus) if each.name != "expert_load"}
+_STATUS: Mapping[str, Any] = {name: (kind, ...) for name, kind in {**_ABOUT, **_NUMBERS}.items()}
+Status: Any = create_model("Status", **_STATUS)
+"""Answer of /status: the model and the numbers of `EngineStatus`, but those of experts, which are thousands."""
 
 
 class ExpertStatus(TypedDict):

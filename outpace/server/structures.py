@@ -1,4 +1,4 @@
-"""What the answer to a request has to look like: found in its fields, held to the limits, and compiled."""
+"""The form that a request asks for: read from its fields, checked against the limits, and compiled."""
 
 import json
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ from typing import Any
 
 from outpace.errors import InputError
 from outpace.server.chat_protocol import NamedTool
-from outpace.server.engine import WireGrammar
-from outpace.server.grammars import Check, Grammars, Make
+from outpace.server.grammars import Check, GrammarService, Make
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
 from outpace.server.protocol import ChatRequest, SamplingFields
 from outpace.server.tools import CallCheck, Style, call_format
-from outpace.structure import STRUCTURES, StructuredOutputs
 from outpace.structured.check import SchemaCheck
+from outpace.structured.outputs import STRUCTURES, StructuredOutputs
 from outpace.structured.schema import checked_schema
+from outpace.structured.wire import WireGrammar
 
 _NO_FORM: Mapping[Style, str] = {
-    "none": "the chat template shows no way to write calls that is known here; the option tool_call_parser names one",
+    "none": "the chat template shows no known format of tool calls; name one with the option tool_call_parser",
     "llama3_json": "calls in the style of Llama 3 can be held to a schema only where a call is required",
 }
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -26,18 +26,18 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer is to be held to, and the field that says so."""
+    """The form of an answer, and the field that asks for it."""
 
     field: str
     asked: StructuredOutputs
     make: Make | None = None
-    """Gives it checked, where `asked` is what the request says; takes milliseconds."""
+    """Returns the checked form; then `asked` is as the request wrote it. Takes milliseconds."""
 
 
 class Structures:
-    """Knows the limits, and how the model writes its calls."""
+    """Knows the limits, and how the model writes tool calls."""
 
-    def __init__(self, options: ServerConfig, style: Style, grammars: Grammars) -> None:
+    def __init__(self, options: ServerConfig, style: Style, grammars: GrammarService) -> None:
         self._options, self._style, self._grammars = options, style, grammars
 
     async def grammar(self, request: SamplingFields) -> tuple[WireGrammar, str] | None:
@@ -51,8 +51,8 @@ class Structures:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 
     def find(self, request: SamplingFields) -> Structure | None:
-        """What a request asks for, within the limits; at most one field may do so. Whether it can be kept to shows
-        when it is compiled."""
+        """What a request asks for, within the limits; at most one field may ask. Whether it can be enforced is known
+        after compilation."""
         found = [Structure(name, asked) for name, asked in _fields(request).items()]
         for structure in found:
             self._check_size(structure)
@@ -81,14 +81,14 @@ class Structures:
                 raise bad(structure.field, f"{size} {what} are more than this server takes: {most}", "limit_exceeded")
 
     def _calls(self, request: ChatRequest) -> Structure | None:
-        """What tools ask for: calls that are forced, or strict."""
+        """The form of required or strict tool calls."""
         tools, choice = request.tools or [], request.tool_choice
         strict = [number for number, tool in enumerate(tools) if tool.function.strict]
         required = choice == "required" or isinstance(choice, NamedTool)
         if choice == "none" or not (required or strict):
             return None
         field = "tool_choice" if required else f"tools[{strict[0]}].function.strict"
-        given: dict[str, tuple[str, Any]] = {}  # name -> where its schema stands, the schema
+        given: dict[str, tuple[str, Any]] = {}  # name -> place of its schema, the schema
         for number, tool in enumerate(tools):
             function = tool.function
             if function.name in given:
@@ -120,7 +120,7 @@ class Structures:
         return Structure(field, calls({name: schema for name, (_, schema) in given.items()}), checked)
 
     def _arguments(self, where: str, schema: Mapping[str, Any]) -> tuple[Any, SchemaCheck | None]:
-        """The schema of arguments as it is compiled, and the check of what that does not enforce."""
+        """The schema of arguments as it is compiled, and the check of what the grammar does not enforce."""
         if schema and schema.get("type", "object") != "object":
             raise bad(where, "expected the schema of an object")
         text = json.dumps({"type": "object", **schema})
@@ -129,7 +129,7 @@ class Structures:
 
 
 def _fields(request: SamplingFields) -> dict[str, StructuredOutputs]:
-    """The fields that say what the answer has to look like."""
+    """The fields that ask for a form."""
     found: dict[str, StructuredOutputs] = {}
     format = request.response_format
     if format is not None and format.type == "json_object":

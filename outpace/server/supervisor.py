@@ -1,8 +1,8 @@
 """Supervisor: an engine that heals. It starts the engine process, watches it, and starts another when it died or hangs.
 
-A worker counts as dead when its process ended, its socket closed, or it has work and has done none of it for
-`stall_timeout` seconds: what proves that it lives is work done. One without work is asked now and then whether it is
-there, and has as long to answer. Requests in flight get EngineDead at once.
+A worker counts as dead when its process ended, its socket closed, or it has work and made no progress for
+`stall_timeout` seconds. One without work is pinged now and then, and has as long to answer. Requests in flight get
+EngineDead at once.
 
 After `ready_timeout` seconds without any sign of life (a message, or CPU time: a long step on a CPU uses it, a stopped
 process does not) it is not ready, and may still recover.
@@ -31,7 +31,7 @@ from outpace.server.messages import Start
 
 GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
 DUMP = 1.0  # seconds a worker that hangs gets to write where
-TICK = 0.25  # seconds between looks at a worker
+TICK = 1.0  # seconds between looks at a worker; that its socket closed is known at once
 PINGS = 4  # times that an idle worker is asked in `stall_timeout`
 READY_PINGS = 2  # times in `ready_timeout`
 SILENT = "the engine shows no sign of life"
@@ -54,12 +54,12 @@ class Healing:
     """Before the first restart; each that follows waits twice as long."""
     longest_delay: float = 30.0
     healthy_after: float = 60.0
-    """A worker that lived so long starts the delays afresh."""
+    """A worker that lived this long resets the delay."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A worker's process that has not been told what to load."""
+    """A worker's process that has not got its `Start` message."""
 
     process: asyncio.subprocess.Process
     socket: socket.socket
@@ -133,11 +133,9 @@ class Supervisor:
         """Admit requests together, or none of them."""
         return self._client().room(requests)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
         """Deltas until every answer has ended; closing the generator cancels the request."""
-        async with contextlib.aclosing(self._client().generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._client().generate(request)
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
         """The vector that each request asks for."""
@@ -162,9 +160,10 @@ class Supervisor:
         now.expert_load = [_added(*each) for each in zip_longest(now.expert_load, past.expert_load, fillvalue=())]
         for name in _TOTALS:
             setattr(now, name, getattr(now, name) + getattr(past, name))
-        for name in now.levels:
-            if name.endswith(LEVEL_TOTALS):
-                now.levels[name] += past.levels.get(name, 0)
+        now.levels = {
+            name: count + (past.levels.get(name, 0) if name.endswith(LEVEL_TOTALS) else 0)
+            for name, count in now.levels.items()
+        }
         return now
 
     def drain(self) -> None:
@@ -238,7 +237,7 @@ class Supervisor:
             self._worker = worker
 
     async def _revive(self, delay: float) -> tuple[_Worker, float]:
-        """A new worker, however often that takes, and the delay before the next one."""
+        """A new worker, after as many tries as it takes, and the delay before the next one."""
         while True:
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._healing.longest_delay)
@@ -248,19 +247,22 @@ class Supervisor:
                 logger.error("the engine cannot be started (%s); again in %.2f s", error, delay)
 
     async def _end_of(self, worker: _Worker) -> str:
-        """How a worker ended, as soon as it did."""
+        """Wait until a worker has ended or hangs; which of the two, in words."""
         client, process, healing = worker.client, worker.process, self._healing
         pulse, tick = _Pulse(process.pid, client), min(TICK, healing.stall_timeout / 4, healing.ready_timeout / 4)
         while not client.lost.is_set():
+            # not `wait_for`, which on Python 3.11 forgets to be cancelled when what it waits for has just come
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.lost.wait(), tick)
+                async with asyncio.timeout(tick):
+                    await client.lost.wait()
             if process.returncode is not None:
                 return f"ended with code {process.returncode}"
             self._silent = pulse.silence() > healing.ready_timeout
             if _hangs(client, healing):
                 return "hangs"
         with contextlib.suppress(TimeoutError):
-            return f"ended with code {await asyncio.wait_for(process.wait(), 1.0)}"
+            async with asyncio.timeout(1.0):
+                return f"ended with code {await process.wait()}"
         return "closed its socket"
 
     def _bury(self, worker: _Worker, reason: str) -> None:
@@ -304,7 +306,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def _hangs(client: EngineClient, healing: Healing) -> bool:
-    """Whether an engine has work and does none, or has none and does not answer. Asks one that was silent for long."""
+    """Whether an engine has work and makes no progress, or is idle and answers no ping. Pings one that is silent."""
     now, stall = time.monotonic(), healing.stall_timeout
     if client.in_flight:
         return now - client.progress_at > stall
@@ -316,7 +318,7 @@ def _hangs(client: EngineClient, healing: Healing) -> bool:
 
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
-    """A worker at the other end of a socket. It imports what this process would, and nothing from where it stands."""
+    """A worker at the other end of a socket. It has this process's import path, without the current folder."""
     module, arguments = "outpace.server.engine_process", (str(sock.fileno()), str(os.getpid()))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return await asyncio.create_subprocess_exec(
@@ -328,10 +330,11 @@ async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
 
 
 async def _dump(process: asyncio.subprocess.Process) -> None:
-    """Have a worker that hangs write the stacks of its threads to its log, and end."""
+    """Make a worker that hangs write the stacks of its threads to its log, and end."""
     with contextlib.suppress(TimeoutError, ProcessLookupError):
         process.send_signal(signal.SIGABRT)
-        await asyncio.wait_for(process.wait(), DUMP)
+        async with asyncio.timeout(DUMP):
+            await process.wait()
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

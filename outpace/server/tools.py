@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from outpace.structure import StructureCheck
 from outpace.structured.check import SchemaCheck
+from outpace.structured.outputs import StructureCheck
 
 Style = Literal["hermes", "llama3_json", "none"]
 _BEGIN, _END = "<tool_call>", "</tool_call>"

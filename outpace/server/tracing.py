@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outpace.server.stream import WATCHED, Ended
+from outpace.server.observe import WATCHED, Ended
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -70,23 +70,22 @@ class Tracing:
 def attributes(ended: Ended, model: str, request_id: str) -> dict[str, Any]:
     """What a span says, under vLLM's names; what is not known is left out."""
     params = ended.params
-    inference = None if ended.prefill is None or ended.decode is None else ended.prefill + ended.decode
     found = {
         "gen_ai.response.model": model,
         "gen_ai.request.id": request_id,
-        "gen_ai.request.n": None if params is None else params.n,
-        "gen_ai.request.max_tokens": None if params is None else params.max_tokens,
+        "gen_ai.request.n": ended.n,
+        "gen_ai.request.max_tokens": ended.max_tokens,
         "gen_ai.request.temperature": None if params is None else params.temperature,
         "gen_ai.request.top_p": None if params is None else params.top_p,
         "gen_ai.usage.prompt_tokens": ended.prompt_tokens,
         "gen_ai.usage.completion_tokens": ended.output_tokens,
-        "gen_ai.usage.num_sequences": None if params is None else params.n,
+        "gen_ai.usage.num_sequences": ended.n,
         "gen_ai.latency.time_in_queue": ended.queue,
         "gen_ai.latency.time_to_first_token": ended.ttft,
         "gen_ai.latency.e2e": ended.e2e,
         "gen_ai.latency.time_in_model_prefill": ended.prefill,
         "gen_ai.latency.time_in_model_decode": ended.decode,
-        "gen_ai.latency.time_in_model_inference": inference,
+        "gen_ai.latency.time_in_model_inference": ended.inference,
         "gen_ai.response.finish_reason": ended.finish_reason,
     }
     return {name: value for name, value in found.items() if value is not None}

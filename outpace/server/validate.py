@@ -1,20 +1,20 @@
 """The one validation layer: requests become token ids and sampling parameters, or errors, before any queue."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from outpace.server.async_tokenizer import AsyncTokenizer
 from outpace.server.caller import Callers
 from outpace.server.chat import ChatPrompts
 from outpace.server.chat_protocol import ChatMessage, ToolSpec
-from outpace.server.engine import ANYBODY, Caller, EngineRequest, ModelCard, WireGrammar
+from outpace.server.engine import EngineRequest, ModelCard
 from outpace.server.fields import within
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, at_most, bad
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, MiiRequest, SamplingFields
 from outpace.server.structures import Structures
-from outpace.server.tokens import Tokens
-from outpace.types import Pooling, SamplingParams
+from outpace.types import SamplingParams
 
 _SAME_NAMES = (
     *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -24,42 +24,6 @@ _SAME_NAMES = (
 """Fields of requests that SamplingParams has by the same name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One prompt, checked, and how to answer it."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    """With stop strings and bad words as texts."""
-    text: str | None = None
-    """The prompt as text, where the answer repeats it."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
-    caller: Caller = ANYBODY
-    pooling: Pooling | None = None
-    """A vector of the prompt is wanted instead of an answer."""
-    grammar: WireGrammar | None = None
-    """What the answers are held to."""
-    structure: str = ""
-    """The field that says so."""
-
-    def request(self, request_id: str) -> EngineRequest:
-        """What the engine gets: stop strings stay here."""
-        params = replace(self.params, stop=(), bad_words=(), include_stop_str_in_output=False)
-        return EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            params=params,
-            bad_words=self.bad_words,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            caller=self.caller,
-            pooling=self.pooling,
-            grammar=self.grammar,
-        )
-
-
 class Validator:
     """Knows the model and the limits."""
 
@@ -67,15 +31,15 @@ class Validator:
         self,
         card: ModelCard,
         options: ServerConfig,
-        tokens: Tokens,
+        tokenizer: AsyncTokenizer,
         chats: ChatPrompts,
         structures: Structures,
         callers: Callers,
     ) -> None:
-        self._card, self._options, self._tokens, self._chats = card, options, tokens, chats
+        self._card, self._options, self._tokenizer, self._chats = card, options, tokenizer, chats
         self._structures, self._callers = structures, callers
         self.names = options.served_model_name or (card.name,)
-        """What the model may be called."""
+        """Served names of the model."""
 
     @property
     def chat_template(self) -> str | None:
@@ -98,10 +62,10 @@ class Validator:
             )
         return asked
 
-    async def completion(self, request: CompletionRequest) -> list[Work]:
+    async def completion(self, request: CompletionRequest) -> list[EngineRequest]:
         """The prompts of /v1/completions."""
         self._check_limits(request, request.logprobs)
-        works = []
+        prompts = []
         shared = _logprobs(request, request.logprobs)
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             shared["prompt_logprobs"] = request.logprobs
@@ -112,12 +76,12 @@ class Validator:
             text = None
             if request.echo:
                 cut = request.truncate_prompt_tokens is not None
-                text = prompt if isinstance(prompt, str) and not cut else await self._tokens.decode(ids)
-            works.append(self._work(request, ids, new, shared, text))
+                text = prompt if isinstance(prompt, str) and not cut else await self._tokenizer.decode(ids)
+            prompts.append(self._request(request, ids, new, shared, text))
         grammar, field = await self._structures.grammar(request) or (None, "")
-        return self._of_caller([replace(work, grammar=grammar, structure=field) for work in works], "prompt")
+        return self._of_caller([replace(each, grammar=grammar, structure=field) for each in prompts], "prompt")
 
-    async def chat(self, request: ChatRequest) -> Work:
+    async def chat(self, request: ChatRequest) -> EngineRequest:
         """The prompt of /v1/chat/completions."""
         top = (request.top_logprobs or 0) if request.logprobs else None
         self._check_limits(request, top)
@@ -134,9 +98,9 @@ class Validator:
         ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
         asked = request.max_completion_tokens or request.max_tokens
         logprobs = _logprobs(request, top)
-        work = self._work(request, ids, asked or self._usual_length(request, len(ids), logprobs), logprobs, None)
+        prompt = self._request(request, ids, asked or self._usual_length(request, len(ids), logprobs), logprobs, None)
         grammar, field = await self._structures.grammar(request) or (None, "")
-        return self._of_caller([replace(work, grammar=grammar, structure=field)], "n")[0]
+        return self._of_caller([replace(prompt, grammar=grammar, structure=field)], "n")[0]
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
         """A conversation as text in pieces, see `ChatPrompts.write`."""
@@ -144,18 +108,20 @@ class Validator:
         at_most("tools", len(tools), self._options.max_tools, "tools")
         return await self._chats.write(messages, tools, **how)
 
-    async def embedding(self, request: EmbeddingRequest) -> list[Work]:
+    async def embedding(self, request: EmbeddingRequest) -> list[EngineRequest]:
         """The inputs of /v1/embeddings."""
         self._check_dimensions(request.dimensions)
         longest, keep = self._card.max_model_len, request.truncate_prompt_tokens
         if keep is not None and not 0 < (keep := longest if keep < 0 else keep) <= longest:
             raise bad("truncate_prompt_tokens", f"expected 1 to {longest}, what the model takes, or -1 for that")
-        params, works = SamplingParams(max_tokens=0), []
+        params, prompts = SamplingParams(max_tokens=0), []
         for prompt in _prompts(request.input, self._options.max_embedding_inputs, "input"):
             ids = await self._encode("input", prompt, request.add_special_tokens, keep, new=0)
             priority = self._callers.priority(None)
-            works.append(Work(prompt_token_ids=ids, params=params, pooling=request.pooling, priority=priority))
-        return self._of_caller(works, "input")
+            prompts.append(
+                EngineRequest(prompt_token_ids=ids, params=params, pooling=request.pooling, priority=priority)
+            )
+        return self._of_caller(prompts, "input")
 
     def _check_dimensions(self, asked: int | None) -> None:
         sizes = self._card.embedding_sizes
@@ -165,11 +131,11 @@ class Validator:
             raise bad("dimensions", "vectors of this model have one width alone; do not set it")
         raise bad("dimensions", f"this model was trained for {f'{sizes}':.80}; use one of these")
 
-    async def mii(self, request: MiiRequest) -> list[Work]:
+    async def mii(self, request: MiiRequest) -> list[EngineRequest]:
         """The prompts of /mii/{deployment}: `max_length` counts the prompt."""
         self._check_stops(request.stop or [])
         longest = min(request.max_length or self._card.max_model_len, self._card.max_model_len)
-        works = []
+        prompts = []
         for prompt in _prompts(request.prompts, self._options.max_prompts, "prompts"):
             ids = await self._encode("prompts", prompt, None, None)
             room = longest - len(ids)
@@ -189,28 +155,28 @@ class Validator:
                 seed=request.seed,
             )
             priority = self._callers.priority(None)
-            works.append(Work(prompt_token_ids=ids, params=params, text=str(prompt), priority=priority))
-        return self._of_caller(works, "prompts")
+            prompts.append(EngineRequest(prompt_token_ids=ids, params=params, text=str(prompt), priority=priority))
+        return self._of_caller(prompts, "prompts")
 
-    def _of_caller(self, works: list[Work], field: str) -> list[Work]:
-        """The prompts of a request as those of whoever sent it, within the limits of one key; `field` has them."""
-        most, count = self._options.max_sequences_per_key, sum(work.params.n for work in works)
+    def _of_caller(self, prompts: list[EngineRequest], field: str) -> list[EngineRequest]:
+        """Add the caller and its salt to the prompts of a request, which `field` has, within the limits of one key."""
+        most, count = self._options.max_sequences_per_key, sum(each.params.n for each in prompts)
         if most is not None and count > most:
             said = f"the request has {count} sequences (prompts times n), max_sequences_per_key={most} is the limit"
             raise bad(field, f"{said}; send fewer in one request", "limit_exceeded")
-        self._check_logprobs(works, "top_logprobs" if field == "n" else "logprobs")
+        self._check_logprobs(prompts, "top_logprobs" if field == "n" else "logprobs")
         caller = self._callers.current()
-        return [replace(work, caller=caller, cache_salt=self._callers.salt(work.cache_salt)) for work in works]
+        return [replace(each, caller=caller, cache_salt=self._callers.salt(each.cache_salt)) for each in prompts]
 
-    def _check_logprobs(self, works: list[Work], of_answers: str) -> None:
+    def _check_logprobs(self, prompts: list[EngineRequest], of_answers: str) -> None:
         """All log-probabilities of a request: they are in memory together when its answer is written."""
         most = self._options.max_logprobs_per_request
-        prompts = sum(self._prompt_entries(work.params, len(work.prompt_token_ids)) for work in works)
-        new = sum(self._entries(work.params) * (work.params.max_tokens or 0) for work in works)
-        if prompts + new > most:
+        old = sum(self._prompt_entries(each.params, len(each.prompt_token_ids)) for each in prompts)
+        new = sum(self._entries(each.params) * (each.params.max_tokens or 0) for each in prompts)
+        if old + new > most:
             raise bad(
-                "prompt_logprobs" if prompts > most else of_answers,
-                f"the request asks for {prompts + new} log-probabilities in all, max_logprobs_per_request={most} is "
+                "prompt_logprobs" if old > most else of_answers,
+                f"the request asks for {old + new} log-probabilities in all, max_logprobs_per_request={most} is "
                 "the limit; ask for fewer, or for fewer or shorter prompts and answers",
                 "limit_exceeded",
             )
@@ -229,7 +195,7 @@ class Validator:
         return 0 if asked is None else self._card.vocab_size if asked < 0 else 1 + asked
 
     def _usual_length(self, request: ChatRequest, num_tokens: int, logprobs: dict[str, Any]) -> int:
-        """Most tokens of a chat that does not say: what the context and the limit of log-probabilities leave."""
+        """`max_tokens` of a chat that sets none: what the context and the limit of log-probabilities leave."""
         room = max(1, self._card.max_model_len - num_tokens)
         usual = min(int(self._card.sampling.get("max_tokens", room)), room)
         params = SamplingParams(n=request.n or 1, prompt_logprobs=request.prompt_logprobs, **logprobs)
@@ -250,7 +216,7 @@ class Validator:
             prompt = [prompt]
         if prompt and isinstance(prompt[0], str):
             pieces: Any = prompt
-            ids = await self._tokens.encode(pieces, add_special_tokens=special is not False)
+            ids = await self._tokenizer.encode(pieces, add_special_tokens=special is not False)
         else:
             given: Any = prompt
             ids = list(given)
@@ -276,19 +242,19 @@ class Validator:
                 code="context_length_exceeded",
             )
 
-    def _work(
+    def _request(
         self, request: SamplingFields, ids: list[int], max_tokens: int, extra: dict[str, Any], text: str | None
-    ) -> Work:
+    ) -> EngineRequest:
         given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
         params = SamplingParams(**{**self._card.sampling, **given, "max_tokens": max_tokens, **extra})
         name = "messages" if isinstance(request, ChatRequest) else "prompt"
         of_answer = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         self._check_length(name, len(ids), max_tokens, of_answer if max_tokens > 1 else name)
-        return Work(
+        return EngineRequest(
             prompt_token_ids=ids,
             params=params,
             text=text,
-            bad_words=self._tokens.bad_words(request.bad_words or ()),
+            bad_words=self._tokenizer.bad_words(request.bad_words or ()),
             priority=self._callers.priority(request.priority),
             cache_salt=request.cache_salt or request.prompt_cache_key or "",
         )

@@ -1,14 +1,17 @@
-"""How events are written down: chunks, and the whole that chunks add up to. What routes share, and /v1/completions.
+"""How deltas are written: as chunks, and as one answer joined from chunks. What routes share, and /v1/completions.
 
 Keys that have no value are null where vLLM has them: whole answers name all of them, chunks only some.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from outpace.server.async_tokenizer import AsyncTokenizer
+from outpace.server.engine import Delta, EngineRequest, WireLogprobs
+from outpace.server.messages import prompt_entry
 from outpace.server.protocol import CompletionRequest, SamplingFields
 from outpace.server.responses import (
     Completion,
@@ -19,11 +22,7 @@ from outpace.server.responses import (
     StructureCheckText,
     Usage,
 )
-from outpace.server.stream import Event
-from outpace.server.tokens import Tokens
-from outpace.server.validate import Work
-from outpace.structure import StructureCheck
-from outpace.types import Logprob, TokenLogprobs
+from outpace.structured.outputs import StructureCheck
 
 _VOCABULARY = 2**15  # log-probabilities that -1 stands for, about
 _LEAST = -9999.0  # JSON has no infinity and no NaN; OpenAI writes this
@@ -32,17 +31,24 @@ _LEAST = -9999.0  # JSON has no infinity and no NaN; OpenAI writes this
 class AnswerWriter:
     """What both routes share: the head of each chunk, the usage, the names of tokens."""
 
-    def __init__(self, request: SamplingFields, works: Sequence[Work], tokens: Tokens, model: str, name: str) -> None:
-        self._request, self._works, self._tokens = request, works, tokens
+    def __init__(
+        self,
+        request: SamplingFields,
+        prompts: Sequence[EngineRequest],
+        tokenizer: AsyncTokenizer,
+        model: str,
+        name: str,
+    ) -> None:
+        self._request, self._prompts, self._tokenizer = request, prompts, tokenizer
         self._id, self._model, self._created = name, model, int(time.time())
         self._completion_tokens = 0
         self._cached_tokens: int | None = None
-        self._prompt_tokens = sum(len(work.prompt_token_ids) for work in works)
+        self._prompt_tokens = sum(len(each.prompt_token_ids) for each in prompts)
         streamed = request.stream_options
         self._usage_last = bool(streamed and streamed.include_usage)
         self._usage_always = bool(streamed and streamed.continuous_usage_stats)
-        self.of_prompt = max(_of_prompt(work) for work in works)
-        """Log-probabilities of the prompt that stand in the first chunk of an answer."""
+        self.of_prompt = max(_of_prompt(each) for each in prompts)
+        """Log-probabilities of the prompt in the first chunk of an answer."""
 
     @property
     def usage(self) -> Usage:
@@ -56,10 +62,10 @@ class AnswerWriter:
             "completion_tokens_details": None,
         }
 
-    def _count(self, event: Event) -> None:
-        self._completion_tokens += len(event.token_ids)
-        if event.num_cached_tokens is not None:
-            self._cached_tokens = (self._cached_tokens or 0) + event.num_cached_tokens
+    def _count(self, delta: Delta) -> None:
+        self._completion_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens is not None:
+            self._cached_tokens = (self._cached_tokens or 0) + delta.num_cached_tokens
 
     def _head(self, kind: str, choices: Sequence[Any]) -> Any:
         chunk: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -74,47 +80,53 @@ class AnswerWriter:
         about = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
         return {**self._head(kind, choices), **about, "usage": self.usage}
 
+    @staticmethod
+    def _by_answer(chunks: Sequence[Any]) -> list[list[Any]]:
+        """The choices of all chunks, those of each answer together."""
+        parts: dict[int, list[Any]] = {}
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                parts.setdefault(choice["index"], []).append(choice)
+        return [parts[index] for index in sorted(parts)]
+
     def _usage_chunk(self, kind: str) -> list[Any]:
         return [{**self._head(kind, []), "usage": self.usage}] if self._usage_last else []
 
     def _name(self, token: int) -> str:
         if self._request.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return self._tokens.texts([token])[0]
+        return self._tokenizer.texts([token])[0]
 
-    def _prompt_logprobs(self, found: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+    def _prompt_logprobs(self, found: Sequence[msgspec.Raw]) -> PromptLogprobs:
         """Each entry is encoded at once: 80,000 small objects would keep the garbage collector busy."""
-        encode = msgspec.json.encode
-        return [None if entry is None else msgspec.Raw(encode(self._by_token(entry))) for entry in found]  # type: ignore[misc]
+        encode, entries = msgspec.json.encode, map(prompt_entry, found)
+        return [None if entry is None else msgspec.Raw(encode(self._by_token(entry))) for entry in entries]  # type: ignore[misc]
 
-    def _by_token(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+    def _by_token(self, entry: WireLogprobs) -> dict[str, PromptLogprob]:
+        texts = self._tokenizer.texts
         return {
-            str(token): {
-                "logprob": finite(each),
-                "rank": each.rank,
-                "decoded_token": self._tokens.texts([token])[0],
-            }
-            for token, each in by_rank(entry)
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts([token])[0]}
+            for token, logprob, rank in by_rank(entry)
         }
 
 
-def _of_prompt(work: Work) -> int:
-    asked = work.params.prompt_logprobs
-    return 0 if asked is None else len(work.prompt_token_ids) * (1 + (asked if asked >= 0 else _VOCABULARY))
+def _of_prompt(prompt: EngineRequest) -> int:
+    asked = prompt.params.prompt_logprobs
+    return 0 if asked is None else len(prompt.prompt_token_ids) * (1 + (asked if asked >= 0 else _VOCABULARY))
 
 
-def finite(found: Logprob) -> float:
-    """A log-probability that JSON can say."""
-    return found.logprob if found.logprob > _LEAST else _LEAST
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can express."""
+    return logprob if logprob > _LEAST else _LEAST
 
 
-def by_rank(entry: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """Tokens and their log-probabilities, the likeliest first."""
-    return sorted(entry.items(), key=lambda item: (item[1].rank, item[0]))
+def by_rank(entry: WireLogprobs) -> WireLogprobs:
+    """The same, the likeliest first."""
+    return sorted(entry, key=lambda each: (each[2], each[0]))
 
 
 def check_text(check: StructureCheck) -> StructureCheckText:
-    """The check of an answer as it is written."""
+    """The check of an answer in JSON."""
     return {"checked": list(check.checked), "valid": check.valid, "problem": check.problem}
 
 
@@ -122,43 +134,49 @@ class CompletionWriter(AnswerWriter):
     """/v1/completions."""
 
     def __init__(
-        self, request: CompletionRequest, works: Sequence[Work], tokens: Tokens, model: str, name: str
+        self,
+        request: CompletionRequest,
+        prompts: Sequence[EngineRequest],
+        tokenizer: AsyncTokenizer,
+        model: str,
+        name: str,
     ) -> None:
-        super().__init__(request, works, tokens, model, name)
+        super().__init__(request, prompts, tokenizer, model, name)
         self._asked = request
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
-        self._of_prompts: dict[int, Sequence[TokenLogprobs | None]] = {}
+        self._of_prompts: dict[int, Sequence[msgspec.Raw]] = {}
         self._shown: dict[int, PromptLogprobs] = {}  # the same as it is written, for the n answers to a prompt
 
-    def chunks(self, event: Event) -> list[Completion]:
-        """What an event adds."""
-        self._count(event)
-        work, first = self._works[event.prompt], event.index not in self._begun
-        self._begun.add(event.index)
-        if event.prompt_logprobs is not None:
-            self._of_prompts[event.prompt] = event.prompt_logprobs
-        text = (work.text or "") + event.text if first else event.text
-        if not (text or event.finish_reason or event.logprobs or self._request.return_token_ids or first):
+    def chunks(self, delta: Delta) -> list[Completion]:
+        """What a delta adds."""
+        self._count(delta)
+        prompt, first = delta.index // self._prompts[0].params.n, delta.index not in self._begun
+        asked = self._prompts[prompt]
+        self._begun.add(delta.index)
+        if delta.prompt_logprobs is not None:
+            self._of_prompts[prompt] = delta.prompt_logprobs
+        text = (asked.text or "") + delta.text if first else delta.text
+        if not (text or delta.finish_reason or delta.logprobs or self._request.return_token_ids or first):
             return []
         choice: CompletionChoice = {
-            "index": event.index,
+            "index": delta.index,
             "text": text,
-            "logprobs": self._logprobs(event, work, first),
-            "finish_reason": event.finish_reason.value if event.finish_reason else None,
-            "stop_reason": event.stop_reason,
+            "logprobs": self._logprobs(delta, prompt if first else None),
+            "finish_reason": delta.finish_reason.value if delta.finish_reason else None,
+            "stop_reason": delta.stop_reason,
             "token_ids": None,
             "prompt_token_ids": None,
         }
-        if event.check is not None:
-            choice["structure_check"] = check_text(event.check)
+        if delta.check is not None:
+            choice["structure_check"] = check_text(delta.check)
         if self._request.return_token_ids:
-            choice["token_ids"] = event.token_ids
-            choice["prompt_token_ids"] = work.prompt_token_ids if first else None
+            choice["token_ids"] = delta.token_ids
+            choice["prompt_token_ids"] = asked.prompt_token_ids if first else None
         if first and self._request.prompt_logprobs is not None:
-            if event.prompt not in self._shown:
-                self._shown[event.prompt] = self._prompt_logprobs(self._of_prompts.get(event.prompt, []))
-            choice["prompt_logprobs"] = self._shown[event.prompt]
+            if prompt not in self._shown:
+                self._shown[prompt] = self._prompt_logprobs(self._of_prompts.get(prompt, []))
+            choice["prompt_logprobs"] = self._shown[prompt]
         return [self._head("text_completion", [choice])]
 
     def last_chunks(self) -> list[Completion]:
@@ -167,38 +185,36 @@ class CompletionWriter(AnswerWriter):
 
     def whole(self, chunks: Sequence[Completion]) -> Completion:
         """The answer as JSON."""
-        parts: dict[int, list[CompletionChoice]] = {}
-        for chunk in chunks:
-            for choice in chunk["choices"]:
-                parts.setdefault(choice["index"], []).append(choice)
-        result: Completion = self._whole_head("text_completion", [_joined(parts[index]) for index in sorted(parts)])
+        result: Completion = self._whole_head("text_completion", list(map(_joined, self._by_answer(chunks))))
         return result
 
-    def _logprobs(self, event: Event, work: Work, first: bool) -> CompletionLogprobs | None:
+    def _logprobs(self, delta: Delta, begins: int | None) -> CompletionLogprobs | None:
+        """begins: the number of the prompt, in the first delta of an answer."""
         if self._asked.logprobs is None:
             return None
         result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if first and self._asked.echo:
-            known = self._of_prompts.get(event.prompt, [None] * len(work.prompt_token_ids))
-            for token, entry in zip(work.prompt_token_ids, known, strict=True):
-                self._add(result, event.index, token, entry)
-        for token, entry in zip(event.token_ids, event.logprobs or (), strict=True):
-            self._add(result, event.index, token, entry)
+        if begins is not None and self._asked.echo:
+            ids, known = self._prompts[begins].prompt_token_ids, self._of_prompts.get(begins)
+            entries = [None] * len(ids) if known is None else map(prompt_entry, known)
+            for token, found in zip(ids, entries, strict=True):
+                self._add(result, delta.index, token, found)
+        for token, entry in zip(delta.token_ids, delta.logprobs or (), strict=True):
+            self._add(result, delta.index, token, entry)
         return result
 
-    def _add(self, result: CompletionLogprobs, index: int, token: int, entry: TokenLogprobs | None) -> None:
+    def _add(self, result: CompletionLogprobs, index: int, token: int, entry: WireLogprobs | None) -> None:
         name, offset = self._name(token), self._offsets.get(index, 0)
         result["tokens"].append(name)
         result["text_offset"].append(offset)
         self._offsets[index] = offset + len(name)
-        if entry is None:  # nothing stands before the first token of a prompt
+        if entry is None:  # the first token of a prompt has none
             result["token_logprobs"].append(None)
             result["top_logprobs"].append(None)
             return
-        result["token_logprobs"].append(finite(entry[token]))
+        result["token_logprobs"].append(finite(entry[0][1]))
         top: dict[str, float] = {}
-        for each, found in by_rank(entry):
-            top.setdefault(self._name(each), finite(found))  # of tokens with the same text, the likeliest
+        for each, logprob, _ in by_rank(entry):
+            top.setdefault(self._name(each), finite(logprob))  # of tokens with the same text, the likeliest
         result["top_logprobs"].append(top)
 
 

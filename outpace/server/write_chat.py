@@ -1,10 +1,12 @@
-"""How /v1/chat/completions writes events down."""
+"""How /v1/chat/completions writes deltas."""
 
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.server.async_tokenizer import AsyncTokenizer
+from outpace.server.engine import Delta, EngineRequest, WireLogprobs
 from outpace.server.protocol import ChatRequest
 from outpace.server.responses import (
     AnswerDelta,
@@ -17,12 +19,8 @@ from outpace.server.responses import (
     ToolCall,
     TopLogprob,
 )
-from outpace.server.stream import Event
-from outpace.server.tokens import Tokens
 from outpace.server.tools import Call, Parser, Piece, Style, parser_of
-from outpace.server.validate import Work
 from outpace.server.write import AnswerWriter, by_rank, check_text, finite
-from outpace.types import Logprob, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -38,39 +36,47 @@ class ChatWriter(AnswerWriter):
     """/v1/chat/completions."""
 
     def __init__(
-        self, request: ChatRequest, work: Work, tokens: Tokens, model: str, name: str, *, role: str, style: Style
+        self,
+        request: ChatRequest,
+        prompt: EngineRequest,
+        tokenizer: AsyncTokenizer,
+        model: str,
+        name: str,
+        *,
+        role: str,
+        style: Style,
     ) -> None:
-        super().__init__(request, [work], tokens, model, name)
+        super().__init__(request, [prompt], tokenizer, model, name)
         self._asked, self._role = request, role
-        self._only_calls = work.structure == "tool_choice"  # what is no whole call was cut off, and is no text
-        self._messages = [_Message(parser_of(style)) for _ in range(work.params.n)]
-        self._told = False  # what is known of the prompt stands in the first chunk
+        self._only_calls = prompt.structure == "tool_choice"  # an incomplete call was cut off, and is not text
+        self._messages = [_Message(parser_of(style)) for _ in range(prompt.params.n)]
+        self._told = False  # whether the first chunk, with what is known of the prompt, is written
 
-    def chunks(self, event: Event) -> list[ChatChunk]:
-        """What an event adds. The first chunk of an answer has its role alone; calls come whole, each in a chunk."""
-        message, chunks = self._messages[event.index], []
+    def chunks(self, delta: Delta) -> list[ChatChunk]:
+        """What a delta adds. The first chunk of an answer has only its role; each call is one whole chunk."""
+        message, chunks = self._messages[delta.index], []
         if not message.begun:
             message.begun = True
-            chunks.append(self._first(event))
-        self._count(event)
-        deltas = [delta for piece in self._pieces(message, event) if (delta := self._delta(message, piece))]
-        if not deltas and (event.finish_reason or event.logprobs or self._request.return_token_ids):
-            deltas = [{}]
+            chunks.append(self._first(delta))
+        self._count(delta)
+        parts = [part for piece in self._pieces(message, delta) if (part := self._part(message, piece))]
+        if not parts and (delta.finish_reason or delta.logprobs or self._request.return_token_ids):
+            parts = [{}]
         return chunks + [
-            self._chunk(message, event, delta, begins=number == 0, ends=number == len(deltas) - 1)
-            for number, delta in enumerate(deltas)
+            self._chunk(message, delta, part, begins=number == 0, ends=number == len(parts) - 1)
+            for number, part in enumerate(parts)
         ]
 
-    def _first(self, event: Event) -> ChatChunk:
-        """The chunk before any tokens of an answer; what is known of the prompt stands in the first of all."""
-        delta: AnswerDelta = {"role": self._role, "content": ""}
-        choice: ChatChunkChoice = {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _first(self, delta: Delta) -> ChatChunk:
+        """The chunk before any tokens of an answer; the first of all also has what is known of the prompt."""
+        part: AnswerDelta = {"role": self._role, "content": ""}
+        choice: ChatChunkChoice = {"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None}
         chunk: ChatChunk = self._head("chat.completion.chunk", [choice])
         if not self._told:
             self._told = True
-            chunk["prompt_token_ids"] = self._works[0].prompt_token_ids if self._request.return_token_ids else None
+            chunk["prompt_token_ids"] = self._prompts[0].prompt_token_ids if self._request.return_token_ids else None
             if self._request.prompt_logprobs is not None:
-                chunk["prompt_logprobs"] = self._prompt_logprobs(event.prompt_logprobs or [])
+                chunk["prompt_logprobs"] = self._prompt_logprobs(delta.prompt_logprobs or [])
         return chunk
 
     def last_chunks(self) -> list[ChatChunk]:
@@ -79,24 +85,18 @@ class ChatWriter(AnswerWriter):
 
     def whole(self, chunks: Sequence[ChatChunk]) -> ChatCompletion:
         """The answer as JSON."""
-        parts: dict[int, list[ChatChunkChoice]] = {}
-        for chunk in chunks:
-            for choice in chunk["choices"]:
-                parts.setdefault(choice["index"], []).append(choice)
-        result: ChatCompletion = self._whole_head(
-            "chat.completion", [_message(parts[index]) for index in sorted(parts)]
-        )
+        result: ChatCompletion = self._whole_head("chat.completion", list(map(_message, self._by_answer(chunks))))
         result["prompt_logprobs"] = chunks[0].get("prompt_logprobs")
         result["prompt_token_ids"] = chunks[0].get("prompt_token_ids")
         return result
 
-    def _pieces(self, message: _Message, event: Event) -> list[Piece]:
+    def _pieces(self, message: _Message, delta: Delta) -> list[Piece]:
         if message.parser is None:
-            return [event.text]
-        pieces = message.parser.feed(event.text)
-        return [*pieces, *message.parser.finish()] if event.finish_reason else pieces
+            return [delta.text]
+        pieces = message.parser.feed(delta.text)
+        return [*pieces, *message.parser.finish()] if delta.finish_reason else pieces
 
-    def _delta(self, message: _Message, piece: Piece) -> AnswerDelta:
+    def _part(self, message: _Message, piece: Piece) -> AnswerDelta:
         if isinstance(piece, str):
             return {"content": piece} if piece and not self._only_calls else {}
         if message.calls and self._asked.parallel_tool_calls is False:
@@ -105,39 +105,38 @@ class ChatWriter(AnswerWriter):
         message.calls += 1
         return {"tool_calls": [call]}
 
-    def _chunk(self, message: _Message, event: Event, delta: AnswerDelta, *, begins: bool, ends: bool) -> ChatChunk:
-        """Log-probabilities stand in the first chunk of an event, its end in the last."""
-        reason: FinishText | None = event.finish_reason.value if ends and event.finish_reason else None
+    def _chunk(self, message: _Message, delta: Delta, part: AnswerDelta, *, begins: bool, ends: bool) -> ChatChunk:
+        """Log-probabilities are in the first chunk of a delta, the finish reason in its last."""
+        reason: FinishText | None = delta.finish_reason.value if ends and delta.finish_reason else None
         choice: ChatChunkChoice = {
-            "index": event.index,
-            "delta": delta,
-            "logprobs": self._logprobs(event) if begins else None,
+            "index": delta.index,
+            "delta": part,
+            "logprobs": self._logprobs(delta) if begins else None,
             "finish_reason": "tool_calls" if reason == "stop" and message.calls else reason,
             "token_ids": None,
         }
         if reason is not None:
-            choice["stop_reason"] = event.stop_reason
-            if event.check is not None:
-                choice["structure_check"] = check_text(event.check)
+            choice["stop_reason"] = delta.stop_reason
+            if delta.check is not None:
+                choice["structure_check"] = check_text(delta.check)
         if self._request.return_token_ids:
-            choice["token_ids"] = event.token_ids if begins else []
+            choice["token_ids"] = delta.token_ids if begins else []
         return self._head("chat.completion.chunk", [choice])
 
-    def _logprobs(self, event: Event) -> ChatLogprobs | None:
-        if not self._asked.logprobs or event.logprobs is None:
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._asked.logprobs or delta.logprobs is None:
             return None
-        pairs = zip(event.token_ids, event.logprobs, strict=True)
-        return {"content": [self._token(token, entry) for token, entry in pairs], "refusal": None}
+        return {"content": [self._token(entry) for entry in delta.logprobs], "refusal": None}
 
-    def _token(self, token: int, entry: TokenLogprobs) -> TokenLogprob:
+    def _token(self, entry: WireLogprobs) -> TokenLogprob:
         top = self._asked.top_logprobs or 0
         shown = by_rank(entry) if self._asked.logprob_token_ids or top < 0 else by_rank(entry)[:top]
-        return {**self._top(token, entry[token]), "top_logprobs": [self._top(*each) for each in shown]}
+        return {**self._top(*entry[0]), "top_logprobs": [self._top(*each) for each in shown]}
 
-    def _top(self, token: int, found: Logprob) -> TopLogprob:
-        text = self._tokens.texts([token])[0]
+    def _top(self, token: int, logprob: float, rank: int) -> TopLogprob:
+        text = self._tokenizer.texts([token])[0]
         data = None if "\ufffd" in text else list(text.encode())  # a part of a character has bytes we cannot tell
-        return {"token": self._name(token), "logprob": finite(found), "bytes": data}
+        return {"token": self._name(token), "logprob": finite(logprob), "bytes": data}
 
 
 def _tool_call(call: Call, index: int) -> ToolCall:

@@ -1,1 +1,1 @@
-"""Answers held to a JSON schema, a regular expression, a grammar or a choice: the border with llguidance."""
+"""Answers that follow a JSON schema, a regular expression, a grammar or a choice, by llguidance."""

@@ -1,26 +1,26 @@
-"""Finished answers against the whole of their schemas: for what no grammar can enforce."""
+"""Checks finished answers against their whole schema, for keywords that no grammar can enforce."""
 
 import json
 from typing import Any, NoReturn
 
 from outpace.errors import InputError, NotSupported
-from outpace.structure import StructureCheck
+from outpace.structured.outputs import StructureCheck
 
 MAX_BACKTRACKS = 10_000  # steps of one pattern in one string
 MAX_PROBLEM = 300  # characters
 
 
 class SchemaCheck:
-    """Checks answers by one schema. For any thread."""
+    """Checks answers against one schema. Thread-safe."""
 
     def __init__(self, schema: str, later: tuple[str, ...], where: str) -> None:
-        """InputError: the schema cannot be used; `where` names it."""
+        """InputError: the schema cannot be used. where: its field, for errors."""
         try:
             import jsonschema_rs
         except ImportError:
             raise NotSupported(f"{where}: jsonschema-rs is missing; pip install 'outpace[structured]'") from None
         self.later = later
-        """What the grammar does not enforce: keywords with their places."""
+        """Keywords that the grammar does not enforce, with their places."""
         try:
             self._validator: Any = jsonschema_rs.validator_for(
                 json.loads(schema),
@@ -32,14 +32,14 @@ class SchemaCheck:
             raise InputError(f"{where}: {_first_line(error)}") from None
 
     def __call__(self, text: str) -> StructureCheck:
-        """What is found in an answer."""
+        """The result for an answer."""
         try:
             return self.of_value(json.loads(text))
         except (ValueError, RecursionError):
             return StructureCheck(self.later, "the answer is not JSON")
 
     def of_value(self, value: Any) -> StructureCheck:
-        """What is found in JSON that has been read."""
+        """The result for parsed JSON."""
         try:
             error = next(iter(self._validator.iter_errors(value)), None)
         except (ValueError, RecursionError) as failed:  # nested too deep
@@ -51,7 +51,7 @@ class SchemaCheck:
 
 
 def _no_others(address: str) -> NoReturn:
-    """Schemas of other places are not fetched."""
+    """References to other documents are not fetched."""
     raise ValueError(f"{address[:80]!r} is not in the schema, and nothing is fetched")
 
 

@@ -1,40 +1,41 @@
-"""StructuredOutputs compiled for a model's tokens, and the matchers that follow answers."""
+"""Grammars compiled for the tokens of a model, and the matchers that follow answers token by token."""
 
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from outpace.errors import InputError
-from outpace.structure import StructuredOutputs
-from outpace.structured.cache import SizedCache
-from outpace.structured.prepare import prepare
+from outpace.structured.grammar_text import grammar_text
+from outpace.structured.outputs import StructuredOutputs
 from outpace.structured.schema import MAX_DEPTH
-from outpace.structured.vocabulary import Vocabulary, llguidance
+from outpace.structured.sized_cache import SizedCache
+from outpace.structured.vocabulary import TokenVocabulary, llguidance
 
-CACHE_BYTES = 64 * 2**20  # of compiled grammars that a process keeps
+CACHE_BYTES = 64 * 2**20  # of compiled grammars in one process
 MAX_LEXER_STATES = 50_000  # of one answer, about 1.5 kB each
-TRIED = 32  # tokens of each answer that is made to see how long they take
+TRIED = 32  # tokens of each trial answer
 MAX_SECONDS = 0.002
-"""CPU time that a token may take: longer, and other requests would wait for it."""
+"""CPU time for the mask of one token; a slower grammar is refused, because all requests of a step wait for it."""
 WALKS = (8, 1, 64)
-"""How many tokens are drawn, of which the longest is taken: so that probes do not produce only white space."""
+"""For each trial answer: how many allowed tokens are drawn, of which the longest is taken. Long tokens are preferred,
+so that trials do not produce only white space."""
 _WORD = 32  # tokens of an int32
 
 Masks = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def memory_of(data: bytes) -> int:
-    """About what a grammar of this text takes when it is compiled: 27 times its text for 1,500 properties."""
-    return 2**14 + 32 * len(data)
+def memory_of(text: str | bytes) -> int:
+    """About how many bytes a compiled grammar takes: 27 times its text for a schema of 1,500 properties."""
+    return 2**14 + 32 * len(text)
 
 
 class Matcher:
     """Follows one answer."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, vocabulary: TokenVocabulary, stop_token_ids: Sequence[int]) -> None:
         self._matcher, self._vocabulary, self._stops = matcher, vocabulary, tuple(stop_token_ids)
         self._words = -(-vocabulary.size // _WORD)
         self._ended = False
@@ -49,13 +50,13 @@ class Matcher:
         return bool(self._matcher.consume_token(token_id))
 
     def fill(self, masks: Masks, row: int) -> None:
-        """Set the bits of the tokens that may come next. After the end that is the end again: an answer that must
-        go on, for `min_tokens` say, says nothing more. No bits: the grammar became too complex to go on with."""
+        """Set the bits of the tokens that may come next, and clear the others. After the end only end tokens may come,
+        so `min_tokens` cannot add text. No bits at all: the grammar became too complex to continue."""
         if self._ended:
             masks[row] = 0
             _set(masks[row], self._stops)
             return
-        fits = masks.shape[1] == self._words  # otherwise the model has fewer tokens than the tokenizer, or more
+        fits = masks.shape[1] == self._words  # a model may have more or fewer tokens than its tokenizer
         found = masks[row] if fits else np.zeros(self._words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         if self._matcher.is_error():
@@ -81,10 +82,10 @@ def _clear(mask: Masks, tokens: Sequence[int]) -> None:
 
 
 class CompiledGrammar:
-    """A grammar for the tokens of one model. InputError: it is not one, and why."""
+    """A grammar for the tokens of one model. InputError: it does not compile, and why."""
 
-    def __init__(self, text: str, vocabulary: Vocabulary, later: tuple[str, ...] = ()) -> None:
-        self._text, self._vocabulary = text, vocabulary
+    def __init__(self, text: str, vocabulary: TokenVocabulary, later: tuple[str, ...] = ()) -> None:
+        self.text, self._vocabulary = text, vocabulary
         self.later = later
         """Keywords of the schema that it does not enforce, with their places."""
         library = llguidance()
@@ -93,29 +94,20 @@ class CompiledGrammar:
         if self._matcher.is_error():
             raise InputError(_plain(self._matcher.get_error()))
 
-    @classmethod
-    def of_bytes(cls, data: bytes, vocabulary: Vocabulary) -> Self:
-        """What `to_bytes` has made with the same vocabulary."""
-        return cls(data.decode(), vocabulary)
-
-    def to_bytes(self) -> bytes:
-        """For another process; the vocabulary is not in it."""
-        return self._text.encode()
-
     @property
     def vocab_size(self) -> int:
         """Tokens of the model."""
         return self._vocabulary.size
 
     def matcher(self, stop_token_ids: Sequence[int]) -> Matcher:
-        """For a new answer, which one of these tokens ends."""
+        """A matcher for a new answer, which ends with one of these tokens."""
         return Matcher(self._matcher.deep_copy(), self._vocabulary, stop_token_ids)
 
 
 class Compiler:
-    """Compiles for one vocabulary, and keeps what it has compiled. For any thread."""
+    """Compiles for one vocabulary, with a cache. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, cache_bytes: int = CACHE_BYTES) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._cache: SizedCache[StructuredOutputs, CompiledGrammar] = SizedCache(cache_bytes)
@@ -123,25 +115,25 @@ class Compiler:
     def compile(
         self, asked: StructuredOutputs, where: str | None = None, max_depth: int = MAX_DEPTH
     ) -> CompiledGrammar:
-        """A grammar that holds answers to what is asked. InputError: it cannot be kept to, and why.
+        """The grammar of what is asked. InputError: it cannot be enforced, and why.
 
-        where: what the caller calls it; max_depth: of schemas.
+        where: the caller's name of the field, for errors; max_depth: of schemas.
         """
         name = where or f"structured_outputs.{asked.kind}"
         with self._lock:
             found = self._cache.get(asked)
             if found is None:
-                prepared = prepare(asked, name, max_depth)
+                grammar = grammar_text(asked, name, max_depth)
                 try:
-                    found = CompiledGrammar(prepared.grammar, self._vocabulary, prepared.later)
+                    found = CompiledGrammar(grammar.text, self._vocabulary, grammar.later)
                 except InputError as error:
                     raise InputError(f"{name}: {error}") from None
                 self._try_out(found, name)
-                self._cache.put(asked, found, memory_of(found.to_bytes()))
+                self._cache.put(asked, found, memory_of(found.text))
             return found
 
     def _try_out(self, grammar: CompiledGrammar, name: str) -> None:
-        """Make the beginnings of some answers. InputError: there are none, or they take too long."""
+        """Begin a few random answers. InputError: there are none, or they take too long."""
         for seed, drawn in enumerate(WALKS):
             took = self._seconds_each(grammar, name, np.random.default_rng(seed), drawn)
             if took > MAX_SECONDS:
@@ -151,7 +143,7 @@ class Compiler:
                 )
 
     def _seconds_each(self, grammar: CompiledGrammar, name: str, draw: np.random.Generator, drawn: int) -> float:
-        """What each token of a random answer takes; one that ends soon counts as if its other tokens took no time."""
+        """Average seconds for the mask of a token in a random answer. Tokens after an early end count as 0 seconds."""
         masks = np.zeros((1, -(-grammar.vocab_size // _WORD)), dtype=np.int32)
         ends = self._vocabulary.end_token_ids
         matcher, spent, steps = grammar.matcher(ends), 0.0, 0
@@ -176,7 +168,7 @@ def _dead_end(steps: int) -> str:
 
 
 def _plain(error: str) -> str:
-    """What llguidance says, in one line."""
+    """llguidance's error in one line."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (reasons or lines or ["it cannot be compiled"])[0][:300]

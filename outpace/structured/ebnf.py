@@ -1,4 +1,7 @@
-"""EBNF as people write it for vLLM and llama.cpp, in the Lark that llguidance reads."""
+"""EBNF in the style of vLLM and llama.cpp, rewritten as the Lark that llguidance reads.
+
+llguidance.gbnf_to_lark rejects escapes such as \\- and \\d, and alternatives on lines of their own.
+"""
 
 import json
 import re
@@ -7,7 +10,7 @@ from dataclasses import dataclass, field
 
 from outpace.errors import InputError
 
-MAX_DEPTH = 64  # parentheses inside each other
+MAX_DEPTH = 64  # nested parentheses
 _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)|(?P<is>::=)|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)|(?P<text>"(?:\\.|[^"\\\n])*")"""
     r"""|(?P<class>\[(?:\\.|[^\]\\])*\])|(?P<count>\{\s*\d{1,6}\s*(?:,\s*(?:\d{1,6})?\s*)?\})|(?P<sign>[()|*+?.])""",
@@ -20,8 +23,8 @@ Token = tuple[str, str]
 
 
 def lark_of_ebnf(text: str, where: str) -> str:
-    """A grammar with a rule called root. Rules without recursion become terminals, which match as much as they can;
-    a grammar without any recursion becomes one regular expression, which is exact."""
+    """A grammar with a rule called root. Rules without recursion become terminals, which match greedily. A grammar
+    without any recursion becomes one regular expression, which is exact."""
     rules = _Reader(text, where).rules()
     if "root" not in rules:
         raise InputError(f"{where}: there is no rule called root")
@@ -40,19 +43,19 @@ def lark_of_ebnf(text: str, where: str) -> str:
 
 @dataclass(slots=True)
 class _Rule:
-    """A rule in Lark, but for the names of other rules."""
+    """A rule in Lark, with unresolved names of other rules."""
 
     parts: list[tuple[bool, str]] = field(default_factory=list)
-    """Whether it is the name of a rule, and the text."""
+    """(is it the name of a rule, text)."""
 
     @property
     def uses(self) -> set[str]:
-        """The rules that are named in it."""
+        """The rules that it names."""
         return {part for is_name, part in self.parts if is_name}
 
 
 def _regular(rules: dict[str, _Rule]) -> set[str]:
-    """The rules that lead to no recursion."""
+    """The rules without recursion."""
     waiting = {name: len(rule.uses) for name, rule in rules.items()}
     users: dict[str, list[str]] = {}
     for name, rule in rules.items():
@@ -102,7 +105,7 @@ class _Reader:
             place = match.end()
 
     def _rule(self, tokens: list[Token]) -> _Rule:
-        rule, depth, empty = _Rule(), 0, True  # empty: an alternative that has nothing yet
+        rule, depth, empty = _Rule(), 0, True  # empty: the current alternative
 
         def add(text: str, is_name: bool = False) -> None:
             rule.parts.append((is_name, text))
@@ -144,7 +147,7 @@ class _Reader:
         return "/(?s:.)/", False  # a dot
 
     def _class(self, text: str) -> str:
-        """A class of characters, each by its number, so that none needs an escape."""
+        """A class with each character as its number, so that no escapes are needed."""
         negated = text.startswith("^")
         letters = list(self._characters(text[negated:]))
         if not letters:
@@ -152,7 +155,7 @@ class _Reader:
         made, place = [], 0
         while place < len(letters):
             letter = letters[place][0]
-            if len(letter) == 2:  # a class of its own, \d say
+            if len(letter) == 2:  # a class such as \d
                 made.append(letter)
             elif letters[place + 1 : place + 2] == [("-", True)] and place + 2 < len(letters):
                 made.append(f"{_numbered(letter)}-{_numbered(letters[place + 2][0])}")
@@ -163,7 +166,7 @@ class _Reader:
         return f"[{'^' if negated else ''}{''.join(made)}]"
 
     def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The characters of a string or a class, and whether each stands there without a backslash."""
+        """The characters of a string or a class, and whether each is unescaped."""
         for match in _ESCAPE.finditer(text):
             byte, short, long, letter, plain = match.groups()
             if plain is not None:

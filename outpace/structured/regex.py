@@ -1,25 +1,25 @@
-"""Regular expressions as the regex crate of Rust understands them: what it reads differently from Python and
-JavaScript is written in another way, what it has not is refused."""
+"""Regular expressions for the regex crate of Rust: rewritten where it differs from Python and JavaScript, refused where
+it lacks a feature."""
 
 import re
 
 from outpace.errors import InputError
 
 _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
-_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;=?@[\\]^_`{|}~")  # may follow a backslash in Rust; < and > mean boundaries
+_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;=?@[\\]^_`{|}~")  # may be escaped in Rust; \< and \> are boundaries
 _SET_OPERATORS = ("&&", "--", "~~")
 _TOKEN = re.compile(r"\\.|\(\?<?[=!]|.", re.DOTALL)
 
 
 def checked_regex(pattern: str, where: str) -> str:
-    """The pattern for llguidance. InputError names what it cannot do."""
+    """The pattern for llguidance. InputError names an unsupported feature."""
     if (problem := not_regular(pattern)) is not None:
         raise InputError(f"{where}: {problem} in a regular expression is not supported here")
     return for_rust(pattern, where)
 
 
 def not_regular(pattern: str) -> str | None:
-    """What in the pattern needs a backtracking matcher: a look around, a word boundary or a backreference."""
+    """The part of a pattern that needs backtracking: lookaround, word boundary or backreference."""
     inside = False
     for token in _TOKEN.findall(pattern):
         if token[0] == "\\":
@@ -36,12 +36,12 @@ def not_regular(pattern: str) -> str | None:
 
 
 def for_rust(pattern: str, where: str) -> str:
-    """The same pattern: in Rust a class may hold classes and set operators, and some escapes mean something else.
+    """The pattern with escapes for Rust, where classes may contain classes and set operators.
 
-    InputError: it is not a whole pattern. llguidance puts others around it, which would make it whole.
+    InputError: unbalanced brackets, which could combine with the text that llguidance puts around a pattern.
     """
     made: list[str] = []
-    place, inside, begun, depth = 0, False, False, 0  # begun: a class that has no character yet
+    place, inside, begun, depth = 0, False, False, 0  # begun: a class without a character yet
     while place < len(pattern):
         letter, pair = pattern[place], pattern[place : place + 2]
         if letter == "\\" and len(pair) == 2:
@@ -50,14 +50,14 @@ def for_rust(pattern: str, where: str) -> str:
         elif not inside:
             depth += (letter == "(") - (letter == ")")
             if letter == "\\" or depth < 0:
-                raise InputError(f"{where}: the regular expression has a {letter} that nothing belongs to")
+                raise InputError(f"{where}: the regular expression has a {letter} without a counterpart")
             made.append(letter)
             inside = begun = letter == "["
             place += 1
             if inside and pattern[place : place + 1] == "^":
                 made.append("^")
                 place += 1
-        elif letter == "[" and pattern[place + 1 : place + 2] == ":":  # [:alpha:] means the same to everybody
+        elif letter == "[" and pattern[place + 1 : place + 2] == ":":  # [:alpha:] is the same everywhere
             end = pattern.find(":]", place)
             stop = place + 1 if end < 0 else end + 2
             made.append(pattern[place:stop])

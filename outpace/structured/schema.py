@@ -1,5 +1,5 @@
-"""JSON schemas as llguidance takes them: annotations are dropped, and so is what no grammar can enforce, which is
-checked when an answer is finished. What is kept may be narrowed, never widened: every answer is valid by it.
+"""JSON schemas in the form that llguidance takes. Annotations are dropped. Keywords that no grammar can enforce are
+dropped too, and checked when an answer is finished. What is kept may become narrower, never wider.
 """
 
 import json
@@ -14,7 +14,7 @@ from outpace.structured.regex import for_rust, not_regular
 Schema = dict[str, Any]
 
 MAX_DEPTH = 32
-_LEVELS = 4  # of JSON for one of schemas: an object of properties in an object, in a list
+_LEVELS = 4  # levels of JSON for one level of schemas: lists of objects with objects of properties
 _DEFINITIONS = ("$defs", "definitions")
 _APPLIED = ("$ref", "anyOf", "oneOf", "allOf")
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
@@ -42,14 +42,14 @@ _LATER: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
 }
-"""Keywords that no grammar enforces, and the values by which they ask for nothing."""
+"""Keywords that no grammar can enforce, and the values that mean nothing."""
 _REFUSED = ("$dynamicRef", "$recursiveRef")
 _FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
 )
-"""Formats that are enforced; others are annotations, as JSON Schema says."""
+"""Formats that are enforced; JSON Schema treats others as annotations."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MOST_OF = 10**6  # multipleOf: larger ones take too many states
+_MOST_OF = 10**6  # multipleOf: larger values take too many states
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class CheckedSchema:
 
     text: str
     later: tuple[str, ...]
-    """The keywords that it leaves out, with their places: to be checked when an answer is finished."""
+    """The keywords that it leaves out, with their places, to be checked when an answer is finished."""
 
 
 def checked_schema(text: str, where: str, max_depth: int = MAX_DEPTH) -> CheckedSchema:
-    """The schema as llguidance understands it. InputError names what is wrong."""
+    """The schema in llguidance's form. InputError names what is wrong."""
     try:
         schema = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def _finite(digits: str) -> float:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether JSON is nested deeper; the keywords that are checked later are not walked through otherwise."""
+    """Whether JSON is nested deeper than this, including keywords that are only checked later."""
     layer = [value]
     for _ in range(levels + 1):
         layer = [
@@ -105,19 +105,19 @@ class _Check:
         self._root, self._where, self._max_depth = root, where, max_depth
         self._merged = _merges(root)
         self.later: dict[str, None] = {}
-        """What is to be checked later, in the order of the schema."""
+        """Keywords to check later, in the order of the schema."""
 
     def refused(self, at: str, problem: str) -> InputError:
-        """The error for something at a place in the schema."""
+        """The error for a place in the schema."""
         return InputError(f"{self._named_place(at)}: {problem}")
 
     def _named_place(self, at: str) -> str:
-        """A place in the schema, as errors call it."""
+        """A place in the schema, as errors write it."""
         place = _place(at)[:200]
         return f"{self._where}: {place}" if place else self._where
 
     def schema(self, at: str, schema: Any, depth: int = 0) -> Any:
-        """A schema or a part of one, checked; where it leaves a choice, the choice is made."""
+        """A schema or a part of one, checked and normalised."""
         if depth > self._max_depth:
             raise self.refused(at, f"nested more than {self._max_depth} deep")
         if isinstance(schema, bool):
@@ -142,7 +142,7 @@ class _Check:
         return found
 
     def _leave(self, at: str, keyword: str) -> None:
-        """Check a keyword later."""
+        """Note a keyword to be checked later."""
         place = _place(at)
         self.later[f"{place}.{keyword}" if place else keyword] = None
 
@@ -157,7 +157,7 @@ class _Check:
         return [self.schema(f"{at}/{index}", part, depth + 1) for index, part in enumerate(schemas)]
 
     def _apply(self, at: str, found: Schema, depth: int) -> None:
-        """Keywords that stand for other schemas, or for values."""
+        """Check keywords that refer to other schemas or list values."""
         if "$ref" in found:
             self._resolve(at, found["$ref"])
         for name in ("anyOf", "allOf", "oneOf"):
@@ -172,7 +172,7 @@ class _Check:
             raise self.refused(at, "enum: expected a list of values that is not empty")
 
     def _resolve(self, at: str, reference: Any) -> Any:
-        """What a reference stands for. One that leads to itself alone stands for nothing."""
+        """The schema that a reference points to. Raises for one that only leads to itself."""
         seen: set[str] = set()
         while True:
             if not isinstance(reference, str) or reference in seen:
@@ -196,7 +196,7 @@ class _Check:
         return definitions[name]
 
     def _is_disjoint(self, at: str, parts: list[Any]) -> bool:
-        """Whether no value fits two of the schemas: then oneOf means anyOf."""
+        """Whether no value can match two of the schemas: then oneOf means anyOf."""
         seen: set[str] = set()
         tagged: list[dict[str, set[str]]] = []
         for part in parts:
@@ -217,7 +217,7 @@ class _Check:
         return types
 
     def _type(self, at: str, found: Schema, depth: int) -> None:
-        """The type and its keywords. A type that is missing is the one that all keywords are about."""
+        """Check the type and its keywords. A missing type is inferred from the keywords."""
         used = [name for name in found if name in _TYPED]
         if "type" not in found and used and not any(name in found for name in (*_APPLIED, "const", "enum")):
             fitting = [kind for kind, names in _KEYWORDS.items() if set(used) <= set(names)]
@@ -256,7 +256,7 @@ class _Check:
             self._leave(at, "multipleOf")
 
     def _named(self, found: Schema, names: Any) -> bool:
-        """Write propertyNames in another way, if it is a list of names or one pattern: Pydantic's dict[Enum, ...]."""
+        """Rewrite propertyNames if it is a list of names or one pattern, as of Pydantic's dict[Enum, ...]."""
         branch = self._resolve("", names["$ref"]) if isinstance(names, dict) and "$ref" in names else names
         if not isinstance(branch, dict) or any(name in found for name in ("properties", "patternProperties")):
             return False
@@ -311,7 +311,7 @@ def _place(at: str) -> str:
 
 
 def _without_lists(schema: Schema) -> Schema:
-    """The same schema with prefixItems, where it is of a draft that wrote a list of items."""
+    """The same schema with prefixItems, if it is of an older draft with a list in items."""
     if not isinstance(schema.get("items"), list):
         return {name: value for name, value in schema.items() if name != "additionalItems"}
     given = {name: value for name, value in schema.items() if name not in ("items", "additionalItems")}
@@ -320,7 +320,7 @@ def _without_lists(schema: Schema) -> Schema:
 
 
 def _merges(root: Any) -> bool:
-    """Whether some schema adds to another one. Then none of them may be closed by itself."""
+    """Whether some schemas combine. Then additionalProperties cannot be closed in each of them."""
     waiting = [root]
     while waiting:
         value = waiting.pop()
@@ -337,7 +337,7 @@ def _merges(root: Any) -> bool:
 
 
 def _kinds(branch: Any) -> set[str]:
-    """The types of values that fit a schema; none: they are not known."""
+    """The types of values that match a schema; empty: unknown."""
     if not isinstance(branch, dict):
         return set()
     given = branch.get("type")
@@ -349,7 +349,7 @@ def _kinds(branch: Any) -> set[str]:
 
 
 def _tells_apart(name: str, tagged: list[dict[str, set[str]]]) -> bool:
-    """Whether a property has values in each that it has in no other."""
+    """Whether a property has other values in each of the schemas."""
     seen: set[str] = set()
     for tags in tagged:
         values = tags.get(name)
@@ -360,7 +360,7 @@ def _tells_apart(name: str, tagged: list[dict[str, set[str]]]) -> bool:
 
 
 def _tags(schema: Schema) -> dict[str, set[str]]:
-    """The required properties that have one of a few values."""
+    """The required properties with an enum or const."""
     found = {}
     required, properties = schema.get("required"), schema.get("properties")
     if not isinstance(required, list) or not isinstance(properties, dict):

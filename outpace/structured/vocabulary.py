@@ -1,4 +1,4 @@
-"""The tokens of a model as llguidance sees them. transformers is imported late: the process that compiles has none."""
+"""The tokens of a model for llguidance. transformers is imported late: the compiling process does not need it."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def llguidance() -> ModuleType:
-    """The library, or how to get it."""
+    """The library. NotSupported says how to install it."""
     try:
         import llguidance as found
     except ImportError:
@@ -24,8 +24,8 @@ def llguidance() -> ModuleType:
     return found
 
 
-class Vocabulary:
-    """The tokenizer of a model, as a file of the tokenizers library, and what the model adds to it."""
+class TokenVocabulary:
+    """The tokenizer of a model, in the file format of the tokenizers library, with size and end tokens of the model."""
 
     def __init__(self, text: str, vocab_size: int | None, stop_token_ids: Sequence[int]) -> None:
         self._text, self._vocab_size, self._stops = text, vocab_size, tuple(stop_token_ids)
@@ -35,7 +35,7 @@ class Vocabulary:
         """The vocabulary of a tokenizer. vocab_size: the width of the model's logits."""
         from transformers import PreTrainedTokenizerFast
 
-        llguidance()  # its absence is the first thing to report
+        llguidance()  # report a missing library first
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             kind = type(tokenizer).__name__
             raise NotSupported(f"structured_outputs: they need a tokenizer of the tokenizers library, not a {kind}")
@@ -47,7 +47,7 @@ class Vocabulary:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Self:
-        """What `to_bytes` has made."""
+        """The reverse of `to_bytes`."""
         head, _, text = data.decode().partition("\n")
         vocab_size, stops = json.loads(head)
         return cls(text, vocab_size, stops)
@@ -58,7 +58,7 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """llguidance's own form of it, which takes tenths of a second to make."""
+        """llguidance's own tokenizer. The first use takes tenths of a second."""
         try:
             return llguidance().LLTokenizer(self._text, n_vocab=self._vocab_size, eos_token=list(self._stops) or None)
         except ValueError as error:
@@ -69,17 +69,17 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Tokens that masks have bits for."""
+        """Number of bits of a mask."""
         return int(self.tokenizer.vocab_size)
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that llguidance takes for ends."""
+        """The tokens that end an answer for llguidance."""
         return tuple(self.tokenizer.eos_tokens)
 
     @cached_property
     def lengths(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Bytes of each token, white space around it not counted; tokens that end answers have none."""
+        """Bytes of each token without white space around it; 0 for tokens that end answers."""
         found = np.array([len(self.tokenizer.decode_bytes([token]).strip()) for token in range(self.size)])
         found[list(self.end_token_ids)] = 0
         return found

@@ -14,7 +14,7 @@ Inputs = dict[str, Tensor]
 
 NEW_TOKENS = 32
 LENGTHS: Mapping[str, tuple[int, ...]] = {"batch": (23, 7, 41, 2), "long": (300,), "short": (1,)}
-"""Tokens of the prompts in each set; a model of few positions gets fewer."""
+"""Tokens of the prompts in each set; a model with few positions gets fewer."""
 TEXT = (
     "The lighthouse keeper wrote down the weather every morning: wind from the west, 14 knots, and a grey sea. In 1911 "
     "he counted 37 ships, two of them under sail; by 1926 there were none. His daughter, who had learned to read from "
@@ -32,22 +32,28 @@ def new_tokens(info: ModelInfo) -> int:
 def make_prompts(
     model: nn.Module, info: ModelInfo, tokenizer: PreTrainedTokenizerBase | None, seed: int
 ) -> dict[str, Inputs]:
-    """Sets of prompts by name: text where there is a tokenizer for it, drawn tokens otherwise."""
+    """Sets of prompts by name."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    vocab, device = embedding.weight.shape[0], embedding.weight.device
-    tokens = [] if tokenizer is None else list(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
-    if not tokens or max(tokens) >= vocab:
-        drawn = torch.randint(min(3, vocab - 1), vocab, (512,), generator=torch.Generator().manual_seed(seed))
-        tokens = drawn.tolist()
     limit = max(LENGTHS["long"]) if info.max_positions is None else max(1, info.max_positions - new_tokens(info))
-    return {
-        name: _padded([_excerpt(tokens, 31 * row, min(length, limit)) for row, length in enumerate(lengths)], device)
-        for name, lengths in LENGTHS.items()
-    }
+    tokens, device = text_tokens(tokenizer, embedding.weight.shape[0], seed), embedding.weight.device
+    return {name: _padded(excerpts(tokens, lengths, limit), device) for name, lengths in LENGTHS.items()}
 
 
-def _excerpt(tokens: list[int], start: int, length: int) -> list[int]:
-    return [tokens[(start + place) % len(tokens)] for place in range(length)]
+def text_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, seed: int) -> list[int]:
+    """A text if the model has a tokenizer for it, random tokens otherwise."""
+    tokens = [] if tokenizer is None else list(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    if tokens and max(tokens) < vocab:
+        return tokens
+    drawn = torch.randint(min(3, vocab - 1), vocab, (512,), generator=torch.Generator().manual_seed(seed))
+    return drawn.tolist()
+
+
+def excerpts(tokens: list[int], lengths: tuple[int, ...], limit: int) -> list[list[int]]:
+    """Parts of the tokens, each from another place, at most `limit` long."""
+    return [
+        [tokens[(31 * row + place) % len(tokens)] for place in range(min(length, limit))]
+        for row, length in enumerate(lengths)
+    ]
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> Inputs:

@@ -10,7 +10,7 @@ import torch
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
 from outpace.types import RequestOutput, SamplingParams
-from outpace.verify.prompts import LENGTHS, NEW_TOKENS, TEXT
+from outpace.verify.prompts import LENGTHS, NEW_TOKENS, excerpts, text_tokens
 
 ALLOWED = {torch.float32: 1e-3}
 ALLOWED_16_BITS = 0.3  # a logit of 30 has steps of 0.25 in bf16
@@ -28,12 +28,12 @@ class RanksReport:
     lengths: tuple[int, ...]
     """Tokens of each prompt."""
     error: float
-    """The largest difference of a log-probability, of tokens of the prompts and the likeliest in their places."""
+    """The largest difference of a log-probability: of the prompts' tokens, and of the likeliest in their places."""
     allowed: float
     new_tokens: int
     """Of each prompt, chosen greedily."""
     first_difference: tuple[int, int] | None
-    """Prompt and new token, both counted from 0, where those of several ranks first differ from one's."""
+    """Prompt and new token, both counted from 0, where several ranks first differ from one."""
     tokens_count: bool
     """Whether greedy tokens must be equal: in 16 bits a tie may fall either way."""
 
@@ -78,14 +78,10 @@ def verify_ranks(
 
 
 def _prompts(llm: LLM) -> list[list[int]]:
-    """A batch, a long one and a short one, of text where there is a tokenizer for it."""
-    room, size = llm.max_model_len - min(NEW_TOKENS, llm.max_model_len // 2), llm.engine.vocab_size or 256
-    tokens = [] if llm.tokenizer is None else list(llm.tokenizer(TEXT, add_special_tokens=False)["input_ids"])
-    if not tokens or max(tokens) >= size:
-        drawn = torch.randint(min(3, size - 1), size, (512,), generator=torch.Generator().manual_seed(0))
-        tokens = drawn.tolist()
-    lengths = [min(length, room) for group in LENGTHS.values() for length in group]
-    return [[tokens[(31 * row + place) % len(tokens)] for place in range(length)] for row, length in enumerate(lengths)]
+    """All sets of prompts as one batch."""
+    limit = llm.max_model_len - min(NEW_TOKENS, llm.max_model_len // 2)
+    lengths = tuple(length for group in LENGTHS.values() for length in group)
+    return excerpts(text_tokens(llm.tokenizer, llm.engine.vocab_size or 256, 0), lengths, limit)
 
 
 def _run(llm: LLM, prompts: Sequence[list[int]]) -> list[RequestOutput]:
@@ -96,7 +92,7 @@ def _run(llm: LLM, prompts: Sequence[list[int]]) -> list[RequestOutput]:
 
 
 def _error(found: RequestOutput, wanted: RequestOutput) -> float:
-    """The largest difference where both have a token's log-probability: its own they always have."""
+    """The largest difference of a log-probability that both have; both have that of the prompt's own token."""
     pairs = zip(found.prompt_logprobs or (), wanted.prompt_logprobs or (), strict=True)
     differences = [
         abs(ours[token].logprob - theirs[token].logprob)
@@ -108,9 +104,11 @@ def _error(found: RequestOutput, wanted: RequestOutput) -> float:
 
 
 def _first_difference(found: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> tuple[int, int] | None:
-    for prompt, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        pairs = zip(ours.outputs[0].token_ids, theirs.outputs[0].token_ids, strict=True)
-        for place, (one, other) in enumerate(pairs):
-            if one != other:
-                return prompt, place
-    return None
+    tokens = ([output.outputs[0].token_ids for output in outputs] for outputs in (found, wanted))
+    places = (
+        (prompt, place)
+        for prompt, pair in enumerate(zip(*tokens, strict=True))
+        for place, (ours, theirs) in enumerate(zip(*pair, strict=True))
+        if ours != theirs
+    )
+    return next(places, None)

@@ -1,4 +1,4 @@
-"""Run a model plain, in float32 where that is the measure, and injected, over the same prompts."""
+"""Run a model plain, as a float32 copy if its dtype has 16 bits, and injected, over the same prompts."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ from outpace.verify.prompts import Inputs, make_prompts, new_tokens
 from outpace.verify.report import Report
 
 Progress = Callable[[str], None]
-"""Told each step as it begins."""
+"""Called with each step as it begins."""
 
 
 def verify(
@@ -52,7 +52,8 @@ def verify(
     if info.kind == "encoder-decoder":
         raise encoder_decoder(loaded.name)
     prompts = make_prompts(loaded.model, info, tokenizer or loaded.tokenizer, prompt_seed)
-    config = _engine_config(asked, loaded, _longest(prompts) + new_tokens(info))
+    longest = max(inputs["input_ids"].shape[1] for inputs in prompts.values())
+    config = _engine_config(asked, loaded, longest + new_tokens(info))
     _refuse_early(loaded.model, config)
     plain = _observe_all(loaded.model, info, _each(prompts, "plain", progress))
     _check_plain(plain, loaded)
@@ -60,7 +61,7 @@ def verify(
     progress("injecting fused layers")
     engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
     fused = _observe_all(engine, info, _each(prompts, "injected", progress))
-    layers = _fused_layers(engine)
+    layers = [path for path, module in engine.module.named_modules() if isinstance(module, FusedLayer)]
     reports = compare(prompts, plain, reference, fused, layers, loaded.dtype)
     return Report(
         model=loaded.name,
@@ -80,7 +81,7 @@ def _load(model: str | os.PathLike[str] | None, config: InferenceConfig) -> Load
 
 
 def _live(model: nn.Module, config: InferenceConfig) -> Loaded:
-    """A copy of somebody's module, to be injected in its stead."""
+    """A copy of the caller's module, which injection may change."""
     if isinstance(model, InferenceEngine):
         raise InputError("model: expected the model itself and not an engine, which has changed it; load it again")
     if not isinstance(check_model(model), PreTrainedModel):
@@ -91,10 +92,6 @@ def _live(model: nn.Module, config: InferenceConfig) -> Loaded:
     return Loaded(ours.to(config.torch_device), None, type(model).__name__, None, dtype, "")
 
 
-def _longest(prompts: Mapping[str, Inputs]) -> int:
-    return max(inputs["input_ids"].shape[1] for inputs in prompts.values())
-
-
 def _engine_config(asked: InferenceConfig, loaded: Loaded, longest: int) -> InferenceConfig:
     given = {**asked.given(), "dtype": loaded.dtype, "max_out_tokens": longest}
     if asked.injection_policy is None:
@@ -103,15 +100,15 @@ def _engine_config(asked: InferenceConfig, loaded: Loaded, longest: int) -> Infe
 
 
 def _refuse_early(model: nn.Module, config: InferenceConfig) -> None:
-    """A model that no policy knows is refused, if it is, before it has run plain for minutes."""
+    """A model that cannot be injected fails here, before it has run plain for minutes."""
     kinds = {type(module) for module in model.modules()}
     names = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
     if config.injection_policy is None and not names & by_class().keys():
-        InferenceEngine(model, config)  # which leaves the model's layers as they are
+        InferenceEngine(model, config)  # without a policy, layers stay as they are
 
 
 def _check_plain(plain: Sequence[Observed], loaded: Loaded) -> None:
-    """Nothing can be said of a model that computes nothing by itself."""
+    """There is nothing to compare with if the plain model gives only NaN or zero."""
     places = [place for observed in plain for place in observed.places]
     if any(bool(place.isnan().any()) for place in places):
         raise ModelError(
@@ -153,7 +150,7 @@ def _observed(model: nn.Module, inputs: Inputs, greedy: Callable[[Inputs], Tenso
 
 
 def _greedy(model: Any, info: ModelInfo) -> Callable[[Inputs], Tensor]:
-    """Adds the likeliest tokens to prompts: an engine over pages, a plain model in Hugging Face's loop."""
+    """Greedy generation: an engine runs over pages, a plain model in Hugging Face's loop."""
     own, options = model.generation_config, {"max_new_tokens": new_tokens(info), "do_sample": False}
     end = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
     pad = end if own.pad_token_id is None else own.pad_token_id  # Hugging Face's choice, without its warning
@@ -161,7 +158,7 @@ def _greedy(model: Any, info: ModelInfo) -> Callable[[Inputs], Tensor]:
 
 
 def _reference(loaded: Loaded, prompts: Iterator[Inputs]) -> list[Observed] | None:
-    """What a float32 copy of a 16-bit model makes of the prompts; None: not needed, or no memory for it."""
+    """What a float32 copy of a 16-bit model computes; None: not needed, or no memory for it."""
     if loaded.dtype not in WITHOUT_REFERENCE:
         return None
     if not _has_room(loaded.model):
@@ -178,7 +175,3 @@ def _has_room(model: nn.Module) -> bool:
     needed, device = 4.4 * sum(parameter.numel() for parameter in parameters), parameters[0].device
     free = free_bytes(device)
     return free is None or free > needed
-
-
-def _fused_layers(engine: InferenceEngine) -> list[str]:
-    return [path for path, module in engine.module.named_modules() if isinstance(module, FusedLayer)]

@@ -13,7 +13,7 @@ from outpace.bench.workload import Item
 from outpace.kernels.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.llm import LLM
 from tests.models import VOCAB, tiny
-from tests.quant.test_experts import latent
+from tests.quant.mixtures import latent
 
 CPU = torch.device("cpu")
 # 1000 weights in layers and 100 in the head, 2 bytes each; two layers that read 8 bytes for a token

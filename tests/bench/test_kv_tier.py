@@ -16,6 +16,7 @@ def test_conversations_come_back_from_host_memory(tmp_path: Path) -> None:
     assert tier["cached_tokens"] > 0.7 * tier["prompt_tokens"]
     assert off["cached_tokens"] == 0
     assert off["levels"] == {}
-    assert len(found["rows"]) == 7
-    assert all(row["tier"] > 0 and row["recomputed"] > 0 for row in found["rows"])
+    assert len(found["rows"]) == 6
+    assert all(row["figure"] > 0 and row["best other"].endswith(" (recomputed)") for row in found["rows"])
+    assert [row["limit"] != "-" for row in found["rows"]] == [True, False, False, True, False, False]
     assert list(tmp_path.glob("kv_tier_*.md"))

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import pipeline as script
 from outpace.bench.pipeline import Experiment, Turn, figures
 from outpace.bench.plot import plot_pipeline
 from outpace.bench.tables import pipeline_table
 from outpace.errors import InputError
 from outpace.parallel.trace import ENVIRONMENT
-from tests.cli.test_cli import run as outpace
-from tests.parallel.test_trace import pipeline as schedule
+from tests.cli.command import run as outpace
+from tests.parallel.schedules import pipeline as schedule
 
 FACTS = {"model": "tiny", "dtype": "float32", "device": "cpu"}
 
@@ -107,15 +106,3 @@ def test_layers_are_numbers() -> None:
     result = outpace("bench", "pipeline", "tiny", "--layers", "one,1")
     assert isinstance(result.exception, InputError)
     assert str(result.exception).startswith("layers: expected numbers")
-
-
-def test_results_beside_their_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ideal = schedule(2, 16, took=0.1)
-    made = figures([Turn(3.2, 3.2, 1.7, ideal, 0.1)], Experiment(turns=1), FACTS)
-    monkeypatch.setattr(script, "pipeline", lambda model, experiment, **options: made)
-    monkeypatch.setattr("sys.argv", ["pipeline", "--out", str(tmp_path), "--turns", "1"])
-    script.main()
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
-    rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
-    ratios = [row["measured / ideal"] for row in rows if row["measured / ideal"] != "-"]
-    assert ratios == [pytest.approx(1)] * 4

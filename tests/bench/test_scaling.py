@@ -82,7 +82,7 @@ def test_one_gpu_is_as_measured(committed: Measured) -> None:
 
 
 def test_predictions_are_above_their_floors(committed: Measured) -> None:
-    found = [*predictions(committed)]
+    found = predictions(committed)
     assert len(found) == 3 * 2 * 4 * 4
     for each in found:
         assert each.floor < min(each.rank, each.by_share)
@@ -114,7 +114,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_the_document_has_these_tables(committed: Measured) -> None:
     text = (scaling.DOCS / "scaling.md").read_text()
-    assert tables([*predictions(committed)]) in text, "write them anew: scripts/bench scaling --docs"
+    assert tables(predictions(committed)) in text, "write them anew: scripts/bench scaling --docs"
 
 
 def test_results_and_the_document_are_written(

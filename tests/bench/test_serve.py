@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace import InputError, OutpaceError
+from outpace.bench.figures import Run, Trace
 from outpace.bench.http import Response
-from outpace.bench.load import Load, Pace, Reader, Request, Target, Trace, load, make_request
+from outpace.bench.load import Pace, Reader, Request, Target, load, make_request
 from outpace.bench.serve import figures_of, find, meets_fastgen, moving_average, parse_goodput
+from tests.cli.command import run
 from tests.cli.fake_openai import FakeOpenAI, served
-from tests.cli.test_cli import run
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_one_run(fake: FakeOpenAI, tmp_path: Path) -> None:
     result = bench(fake, "--max-concurrency", "2", "--goodput", "ttft:60000", "tpot:60000", *files)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "fake: 12 prompt and 3 new tokens, all at once, 2 at a time" in result.stdout
-    assert re.search(r"requests that ended well +│ +6 │", result.stdout)
+    assert re.search(r"requests that succeeded +│ +6 │", result.stdout)
     assert re.search(r"requests/s within ttft:60000 tpot:60000 ms +│ +[\d.,]+ │", result.stdout)
     found = json.loads((tmp_path / "a.json").read_text())
     assert (found["completed"], found["failed"], found["max_concurrent_requests"]) == (6, 0, 2)
@@ -166,7 +167,7 @@ def trace(times: list[float], prompt: int = 100, tokens: int | None = None) -> T
 
 def test_figures() -> None:
     found = figures_of(
-        Load([trace([0.1, 0.2, 0.4], 10), trace([0.3], 20), Trace(0.1, 5, 0.2, error="no")], 2.0), {"ttft": 200}
+        Run([trace([0.1, 0.2, 0.4], 10), trace([0.3], 20), Trace(0.1, 5, 0.2, error="no")], 2.0), {"ttft": 200}
     )
     assert (found["completed"], found["failed"], found["request_goodput"]) == (2, 1, 0.5)
     assert found["mean_ttft_ms"] == pytest.approx(200)

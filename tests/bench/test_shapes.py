@@ -57,7 +57,8 @@ def test_the_embedding_is_read_only_where_it_is_the_head() -> None:
 
 BILLIONS = {
     "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.85, "llama-3.2-1b": 1.236,
-    "qwen3-0.6b": 0.596, "qwen3-30b-a3b": 30.53,
+    "qwen3-0.6b": 0.596, "qwen2.5-7b": 7.616, "gemma-2-2b": 2.614, "llama-2-7b": 6.738, "pythia-6.9b": 6.857,
+    "opt-6.7b": 6.658, "opt-1.3b": 1.316, "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.09, "mixtral-8x7b": 46.70, "tiny": 3.19e-5, "small": 0.1049,
     "gpt-oss-20b": 20.91, "deepseek-v2-lite": 15.71, "tiny-moe": 4.78e-5,
 }  # fmt: skip

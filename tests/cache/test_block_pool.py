@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from outpace.cache.block_pool import BlockPool, block_hashes
 from outpace.errors import ConfigError
+from tests.untraced import untraced
 
 SIZE = 4
 
@@ -295,12 +296,13 @@ TestPoolMachine.settings = settings(
 
 def test_a_long_random_life() -> None:
     rng, model = random.Random(7), PoolModel(24)
-    for _ in range(30_000):
-        action = rng.random()
-        if action < 0.4:
-            model.open([rng.randrange(2) for _ in range(rng.randrange(30))])
-        elif action < 0.5:
-            model.take(rng.randrange(8))
-        elif model.holders:
-            (model.fork if action < 0.6 else model.close)(rng.randrange(100))
-        model.check()
+    with untraced():
+        for _ in range(30_000):
+            action = rng.random()
+            if action < 0.4:
+                model.open([rng.randrange(2) for _ in range(rng.randrange(30))])
+            elif action < 0.5:
+                model.take(rng.randrange(8))
+            elif model.holders:
+                (model.fork if action < 0.6 else model.close)(rng.randrange(100))
+            model.check()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_cli import Main
-from tests.cli.test_cli import run as outpace
-from tests.cli.test_cli import run_main as run_main
+from tests.cli.command import Main
+from tests.cli.command import run as outpace
 from tests.models import tiny
 
 SHORT = ("--device", "cpu", "--input-len", "6", "--output-len", "3", "--max-num-seqs", "4")

@@ -11,8 +11,8 @@ from rich.console import Console
 from outpace import InputError, OutpaceError
 from outpace.cli.chat import Conversation, talk
 from outpace.cli.talk import Local, Remote, base_of
+from tests.cli.command import run
 from tests.cli.fake_openai import FakeOpenAI, served
-from tests.cli.test_cli import run
 from tests.models import CYCLE
 
 
@@ -169,5 +169,5 @@ def test_a_url_may_end_with_v1_or_not() -> None:
 
 def test_a_server_that_serves_nothing_needs_a_name(fake: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("httpx.Response.json", lambda self: {"data": []})
-    with pytest.raises(InputError, match="does not say what it serves"):
+    with pytest.raises(InputError, match="lists no models"):
         Remote(fake.url, None, None)

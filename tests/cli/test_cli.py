@@ -6,37 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from outpace import InputError, OutpaceError, __version__
-from outpace.cli.app import app, main
+from outpace.cli.app import main
+from tests.cli.command import Main, run
 from tests.models import CYCLE
-
-Main = Callable[..., tuple[int, str, str]]
-
-
-def run(*args: str | Path, stdin: str | bytes | None = None) -> Result:
-    """The command in this process, with a terminal wide enough for every line."""
-    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [str(arg) for arg in args], input=stdin)
-
-
-@pytest.fixture
-def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
-    """`main()` with its handling of errors: exit code, standard output, standard error."""
-
-    def call(*args: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outpace", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return call
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from outpace.cli.eval import NO_EFFECT, _bar
 from outpace.cli.flags import llm_flags
-from tests.cli.test_cli import Main
-from tests.cli.test_cli import run as outpace
-from tests.cli.test_cli import run_main as run_main
+from tests.cli.command import Main
+from tests.cli.command import run as outpace
 from tests.models import byte_tokenizer
 from tests.offload.placed import deep, offload_at
 
@@ -25,7 +24,7 @@ def test_one_model(chain_folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "built-in text: 96 tokens, windows of 32" in result.stdout
     assert re.search(r"runs in +│ float32 on cpu", result.stdout)
-    assert re.search(r"loss +│ \d+\.\d{4} nats a token", result.stdout)
+    assert re.search(r"loss +│ \d+\.\d{4} nats per token", result.stdout)
     assert re.search(r"bits per byte +│ \d+\.\d{4}", result.stdout)
     assert re.search(r"\nperplexity \S+ over 96 tokens\n$", result.stdout)
     assert result.stderr.splitlines() == ["starting the model", "chain: 96 tokens"]

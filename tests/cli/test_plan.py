@@ -155,7 +155,7 @@ def test_a_picture(tmp_path: Path) -> None:
     ("args", "kind", "message"),
     [
         (("llama-3.1-70b", "--gpu", "h900"), ConfigError, r"^gpu: 'h900' is not one of t4, "),
-        (("llama-3.1-70b", *H200, "--gpu-memory", "much"), ConfigError, r"^gpu-memory: 'much' is no size"),
+        (("llama-3.1-70b", *H200, "--gpu-memory", "much"), ConfigError, r"^gpu-memory: 'much' is not a size"),
         (("llama-3.1-70b", *H200, "--link-gbs", "0"), ConfigError, r"^link-gbs: .* above 0"),
         (("llama-3.1-70b", *H200, "--prompt", "0"), ConfigError, r"^prompt: .* at least 1"),
         (("llama-3.1-70b", *H200, "--layers", "81"), ConfigError, r"^layers: llama-3.1-70b has 80, got 81"),
@@ -165,11 +165,11 @@ def test_a_picture(tmp_path: Path) -> None:
         (H200, InputError, r"^model: name a config.json"),
         (("llama-3.1-70b", "-m", "llama-3.1-8b"), InputError, r"^model: given twice"),
         (("llama-3.1-70b", "--gpu", "cpu", "--gpu-memory", "3GB"), ConfigError, r"^gpu: a CPU has neither"),
-        (("llama-3.1-70b", "--gpu", "cpu", "--nvme", "/not/here"), ConfigError, r"^nvme: /not/here is no folder"),
+        (("llama-3.1-70b", "--gpu", "cpu", "--nvme", "/not/here"), ConfigError, r"^nvme: /not/here is not a folder"),
         (
             ("llama-3.1-70b", *H200, "--gpu-memory", "4GB"),
             ConfigError,
-            r"^offload\.device_memory: .* give .* more, .*what is not layers takes",
+            r"^offload\.device_memory: .* give .* more, .*everything except layers takes",
         ),
         (
             ("llama-3.1-70b", *H200, "--gpu-memory", "8GB", "--ram", "4GB", "--precision", "int4"),
@@ -236,4 +236,4 @@ def test_rates_for_programs() -> None:
 
 
 def test_a_disk_needs_a_folder() -> None:
-    assert "nvme: /not/here is no folder" in str(run("probe", "--nvme", "/not/here").exception)
+    assert "nvme: /not/here is not a folder" in str(run("probe", "--nvme", "/not/here").exception)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from outpace.cli.app import app, main
 from outpace.cli.quantize import SCHEMES
 from outpace.errors import OutpaceError
-from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.loading.safetensors_file import SafetensorsWriter
 from outpace.quant.asked import NAMED
 from tests.loading.unpack import config_of, unpacked
 from tests.models import CYCLE
@@ -107,7 +107,7 @@ ONE = "scheme: give one of --scheme, --plan, --auto, --max-bytes, --bits-per-wei
             "group-size, asymmetric, head, exclude, method, smooth: a plan says what",
         ),
         (("--auto", "-1"), "quant.auto.max_perplexity_increase: input should be greater than 0"),
-        (("--max-bytes", "many"), "quant.auto.max_bytes: 'many' is no size; write it as 4GB"),
+        (("--max-bytes", "many"), "quant.auto.max_bytes: 'many' is not a size; write it as 4GB"),
         (("--plan", "no-such-file.json"), "quant.plan: cannot read no-such-file.json"),
     ],
 )
@@ -177,7 +177,10 @@ def test_a_plan_for_a_model_of_another_class(chain_folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--text", "short.txt"), r"quant\.calibration\.text: \d+ tokens are too few, 16 are the least; give a longer"),
+        (
+            ("--text", "short.txt"),
+            r"quant\.calibration\.text: \d+ tokens are too few, at least 16 are needed; give a longer",
+        ),
         (("--device", "tpu"), r"device: .*tpu"),
         (("--device", "cuda:99"), r"device: .*cuda:99"),
     ],

@@ -13,8 +13,8 @@ import pytest
 
 from outpace import InputError, OutpaceError, StateError
 from outpace.cli import run_batch
+from tests.cli.command import run
 from tests.cli.fake_openai import FakeOpenAI, served
-from tests.cli.test_cli import run
 from tests.models import CYCLE
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_is_not_there_loses_nothing(tmp_path: Path, monkeypatch: p
     (tmp_path / "in").write_text(line("a"))
     result = run("run-batch", tmp_path / "in", tmp_path / "out", "--url", "http://127.0.0.1:9")
     assert isinstance(result.exception, OutpaceError)
-    assert "run the same command again to go on" in str(result.exception)
+    assert "run the same command again to continue" in str(result.exception)
     assert (tmp_path / "out").read_text() == ""
 
 
@@ -232,7 +232,7 @@ def test_item_11_a_full_disk_is_an_error_and_the_run_goes_on_later(fake: FakeOpe
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert type(result.exception) is OutpaceError
-    said = f"out: cannot write to {target} (File too large); mend that and run the same command again to go on"
+    said = f"out: cannot write to {target} (File too large); mend that and run the same command again to continue"
     assert str(result.exception) == said
     assert 0 < len(records(target)) < 5
     assert run("run-batch", source, target, "--url", fake.url).exit_code == 0
@@ -240,25 +240,20 @@ def test_item_11_a_full_disk_is_an_error_and_the_run_goes_on_later(fake: FakeOpe
     assert len(target.read_text().splitlines()) == 5
 
 
-def test_item_24_names_that_requests_may_give_as_their_model(chain_folder: Path, tmp_path: Path) -> None:
-    bodies = [{"model": name, "prompt": "E", "temperature": 0} for name in ("one", "two", "other")]
-    (tmp_path / "in").write_text("\n".join(line(body["model"], body=body) for body in bodies))  # type: ignore[arg-type]
-    names = ("--served-model-name", "one", "--served-model-name", "two")
-    assert run("run-batch", tmp_path / "in", tmp_path / "out", chain_folder, *names, "--device", "cpu").exit_code == 1
-    found = records(tmp_path / "out")
-    assert [found[name]["response"]["status_code"] for name in ("one", "two", "other")] == [200, 200, 404]
-    assert found["two"]["response"]["body"]["choices"][0]["text"] == "NDx"
-
-
-def test_a_model_of_its_own(chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_item_24_a_model_of_its_own_and_the_names_that_requests_may_give_it(
+    chain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTPACE_API_KEYS", "some-key")
     chat = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
-    lines = [line("a", "E", body={"prompt": "E", "temperature": 0}), line("b", body={"prompt": ""})]
-    lines.append(line("c", url="/v1/chat/completions", body=chat))
+    lines = [line(name, body={"model": name, "prompt": "E", "temperature": 0}) for name in ("one", "two", "other")]
+    lines += [line("unnamed", body={"prompt": "E", "temperature": 0}), line("empty", body={"prompt": ""})]
+    lines.append(line("chat", url="/v1/chat/completions", body=chat))
     (tmp_path / "in").write_text("\n".join(lines))
-    result = run("run-batch", tmp_path / "in", tmp_path / "out", chain_folder, "--device", "cpu")
+    names = ("--served-model-name", "one", "--served-model-name", "two")
+    result = run("run-batch", tmp_path / "in", tmp_path / "out", chain_folder, *names, "--device", "cpu")
     assert result.exit_code == 1, result.output
-    found = records(tmp_path / "out")
-    assert found["a"]["response"]["body"]["choices"][0]["text"] == "NDx"
-    assert found["b"]["response"]["status_code"] == 400
-    assert found["c"]["response"]["body"]["choices"][0]["message"]["content"] == CYCLE
+    found = {name: record["response"] for name, record in records(tmp_path / "out").items()}
+    status = {"one": 200, "two": 200, "other": 404, "unnamed": 200, "empty": 400, "chat": 200}
+    assert {name: response["status_code"] for name, response in found.items()} == status
+    assert found["two"]["body"]["choices"][0]["text"] == found["unnamed"]["body"]["choices"][0]["text"] == "NDx"
+    assert found["chat"]["body"]["choices"][0]["message"]["content"] == CYCLE

@@ -22,7 +22,7 @@ from outpace.config import LLMConfig
 from outpace.server import python_api
 from outpace.server.logs import JsonLines
 from outpace.server.options import ServerConfig
-from tests.cli.test_cli import run
+from tests.cli.command import run
 from tests.models import CYCLE
 from tests.patience import PATIENCE
 
@@ -38,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
         calls.append((model, options, config))
         return 3
 
-    monkeypatch.setattr("outpace.server.run.run", start)
+    monkeypatch.setattr("outpace.server.launch.launch", start)
     monkeypatch.setattr("outpace.server.logs.set_up", lambda as_json: None)
     return calls
 
@@ -55,7 +55,7 @@ def test_every_option_of_both_configs_has_a_flag() -> None:
     shown = run("serve", "--help").stdout
     for name in names:
         assert f"--{name.replace('_', '-')}" in shown
-    assert "Most requests in one step." in shown
+    assert "Maximum number of requests in one step." in shown
 
 
 def test_flags_reach_the_configs(ran: Ran) -> None:

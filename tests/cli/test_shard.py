@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from outpace.cli.app import app, main
 from outpace.loading.open import open_weights
 from outpace.loading.read_source import read
-from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.loading.safetensors_file import SafetensorsWriter
 from tests.models import tiny
 
 FILES = ["non_tp.safetensors", "tp_00.safetensors", "tp_01.safetensors"]

@@ -12,10 +12,9 @@ from rich.console import Console
 
 import outpace.verify.run as run
 from outpace import InferenceEngine
-from outpace.cli.verify import _progress
-from tests.cli.test_cli import Main
-from tests.cli.test_cli import run as outpace
-from tests.cli.test_cli import run_main as run_main
+from outpace.cli.results import progress
+from tests.cli.command import Main
+from tests.cli.command import run as outpace
 from tests.models import tiny
 
 CPU = ("--device", "cpu", "--dtype", "fp32")
@@ -45,7 +44,7 @@ def test_it_passes(folder: Path) -> None:
     result = outpace("verify", folder, *CPU)
     assert result.exit_code == 0, result.output
     assert "tiny in float32 on cpu, 2 fused layers" in result.stdout
-    assert re.search(r"batch +│ 23 \+ 7 \+ 32 \+ 2 +│ \d\.\de-\d+ +│ none +│ yes \(32 new\)", result.stdout)
+    assert re.search(r"batch +│ 23 \+ 7 \+ 32 \+ 2 +│ \d\.\de[-+]\d+ +│ none +│ yes \(32 new\)", result.stdout)
     assert re.search(r"long +│ 32 +│", result.stdout)
     assert re.search(r"short +│ 1 +│", result.stdout)
     assert result.stdout.endswith("worst relative error against plain Hugging Face up to 0.0001\nPASS\n")
@@ -80,7 +79,7 @@ def test_each_step_is_a_line_where_standard_error_is_no_terminal(folder: Path) -
 
 def test_each_step_moves_one_line_of_a_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with _progress(console) as say:
+    with progress(console) as say:
         say("loading the model")
         console.file.truncate(0)
         say("injecting fused layers")

@@ -22,7 +22,7 @@ from outpace.inject.quantized import PackedLinear
 from outpace.inject.split import split_model
 from outpace.offload import asked
 from outpace.offload.asked import Layers
-from outpace.offload.store import ReadOptions
+from outpace.offload.store_read import ReadOptions
 from outpace.offload.streaming import Streaming
 from outpace.offload.units import Form
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
@@ -436,7 +436,7 @@ def zero_acts() -> None:
     raises("zero.offload_param: device nvme and nvme_path", zero={"stage": 3, "offload_param": {"device": "nvme"}})
     assert set(zero_nvme(max_in_cpu=0).placement.tiers) == {"disk"}
     assert set(zero_nvme(max_in_cpu=20_000).placement.tiers) == {"disk", "host"}
-    assert zero_streams(offload_param={"device": "cpu", "pin_memory": False}).num_loads
+    assert zero_streams(offload_param={"device": "cpu", "pin_memory": False}).counts.loads
 
 
 def zero_buffers_act() -> None:
@@ -565,7 +565,7 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "moe.type": moe_type_acts,
     "keep_module_on_host": keep_module_on_host_acts,
     "replace_method": lambda: raises("replace_method: 'pipeline' has no meaning any more", replace_method="pipeline"),
-    "injection_policy_tuple": lambda: raises("injection_policy_tuple: .*scratch", injection_policy_tuple=("a",)),
+    "injection_policy_tuple": lambda: raises("injection_policy_tuple: .*internal", injection_policy_tuple=("a",)),
     "config": config_acts,
     "max_out_tokens": max_out_tokens_acts,
     "min_out_tokens": min_out_tokens_acts,
@@ -670,7 +670,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     (
         {"quant": {"kv_cache_dtype": "int8"}},
         ("quant.kv_cache_dtype",),
-        "give replace_with_kernel_inject=True, or leave it out",
+        "give replace_with_kernel_inject=True, or remove it",
     ),
     (
         {"checkpoint": "a", "checkpoint_config": {"checkpoint_dir": "b"}},
@@ -711,8 +711,8 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"use_triton": True}, ("use_triton",), "give replace_with_kernel_inject=True on a machine with a GPU"),
     ({"kernels": {"embed": "torch"}}, ("kernels",), "give replace_with_kernel_inject=True"),
     ({"triangular_masking": False}, ("triangular_masking",), "give replace_with_kernel_inject=True"),
-    ({"return_tuple": False}, ("return_tuple",), "leave it out"),
-    ({"transposed_mode": True}, ("transposed_mode",), "leave it out"),
+    ({"return_tuple": False}, ("return_tuple",), "remove it"),
+    ({"transposed_mode": True}, ("transposed_mode",), "remove it"),
     ({"triton_autotune": True}, ("triton_autotune", "use_triton"), "give use_triton=True"),
     (
         {"dtype": "int8", "quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}},
@@ -724,12 +724,12 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("quant.scheme", "quant.weight"),
         "how weights are quantized; give one",
     ),
-    ({"quant": {"calibration": {"tokens": 64}}}, ("quant.calibration",), "leave it out"),
+    ({"quant": {"calibration": {"tokens": 64}}}, ("quant.calibration",), "remove it"),
     ({"quant": {"method": "gptq"}}, ("quant.method", "quant.smooth"), "load DIR"),
     ({"quant": {"auto": {"bits_per_weight": 8}, "scheme": "int8"}}, ("quant.auto", "quant.scheme"), "give one"),
-    ({"quant": {"plan": "x", "qkv": {"enabled": False}}}, ("quant.plan", "quant.qkv"), "leave quant.qkv out"),
+    ({"quant": {"plan": "x", "qkv": {"enabled": False}}}, ("quant.plan", "quant.qkv"), "remove quant.qkv"),
     ({"quant": {"auto": {"bits_per_weight": 8, "max_bytes": 9}}}, ("quant.auto.max_bytes",), "it needs one bound"),
-    ({"quant": {"auto": {"bits_per_weight": 8, "schemes": []}}}, ("quant.auto.schemes",), "or leave it out"),
+    ({"quant": {"auto": {"bits_per_weight": 8, "schemes": []}}}, ("quant.auto.schemes",), "or remove it"),
     ({"quant": {"auto": {"bits_per_weight": 8, "out": "x.txt"}}}, ("quant.auto.out",), "ends in .json"),
     (
         {"quant": {"weight": {"q_groups": 2, "group_size": 64}}},
@@ -739,25 +739,25 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     (
         {"quant": {"weight": {"quantized_initialization": {}, "num_bits": 4}}},
         ("quant.weight.quantized_initialization",),
-        "a whole rule; give one",
+        "a complete rule; give one",
     ),
-    ({"quant": {"weight": {"post_init_quant": {}}}}, ("quant.weight.post_init_quant",), "give some, or leave it out"),
+    ({"quant": {"weight": {"post_init_quant": {}}}}, ("quant.weight.post_init_quant",), "give some, or remove it"),
     (
         {"quant": {"scheme": "none", "qkv": {"enabled": False}}},
         ("quant.qkv.enabled=False", "quant.scheme stored or none"),
-        "leave quant.qkv out",
+        "remove quant.qkv",
     ),
     (
         {"quant": {"weight": {"post_init_quant": {"mlp": {}}}, "qkv": {"enabled": False}}},
         ("quant.qkv.enabled=False", "quant.weight.post_init_quant"),
-        "leave quant.qkv out",
+        "remove quant.qkv",
     ),
     (
         {"quant": {"weight": {"enabled": False}, "activation": {}}},
         ("quant.weight.enabled=False", "quant.activation"),
         "enable quant.weight",
     ),
-    ({"quant": {"activation": {"num_bits": 4}}}, ("quant.activation",), "leave num_bits, q_type and q_groups out"),
+    ({"quant": {"activation": {"num_bits": 4}}}, ("quant.activation",), "remove num_bits, q_type and q_groups"),
     (
         {"tp": {"enabled": False, "tp_size": 2}},
         ("tensor_parallel.enabled", "tensor_parallel.tp_size"),
@@ -769,7 +769,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     (
         {"moe": {"hot_experts": 2, "expert_load": [[1, 2]]}},
         ("moe.hot_experts", "moe.ep_size"),
-        "give moe.ep_size too, or leave it out",
+        "give moe.ep_size too, or remove it",
     ),
     ({"min_out_tokens": 9, "max_out_tokens": 9}, ("min_out_tokens", "max_out_tokens"), "raise max_out_tokens"),
     (
@@ -777,19 +777,19 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         ("offload", "zero"),
         "where weights live; give one",
     ),
-    ({"zero": {"stage": 1}}, ("zero.stage",), "give 3, or leave it out"),
+    ({"zero": {"stage": 1}}, ("zero.stage",), "give 3, or remove it"),
     ({"zero": {"stage": 3}}, ("zero.stage", "zero.offload_param.device"), "give cpu or nvme"),
-    ({"zero": {"offload_param": {"device": "cpu"}}}, ("zero",), "give stage 3, or leave them out"),
+    ({"zero": {"offload_param": {"device": "cpu"}}}, ("zero",), "give stage 3, or remove them"),
     ({"zero": {"stage": 3, "offload_param": {"device": "nvme"}}}, ("zero.offload_param",), "give both, or neither"),
     (
         {"zero": {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 1}}},
         ("zero.offload_param", "max_in_cpu"),
-        "leave them out",
+        "remove them",
     ),
     (
         {"zero": {"stage": 3, "offload_param": {"device": "cpu"}, "aio": {"thread_count": 1}}},
         ("zero.aio",),
-        "leave it out",
+        "remove it",
     ),
     (
         {
@@ -800,14 +800,14 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
             }
         },
         ("zero.aio", "use_gds"),
-        "leave them out",
+        "remove them",
     ),
     (
         {"offload": {"cpu_offload_gb": 1, "host_memory": 5}},
         ("offload.cpu_offload_gb", "offload.host_memory"),
         "give one",
     ),
-    ({"offload": {"slots": 2}}, ("offload.slots", "offload.device_memory"), "leave them out"),
+    ({"offload": {"slots": 2}}, ("offload.slots", "offload.device_memory"), "remove them"),
     ({"offload": "auto", "keep_module_on_host": True}, ("keep_module_on_host", "offload"), "give one"),
     ({"offload": {"kv": "1GB"}}, ("offload.kv", "kv_files"), "use LLM"),
     (
@@ -841,7 +841,7 @@ def test_every_rule_is_triggered_by_some_case() -> None:
         with pytest.raises(ConfigError) as caught:
             InferenceConfig.of(device="cpu", **config)
         said.append(str(caught.value))
-    rules = [message for _, message in (*COMPOSITIONS, *INFERENCE_COMPOSITIONS)]
+    rules = [*COMPOSITIONS, *INFERENCE_COMPOSITIONS]
     assert not [message for message in rules if not any(message in text for text in said)]
     assert len(WRONG_TOGETHER) == len(rules)
 

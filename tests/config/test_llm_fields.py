@@ -12,7 +12,7 @@ from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.rules import LLM_COMPOSITIONS
 from outpace.errors import ConfigError, InputError, NotSupportedYet, Overloaded
 from outpace.llm_engine import LLMEngine
-from outpace.prepare import load_paged
+from outpace.load_paged import load_paged
 from outpace.scheduler import Scheduler
 from outpace.types import Request, SamplingParams, Step, StepOutput
 from tests.config.walk import entry_of, leaves, nested, numbers, other_value
@@ -54,11 +54,12 @@ class Requests:
             max_model_len=1024,
             max_waiting=chosen.max_waiting,
             max_chunk_beside_decodes=chosen.max_chunk_beside_decodes,
+            longest_first=chosen.policy == "longest_first",
         )
 
-    def add(self, name: str, length: int) -> None:
+    def add(self, name: str, length: int, max_tokens: int = 4) -> None:
         prompt = tuple(range(length))
-        request = Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(max_tokens=4))
+        request = Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(max_tokens=max_tokens))
         self.scheduler.check(request)
         self.scheduler.add(request)
 
@@ -91,6 +92,19 @@ def max_chunk_beside_decodes_acts() -> None:
     requests.step()
     requests.add("b", 20)
     assert requests.tokens() == {"a": 1, "b": 3}
+
+
+def policy_acts() -> None:
+    for policy, first in (("arrival", "short"), ("longest_first", "long")):
+        requests = Requests(policy=policy, max_num_seqs=1)
+        requests.add("short", 5, 2)
+        requests.add("long", 5, 9)
+        assert list(requests.tokens()) == [first]
+
+
+def target_step_ms_acts() -> None:
+    """Where steps are timed: tests/runner/test_runner.py."""
+    raises("scheduler.target_step_ms: steps are timed on a GPU only", target_step_ms=20.0)
 
 
 def max_waiting_acts() -> None:
@@ -182,9 +196,11 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "scheduler.max_num_seqs": max_num_seqs_acts,
     "scheduler.max_num_batched_tokens": max_num_batched_tokens_acts,
     "scheduler.max_chunk_beside_decodes": max_chunk_beside_decodes_acts,
+    "scheduler.target_step_ms": target_step_ms_acts,
+    "scheduler.policy": policy_acts,
     "scheduler.max_waiting": max_waiting_acts,
     "scheduler.async_scheduling": arrives("scheduler.async_scheduling", False),
-    "nodes.nnodes": lambda: raises("nodes.nnodes: every node has as many ranks", **NODES),
+    "nodes.nnodes": lambda: raises("nodes.nnodes: every node has the same number of ranks", **NODES),
     "nodes.node_rank": lambda: raises("nodes.node_rank: nodes are counted from 0", **NODES, node_rank=2),
     "nodes.master_addr": lambda: raises("nodes.nnodes > 1 without nodes.master_addr", nnodes=2, node_rank=1),
     "nodes.master_port": of_a_node("master_port", 5000),
@@ -232,34 +248,35 @@ def test_every_kind_of_number_is_among_them() -> None:
 
 # For each rule: what triggers it, and the fields and the remedy its message must name.
 WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
-    ({"kernel_inject": False}, ("replace_with_kernel_inject",), "leave it out, or use init_inference"),
+    ({"kernel_inject": False}, ("replace_with_kernel_inject",), "remove it, or use init_inference"),
     ({"keep_module_on_host": True}, ("keep_module_on_host",), "give device='cpu'"),
-    ({"max_cuda_graphs": 4}, ("graph_output", "max_cuda_graphs"), "leave them out"),
-    ({"graph_output": "static"}, ("graph_output", "max_cuda_graphs"), "leave them out"),
+    ({"max_cuda_graphs": 4}, ("graph_output", "max_cuda_graphs"), "remove them"),
+    ({"graph_output": "static"}, ("graph_output", "max_cuda_graphs"), "remove them"),
     ({"min_out_tokens": 3}, ("min_out_tokens",), "SamplingParams"),
     ({"enforce_eager": False, "enable_cuda_graph": False}, ("enforce_eager", "enable_cuda_graph"), "give one"),
     ({"enforce_eager": True, "enable_cuda_graph": True}, ("enforce_eager", "enable_cuda_graph"), "give one"),
     ({"max_num_batched_tokens": 255}, ("max_num_batched_tokens", "max_num_seqs"), "lower max_num_seqs"),
     ({"num_blocks": 4, "cpu_cache_space": 2}, ("cache.num_blocks", "cache.cpu_cache_space"), "give one"),
     ({"gpu_memory_utilization": 0.5}, ("cache.gpu_memory_utilization",), "give cache.cpu_cache_space instead"),
+    ({"target_step_ms": 9}, ("scheduler.target_step_ms",), "give scheduler.max_num_batched_tokens instead"),
     ({"save_mp_checkpoint_path": "x"}, ("save_mp_checkpoint_path",), "run `outpace shard`, or use init_inference"),
     ({"offload": {"kv": 5}, "kv_offloading_size": 1}, ("offload.kv", "kv_offloading_size"), "give one"),
-    ({"offload": {"kv": 5}, "swap_space": 1}, ("swap_space", "offload.kv"), "leave swap_space out"),
+    ({"offload": {"kv": 5}, "swap_space": 1}, ("swap_space", "offload.kv"), "remove swap_space"),
     ({"offload": {"kv_files": 5, "nvme": "x"}}, ("offload.kv_files", "offload.kv"), "give offload.kv too"),
     ({"offload": {"kv_files": 5, "kv": 5}}, ("offload.kv_files", "offload.nvme"), "offload.nvme"),
     (
         {"offload": {"kv_files": 5, "kv": 5, "nvme": "x"}, "tensor_parallel_size": 2},
         ("offload.kv_files", "ranks"),
-        "leave kv_files out",
+        "remove kv_files",
     ),
-    ({"nodes": {"master_port": 4}}, ("nodes", "nodes.nnodes"), "leave them out"),
+    ({"nodes": {"master_port": 4}}, ("nodes", "nodes.nnodes"), "remove them"),
     ({"nnodes": 2, "tensor_parallel_size": 2}, ("nodes.nnodes", "nodes.master_addr"), "give its address"),
     ({**NODES, "node_rank": 3}, ("nodes.node_rank", "nodes.nnodes"), "give one that is smaller"),
     ({**NODES, "tensor_parallel_size": 3}, ("nodes.nnodes", "tensor_parallel_size"), "a multiple of it"),
     (
         {"offload": {"kv_files": 5, "kv": 5, "nvme": "x"}, "enable_prefix_caching": False},
         ("offload.kv_files", "enable_prefix_caching"),
-        "leave kv_files out",
+        "remove kv_files",
     ),
 )
 WRONG_ON_A_GPU: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
@@ -294,7 +311,7 @@ def test_a_wrong_combination_on_a_gpu(config: dict[str, Any], fields: tuple[str,
 def test_every_rule_is_triggered_by_some_case() -> None:
     texts = [said({"device": "cpu", **config}) for config, _, _ in WRONG_TOGETHER]
     texts += [said(config) for config, _, _ in WRONG_ON_A_GPU]
-    assert not [message for _, message in LLM_COMPOSITIONS if not any(message in text for text in texts)]
+    assert not [message for message in LLM_COMPOSITIONS if not any(message in text for text in texts)]
 
 
 def test_a_step_may_hold_just_one_token_for_each_request() -> None:

@@ -38,6 +38,8 @@ OUR_NAMES: dict[str, tuple[str, Any]] = {
     "cpu_cache_space": ("cache.cpu_cache_space", 2.5),
     "max_waiting": ("scheduler.max_waiting", 3),
     "max_chunk_beside_decodes": ("scheduler.max_chunk_beside_decodes", 5),
+    "target_step_ms": ("scheduler.target_step_ms", 20.0),
+    "policy": ("scheduler.policy", "longest_first"),
     "offload_auto": ("offload.auto", True),
     "offload_device_memory": ("offload.device_memory", 0.5),
     "offload_host_memory": ("offload.host_memory", 10_000),
@@ -49,7 +51,13 @@ OUR_NAMES: dict[str, tuple[str, Any]] = {
     **{name: (f"nodes.{name}", None) for name in NodesConfig.model_fields},  # tests/config/test_llm_fields.py
 }
 FLAT = VLLM_NAMES | OUR_NAMES
-NEEDS_MORE = {"gpu_memory_utilization", "tensor_parallel_size", "offload_kv_files", "offload_expert_cache"}
+NEEDS_MORE = {
+    "gpu_memory_utilization",
+    "target_step_ms",
+    "tensor_parallel_size",
+    "offload_kv_files",
+    "offload_expert_cache",
+}
 NEEDS_MORE |= set(NodesConfig.model_fields)
 ACCEPTED = {name: row for name, row in FLAT.items() if name not in NEEDS_MORE}
 """Those that a CPU can have, alone."""
@@ -205,7 +213,7 @@ def test_init_inference_refuses_what_llm_has_alone() -> None:
     assert InferenceConfig.elsewhere.keys() == (theirs - ours) | {"zero_optimization"}
     assert LLMConfig.elsewhere.keys() == {"zero_optimization"}
     for name in theirs - ours:
-        with pytest.raises(ConfigError, match=f"^{name}: .*outpace.LLM.*; (leave it out|use [a-z_.]+)$"):
+        with pytest.raises(ConfigError, match=f"^{name}: .*outpace.LLM.*; (remove it|use [a-z_.]+)$"):
             InferenceConfig.of({name: None})
     with pytest.raises(ConfigError, match=r"^scheduler: only outpace\.LLM and outpace serve schedule requests"):
         InferenceConfig.of(of(max_num_seqs=3))

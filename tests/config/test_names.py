@@ -13,7 +13,7 @@ from outpace.config import (
     QuantizationConfig,
     TensorParallelConfig,
 )
-from outpace.config.sections import BaseQuantConfig, QKVQuantConfig, WeightQuantConfig
+from outpace.config.quantization import BaseQuantConfig, QKVQuantConfig, WeightQuantConfig
 from tests.config.walk import nested
 
 # DeepSpeed 0.19.6, DeepSpeedInferenceConfig. Ours differs where the comment says so.

@@ -15,7 +15,7 @@ from outpace.cli.flags import config_flags, llm_flags
 from outpace.deploy import run as running
 from outpace.deploy.options import DeployConfig
 from outpace.server.options import ServerConfig
-from tests.cli.test_cli import run
+from tests.cli.command import run
 
 Deployed = list[tuple[str | None, Mapping[str, Any], ServerConfig, DeployConfig, bool | None]]
 
@@ -61,7 +61,7 @@ def test_a_name_that_nobody_knows_is_an_error() -> None:
 def test_without_ray_there_is_nowhere_to_deploy() -> None:
     error = run("deploy", "folder").exception
     assert isinstance(error, ConfigError)
-    assert "ray: say where to deploy: --ray" in str(error)
+    assert "ray: add --ray" in str(error)
 
 
 def test_ray_that_is_not_installed_is_an_error_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +75,7 @@ def test_ray_that_is_not_installed_is_an_error_that_says_how(monkeypatch: pytest
     [
         (("--max-num-seqs", "0"), "max_num_seqs"),
         (("--api-key-file", "/nowhere"), "api_key_file: cannot read"),
+        (("--policy", "longest_first"), "scheduler.policy='longest_first': it is for offline work"),
         (("--max-connections", "5"), "max_connections: has no effect"),
         (("--replicas", "2", "--max-replicas", "3"), "replicas: fixes the number"),
     ],
@@ -94,7 +95,7 @@ def test_wrong_options_are_errors_before_ray_is_looked_for(
 def test_status_and_stop_take_no_model() -> None:
     error = run("deploy", "folder", "--ray", "--status", "all").exception
     assert isinstance(error, ConfigError)
-    assert "give one of them, and no model" in str(error)
+    assert "give one of them, without a model" in str(error)
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from outpace.deploy.plan import CLOSING
+from outpace.server.exit_codes import CUT_OFF, WRONG_OPTION
 from outpace.server.guard import OPEN
 from outpace.server.options import ServerConfig
-from outpace.server.run import CUT_OFF, WRONG_OPTION
-from outpace.server.starting import LIVE
-from tests.cli.test_cli import run
+from outpace.server.placeholder import LIVE
+from tests.cli.command import run
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy"

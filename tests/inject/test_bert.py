@@ -11,7 +11,7 @@ from outpace.errors import ModelError, NotSupported
 from outpace.inject.paged import PagedModel
 from outpace.inject.plan import make_plan
 from outpace.inject.policies import by_class
-from tests.inject.checks import TOLERANCE, injected_copy, randomised, same_forward
+from tests.inject.checks import Pair, injected_copy, pair_of, randomised, same_forward
 
 SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 97,
@@ -50,44 +50,43 @@ def padded(side: str = "right") -> dict[str, torch.Tensor]:
     return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
 
 
-def same_outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+def same_outputs(pair: Pair, inputs: dict[str, torch.Tensor]) -> None:
     """Every tensor that a head returns agrees; logits of padding say nothing."""
-    fused, _ = injected_copy(model)
     with torch.no_grad():
-        expected, found = (item(**inputs) for item in (model, fused))
+        expected, found = (item(**inputs) for item in (pair.model, pair.fused))
     assert list(found) == list(expected)
     real = inputs["attention_mask"].bool()
     for name, want in expected.items():
         got = found[name]
         if want.shape[:2] == real.shape:
             want, got = want[real], got[real]
-        assert (want - got).abs().max() <= TOLERANCE * max(1.0, want.abs().max().item()), name
+        assert (want - got).abs().max() <= pair.tolerance * max(1.0, want.abs().max().item()), name
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("case", CASES)
 def test_heads(case: str, head: str) -> None:
     family, options = CASES[case]
-    model = made(family, head, options)
-    same_outputs(model, padded())
-    same_forward(model, padded())
+    pair = pair_of(made(family, head, options))
+    same_outputs(pair, padded())
+    same_forward(pair, padded())
 
 
 @pytest.mark.parametrize("family", COUSINS)
 @pytest.mark.parametrize("head", HEADS)
 def test_cousins(family: str, head: str) -> None:
-    same_forward(made(family, head, SMALL), padded())
-    same_outputs(made(family, head, {**SMALL, **ODD}), padded("left"))
+    same_forward(pair_of(made(family, head, SMALL)), padded())
+    same_outputs(pair_of(made(family, head, {**SMALL, **ODD})), padded("left"))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["Bert", "DistilBert"])
 def test_masks(family: str, implementation: str) -> None:
-    model = made(family, "Model", DISTIL if family == "DistilBert" else SMALL, implementation)
+    pair = pair_of(made(family, "Model", DISTIL if family == "DistilBert" else SMALL, implementation))
     for side in ("left", "right"):
-        same_outputs(model, padded(side))
+        same_outputs(pair, padded(side))
     full = padded()
-    same_outputs(model, {**full, "attention_mask": torch.ones_like(full["input_ids"])})
+    same_outputs(pair, {**full, "attention_mask": torch.ones_like(full["input_ids"])})
 
 
 def test_segments_and_the_pooler() -> None:
@@ -95,11 +94,11 @@ def test_segments_and_the_pooler() -> None:
     inputs = padded()
     kinds = torch.zeros_like(inputs["input_ids"])
     kinds[:, 5:] = 1
-    same_outputs(model, {**inputs, "token_type_ids": kinds})
+    same_outputs(pair_of(model), {**inputs, "token_type_ids": kinds})
 
 
 def test_a_long_feed_forward_in_chunks_is_the_same() -> None:
-    same_outputs(made("Bert", "ForMaskedLM", {**SMALL, "chunk_size_feed_forward": 1}), padded())
+    same_outputs(pair_of(made("Bert", "ForMaskedLM", {**SMALL, "chunk_size_feed_forward": 1})), padded())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM,
 
 from outpace.errors import NotSupported
 from outpace.inject.paged import PagedModel
-from tests.inject.checks import injected_copy, padded_prompts, randomised, same_forward
+from tests.inject.checks import injected_copy, padded_prompts, pair_of, randomised, same_forward
 
 SMALL: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97,
@@ -31,7 +31,7 @@ def bert() -> torch.nn.Module:
 def test_outputs_are_recorded_by_a_model_that_recorded_some_before() -> None:
     model, inputs = llama(), padded_prompts(97)
     model(**inputs, output_hidden_states=True)  # Hugging Face puts its hooks in once
-    same_forward(model, inputs)
+    same_forward(pair_of(model), inputs)
 
 
 def test_a_hook_on_a_layer_outlives_the_layer() -> None:
@@ -58,13 +58,13 @@ def test_the_direction_asked_for_in_a_call(make: Any, padded: bool, causal: bool
     inputs = padded_prompts(97)
     if not padded:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    same_forward(make(), {**inputs, "is_causal": causal})
+    same_forward(pair_of(make()), {**inputs, "is_causal": causal})
 
 
 def test_a_config_that_looks_ahead_never_runs_through_pages() -> None:
     model = llama(is_causal=False)
     inputs = padded_prompts(97)
-    same_forward(model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})
+    same_forward(pair_of(model), {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})
     fused, injected = injected_copy(model)
     with pytest.raises(NotSupported, match="is_causal=False"):
         PagedModel(fused, injected, 64)

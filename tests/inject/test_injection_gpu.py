@@ -9,39 +9,19 @@ import torch
 
 import outpace
 from outpace.runner.step_graphs import Shape, StepGraphs
-from tests.inject import (
-    test_bert,
-    test_bloom,
-    test_falcon,
-    test_gemma,
-    test_gpt2,
-    test_gpt_neox,
-    test_gptj,
-    test_llama,
-    test_opt,
-    test_phi,
-    test_phi3,
-)
-from tests.inject.checks import padded_prompts, randomised
+from tests.inject import families, test_bert
+from tests.inject.checks import padded_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-MODULES: dict[str, Any] = {
-    "bloom": test_bloom, "falcon": test_falcon, "gemma": test_gemma, "gpt2": test_gpt2, "gpt_neox": test_gpt_neox,
-    "gptj": test_gptj, "llama": test_llama, "opt": test_opt, "phi": test_phi, "phi3": test_phi3,
-}  # fmt: skip
-CASES = [(family, case) for family, module in MODULES.items() for case in list(module.CASES)[:2]]
+FAMILIES = ("Bloom", "Falcon", "Gemma", "GPT2", "GPTNeoX", "GPTJ", "Llama", "OPT", "Phi", "Phi3")
+CASES = [(family, case) for family in FAMILIES for case in list(families.FAMILIES[family][1])[:2]]
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def build(family: str, case: str) -> Any:
-    """The tiny model of a family's own tests, with weights of a size that 16 bits hold."""
-    module = MODULES[family]
-    if isinstance(module.CASES[case], dict):
-        model: Any = module.made(module.CASES[case])
-    else:
-        config, kind, options = module.CASES[case]
-        model = randomised(kind(config(**{**module.SMALL, **options})))
+    """The tiny model of a case, with weights of a size that 16 bits hold."""
+    model = families.family_model(family, case)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data *= 0.3
@@ -88,7 +68,7 @@ def test_tokens_in_fp32_equal_plain_hugging_face_with_and_without_graphs(family:
 
 
 def test_sampling_under_graphs_equals_sampling_without() -> None:
-    model = build("llama", "llama gqa")
+    model = build("Llama", "grouped keys")
     inputs = {name: value.cuda() for name, value in padded_prompts(97).items()}
     texts = []
     for graphs in (False, True):
@@ -100,7 +80,7 @@ def test_sampling_under_graphs_equals_sampling_without() -> None:
 
 
 def test_alternating_batch_sizes_and_lengths_share_pages_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama", "llama gqa")
+    model = build("Llama", "grouped keys")
     captured: list[Shape] = []
     capture = StepGraphs.capture
 
@@ -130,7 +110,7 @@ def test_destroy_gives_pages_and_graphs_back() -> None:
 
     def generate() -> None:
         engine = outpace.init_inference(
-            build("llama", "llama gqa"), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True
+            build("Llama", "grouped keys"), dtype=torch.float32, kernel_inject=True, enable_cuda_graph=True
         )
         ids = torch.full((2, 9), 7, device="cuda")
         engine.generate(ids, max_new_tokens=8, do_sample=False)

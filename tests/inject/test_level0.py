@@ -23,26 +23,11 @@ from outpace.inject.probe import window_of
 from outpace.kernels import dispatch
 from outpace.kernels.dispatch import IMPLEMENTATIONS, Kernels, choose_kernels
 from outpace.kernels.experts import experts_torch
-from tests.inject.checks import CPU, padded_prompts, randomised
+from tests.inject.checks import CPU, LONG, NEW_TOKENS, padded_prompts
+from tests.inject.families import VOCAB, made
+from tests.inject.level0 import LATENT, MIXED, SMALL, engine
 from tests.models import tiny
 
-VOCAB = 97
-NEW = 64  # with the prompts, more than a page holds
-SMALL: Mapping[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": None,
-}  # fmt: skip
-MIXED: Mapping[str, Any] = {
-    **SMALL, "num_hidden_layers": 3, "sliding_window": 5,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
-LATENT: Mapping[str, Any] = {
-    **{name: value for name, value in SMALL.items() if name != "head_dim"}, "num_key_value_heads": 6,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
-    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
 SHARED: Mapping[str, Any] = {
     **MIXED, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
@@ -80,19 +65,9 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
 }
 
 
-def made(name: str, options: Mapping[str, Any]) -> Any:
-    config = getattr(hf, f"{name}TextConfig", None) or getattr(hf, f"{name}Config")
-    torch.manual_seed(0)
-    return randomised(getattr(hf, f"{name}ForCausalLM")(config(**options)))
-
-
 @functools.cache
 def plain(family: str) -> Any:
     return made(*FAMILIES[family])
-
-
-def engine(model: nn.Module, **options: Any) -> InferenceEngine:
-    return outpace.init_inference(model, **{"device": "cpu", "dtype": torch.float32, "kernel_inject": True, **options})
 
 
 def level0(family: str, **options: Any) -> InferenceEngine:
@@ -101,12 +76,12 @@ def level0(family: str, **options: Any) -> InferenceEngine:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_hugging_face(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, inputs = plain(family), padded_prompts(VOCAB)
+    model, inputs = plain(family), padded_prompts(VOCAB, length=LONG)
     assert not {type(module).__name__ for module in model.modules()} & by_class().keys()
     with caplog.at_level(logging.INFO, "outpace"):
         fast = level0(family)
-        found = fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(found, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
+        found = fast.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False))
     assert f"level 0: its own layers, attention over pages (no policy knows the layers of {type(model).__name__}; " in (
         caplog.text
     )
@@ -127,9 +102,9 @@ def test_samples_are_those_of_hugging_face(family: str, batch: int) -> None:
 
 
 def test_one_sequence_without_padding() -> None:
-    ids = padded_prompts(VOCAB, batch=1)["input_ids"]
-    expected = plain("glm4").generate(ids, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(level0("glm4").generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+    ids = padded_prompts(VOCAB, batch=1, length=LONG)["input_ids"]
+    expected = plain("glm4").generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert torch.equal(level0("glm4").generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
 
 
 @pytest.mark.gpu

@@ -44,9 +44,9 @@ def test_a_streamed_layer_is_loaded_once_for_a_step(monkeypatch: pytest.MonkeyPa
         with outpace.LLM(deep("llama"), max_num_batched_tokens=256, **options) as llm:
             streaming = llm.engine.streaming
             assert streaming is not None
-            before = streaming.num_loads
+            before = streaming.counts.loads
             llm.generate(texts, outpace.SamplingParams(max_tokens=1), use_tqdm=False)
-            loads.append((streaming.num_loads - before, len(streaming.units)))
+            loads.append((streaming.counts.loads - before, len(streaming.units)))
     assert all(number == units for number, units in loads)
 
 

@@ -9,24 +9,15 @@ import torch
 import outpace
 from outpace import LLM, SamplingParams
 from tests.inject.checks import padded_prompts
-from tests.inject.test_moe import CASES, made
+from tests.inject.mixtures import MIXTURES, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 KERNELS: tuple[dict[str, str], ...] = ({}, {"experts": "triton", "route": "triton"})
 
 
-def build(case: str) -> Any:
-    """The tiny model of a case, with weights of a size that 16 bits hold."""
-    model = made(case)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data *= 0.3
-    return model.cuda()
-
-
 @pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "triton"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MIXTURES)
 def test_errors_are_no_larger_than_hugging_faces(case: str, kernels: dict[str, str]) -> None:
     """Of the median token, over prompts: rounding may send a token to other experts, in either."""
     model = build(case)
@@ -47,7 +38,7 @@ def test_errors_are_no_larger_than_hugging_faces(case: str, kernels: dict[str, s
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["torch", "triton"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MIXTURES)
 def test_tokens_in_fp32_equal_plain_hugging_face_with_and_without_graphs(case: str, kernels: dict[str, str]) -> None:
     model = build(case)
     inputs = {name: value.cuda() for name, value in padded_prompts(97).items()}

@@ -8,19 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outpace
-
-QUESTIONS = (
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "Explain why the sky is blue in one sentence.",
-    "List three prime numbers above 100.",
-    "Translate 'good morning' into Spanish.",
-    "What is 17 + 25?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Romeo and Juliet?",
-    "Say hello.",
-    "Summarise: The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
-)
+from tests.texts import QUESTIONS
 
 
 @pytest.mark.real

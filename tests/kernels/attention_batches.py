@@ -97,22 +97,22 @@ def first_key(case: Case, q_len: int, n: int) -> int:
 
 
 def in_fp64(batch: Batch) -> torch.Tensor:
-    """One sequence, one head, one query at a time."""
+    """One sequence, one query at a time."""
     q, k_pages, v_pages, table, _, cu_q, _ = (x.cpu() if isinstance(x, torch.Tensor) else x for x in batch.args)
     case, options = batch.case, batch.options
-    out = torch.zeros(q.shape[0], q.shape[1], v_pages.shape[3], dtype=torch.float64)
+    (heads, kv_heads), slopes, sinks = case.heads, options["alibi_slopes"], options["sinks"]
+    out = torch.zeros(q.shape[0], heads, v_pages.shape[3], dtype=torch.float64)
     for b, (q_len, n) in enumerate(case.seqs):
         for i in range(q_len if n else 0):
-            pos = n - q_len + i
+            pos, row = n - q_len + i, int(cu_q[b]) + i
             seen = torch.arange(max(0, pos - case.window + 1) if case.window else 0, pos + 1)
             page = table[b, seen // case.page].long()
             k, v = (x[page, seen % case.page].double() for x in (k_pages, v_pages))  # [L, Hkv, D]
-            for h in range(case.heads[0]):
-                kv = h * case.heads[1] // case.heads[0]
-                row = int(cu_q[b]) + i
-                s = k[:, kv] @ q[row, h].double() * options["scale"]
-                s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
-                s = s + options["alibi_slopes"][h].cpu().double() * (seen - pos) if case.alibi else s
-                s = torch.cat([s, options["sinks"][h : h + 1].cpu().double()]) if case.sinks else s
-                out[row, h] = s.softmax(0)[: len(seen)] @ v[:, kv]
+            x = q[row].double().view(kv_heads, -1, q.shape[2])  # [Hkv, G, D]
+            s = torch.einsum("lkd,kgd->kgl", k, x).reshape(heads, -1) * options["scale"]  # [Hq, L]
+            s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
+            s = s + slopes.cpu().double()[:, None] * (seen - pos) if case.alibi else s
+            s = torch.cat([s, sinks.cpu().double()[:, None]], dim=1) if case.sinks else s
+            weights = s.softmax(1)[:, : len(seen)].view(kv_heads, -1, len(seen))
+            out[row] = torch.einsum("kgl,lkd->kgd", weights, v).reshape(heads, -1)
     return out.to(batch.args[0].device)

@@ -19,12 +19,12 @@ from triton import knobs
 from outpace.kernels import compile_ahead
 from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.compile_ahead import Source, collect, only_compiled
-from outpace.kernels.gather import gather_rows_triton
+from outpace.kernels.embedding import embed_triton
+from outpace.kernels.quantize import quantize_rows_triton
 from outpace.kernels.rms_norm import rms_norm_triton
-from outpace.kernels.softmax import softmax_triton
 from outpace.log import logger
-from tests.kernels.compiling import NoGPU, compile_instead
-from tests.kernels.launches import FP32, INT32, INT64, meta
+from tests.kernels.compiling import compile_instead
+from tests.kernels.launches import FP32, INT64, meta
 
 
 def launch() -> None:
@@ -33,8 +33,8 @@ def launch() -> None:
         for dtype in (torch.bfloat16, torch.float16):
             rms_norm_triton(meta(4, 256, dtype=dtype), meta(256, dtype=dtype), 1e-5)
             gated_act_triton(meta(4, 256, dtype=dtype), "silu")
-        gather_rows_triton(meta(8, 64), meta(4, dtype=INT64))
-        softmax_triton(meta(4, 64, dtype=FP32), lengths=meta(4, dtype=INT32))
+        embed_triton(meta(4, dtype=INT64), meta(8, 64))
+        quantize_rows_triton(meta(4, 64, dtype=FP32), "int8")
 
 
 def compiled_now() -> tuple[int, int]:
@@ -68,6 +68,9 @@ def collects() -> None:
         made.extend([x, x.new_empty(1000), torch.empty_like(x)])
 
     collect(step, seen)
+    with compile_ahead.launching_nothing():
+        launch()
+        step()
     assert not any(x.any() for x in made)
 
 
@@ -79,10 +82,33 @@ def finds() -> None:
     assert compiled_now() == (0, 6)
 
 
+def begins_early() -> None:
+    """What one step launches is being compiled while the next is looked through; few kernels more get a process too."""
+    forks, begun = list[int](), list[int]()
+    fork = os.fork
+
+    def counted() -> int:
+        child = fork()
+        forks.extend([child] if child else [])
+        return child
+
+    def more() -> None:
+        begun.append(len(forks))
+        quantize_rows_triton(meta(4, 64, dtype=torch.bfloat16), "int8")
+
+    with mock.patch.object(os, "fork", counted):
+        waited = compile_ahead.compile_ahead([launch, more], meanwhile=lambda: begun.append(len(forks)))
+    assert waited > 0
+    assert begun == [min(6, len(os.sched_getaffinity(0))), len(forks)]
+    assert len(forks) == begun[0] + 1
+    assert no_children()
+    assert not any(source.on_disk() is False for step in (launch, more) for source in collect(step, set()))
+
+
 def needs_nothing() -> None:
     """With all of it on the disk no process is started, and the third step is not run."""
     compiled_now()
-    for function in rms_norm_triton, gated_act_triton, gather_rows_triton, softmax_triton:
+    for function in rms_norm_triton, gated_act_triton, embed_triton, quantize_rows_triton:
         for value in function.__globals__.values():
             if isinstance(value, triton.JITFunction):
                 value.device_caches.clear()  # as in a new process
@@ -105,7 +131,7 @@ def _refuse(*args: Any) -> Any:
 def loses_nothing() -> None:
     """A process dies, another hangs, a third fails: a launch compiles what is missing, and no process is left."""
     compile_ahead.PATIENCE = 0.1
-    original, dying = Source.compile, {"_softmax_kernel": lambda: os._exit(1), "_gather_rows_kernel": signal.pause}
+    original, dying = Source.compile, {"_quantize_rows_kernel": lambda: os._exit(1), "_embed_kernel": signal.pause}
 
     def compile_badly(self: Source) -> None:
         dying.get(self.source.name, lambda: original(self))()
@@ -150,11 +176,12 @@ def compiles_nothing() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        *(collects, finds, needs_nothing, loses_nothing, restores, leaves_others_alone),
+        *(collects, finds, begins_early, needs_nothing, loses_nothing, restores, leaves_others_alone),
         compiles_nothing,
     )
 }
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(NoGPU())
+    with compile_instead():  # every launch from now on is what it would be on Hopper
+        pass
     CHECKS[sys.argv[1]]()

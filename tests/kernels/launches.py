@@ -11,14 +11,15 @@ from outpace.kernels.activation import bias_act_triton, gated_act_triton
 from outpace.kernels.attention_decode import paged_attention_decode
 from outpace.kernels.attention_prefill import paged_attention_prefill
 from outpace.kernels.block_copy import Pieces, gather_blocks_triton, scatter_blocks_triton
-from outpace.kernels.draw import draw_triton
+from outpace.kernels.draw import Drawing, draw_triton
 from outpace.kernels.embedding import embed_triton
 from outpace.kernels.experts_few import experts_few
 from outpace.kernels.experts_few_packed import experts_few_packed
 from outpace.kernels.experts_many import experts_many, fixed_tiles, tiles_for
-from outpace.kernels.gather import gather_rows_triton
+from outpace.kernels.few_rows import few_rows_triton
 from outpace.kernels.gemv import gemv_triton
 from outpace.kernels.layer_norm import layer_norm_triton
+from outpace.kernels.likeliest import write_likeliest_triton
 from outpace.kernels.matmul import matmul_invariant_triton
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_gemv import packed_gemv_triton
@@ -29,7 +30,6 @@ from outpace.kernels.rms_norm import rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_triton
 from outpace.kernels.routing import Routing, route_triton
 from outpace.kernels.scaled_linear import scaled_matmul_triton
-from outpace.kernels.softmax import softmax_triton
 
 BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -118,7 +118,12 @@ def products() -> None:
     """Linear layers of few rows, and those that do not depend on the batch."""
     x, norm = meta(1, 4096), meta(4096)
     gemv_triton(x, meta(28672, 4096), norm_weight=norm, eps=1e-5, activation="silu")
-    gemv_triton(meta(2, 4096), meta(4096, 4096), bias=norm, add=meta(2, 4096))
+    gemv_triton(x, meta(16384, 4096), norm_weight=norm, norm_bias=norm, centered=True, activation="gelu", gated=False)
+    counts = meta(1024, dtype=INT32)
+    write_likeliest_triton(meta(8, 128256), meta(9, 100, dtype=INT32), counts[:8], counts[:8])
+    few_rows_triton(meta(8, 4096), meta(28672, 4096), norm_weight=norm, eps=1e-5, activation="silu")
+    few_rows_triton(meta(8, 3584), meta(4608, 3584), norm_weight=meta(3584), bias=meta(4608), counts=counts)
+    few_rows_triton(meta(2, 14336), meta(4096, 14336), add=meta(2, 4096), counts=counts)
     for rows, (_, experts, hidden, _) in itertools.product((1, 2), (MIXTRAL, QWEN, GPT_OSS)):  # routers
         gemv_triton(meta(rows, hidden), meta(experts, hidden), bias=meta(experts))
     for rows in (1, 200):
@@ -169,8 +174,7 @@ def quantized_rows() -> None:
     for kind in ("int8", "fp8"):
         quantize_rows_triton(meta(33, 14336), kind)
         values, scales = empty_rows(33, 4096, kind, device)
-        rms_norm_triton(x, weight, 1e-5, residual=x, residual_out=x, out=values, scales=scales)
-        layer_norm_triton(x, weight, weight, 1e-5, residual=x, out=values, scales=scales)
+        rms_norm_triton(x, weight, 1e-5, add=x, out=values, scales=scales)
         bias_act_triton(x, weight, "gelu_tanh", out=values, scales=scales)
         inner = empty_rows(33, 14336, kind, device)
         gated_act_triton(meta(33, 28672), "silu", out=inner[0], scales=inner[1])
@@ -187,12 +191,10 @@ def quantized_rows() -> None:
 def rows() -> None:
     """Norms, activations and what else takes rows one by one."""
     x, weight = meta(33, 4096), meta(4096)
-    rms_norm_triton(x, weight, 1e-5, residual=x, residual_out=x, out=x)
-    layer_norm_triton(x, weight, weight, 1e-5, residual=x)
+    rms_norm_triton(x, weight, 1e-5, add=x, out=x)
+    layer_norm_triton(x, weight, weight, 1e-5)
     gated_act_triton(x, "silu")
     bias_act_triton(x, weight, "gelu_tanh")
-    softmax_triton(x, lengths=meta(33, dtype=INT32))
-    gather_rows_triton(x, meta(5, dtype=INT64))
     for word, longest in ((8, 16384), (4, 96), (1, 5)):
         pieces = Pieces((x, x), meta(4, 2, dtype=INT64), word, longest, 1 << 10)
         gather_blocks_triton(pieces, meta(3, dtype=INT64), meta(3, 1 << 10, dtype=torch.uint8))
@@ -203,7 +205,7 @@ def rows() -> None:
 def sampling() -> None:
     """The draw of a token, and the inputs of a step."""
     floats, ints = meta(8, dtype=FP32), meta(8, dtype=INT64)
-    draw_triton(meta(8, 128256), floats, ints, floats, floats, ints, ints)
+    draw_triton(meta(8, 128256), Drawing(floats, ints, floats, floats, ints, ints))
     table, row = meta(8, 64, dtype=INT32), meta(3, dtype=INT32)
     ragged_inputs_triton(meta(8, 4096, dtype=INT32), table, row, row, meta(4, dtype=INT32), 16, 64)
 
@@ -217,7 +219,19 @@ def attention() -> None:
     table, lens, cu_q = meta(3, 8, dtype=INT32), meta(3, dtype=INT32), meta(4, dtype=INT32)
     for splits in (1, 4):
         paged_attention_decode(meta(3, 32, 128), k, v, table, lens, cu_q, scale=0.1, num_splits=splits)
+    for few, many in (((32, 8, 128), (28, 4, 128)), ((32, 8, 64), (8, 4, 256))):
+        planned_decode(1, *few)
+        planned_decode(256, *many)
+    planned_decode(256, 32, 8, 128, mixed=True, fold=False)
+    planned_decode(1, 71, 1, 64)
     paged_attention_prefill(meta(300, 32, 128), k, v, table, lens, cu_q, 100, scale=0.1)
+
+
+def planned_decode(batch: int, heads: int, kv_heads: int, dim: int, **options: bool) -> None:
+    """Decodes that are planned, with parts that the kernel puts together itself, or another one does."""
+    pages, lens, cu_q = meta(100, 64, kv_heads, dim), meta(batch, dtype=INT32), meta(batch + 1, dtype=INT32)
+    q, table, rest = meta(batch, heads, dim), meta(batch, 80, dtype=INT32), dict[str, Any](options)
+    paged_attention_decode(q, pages, pages, table, lens, cu_q, scale=0.1, **rest)
 
 
 def quantized_attention() -> None:
@@ -238,7 +252,7 @@ def quantized_attention() -> None:
         heads: dict[str, int] = {"num_heads": 32, "num_kv_heads": kv_heads, "head_dim": dim, "rotary_dim": dim // 2}
         rope_and_cache_triton(qkv, cos, cos, at, at, k, v, scales=scales, **heads)  # type: ignore[arg-type]
         rest: dict[str, Any] = {"scale": 0.1, "scales": scales, **options}
-        for splits in (1, 4):
+        for splits in (0, 1, 4):
             paged_attention_decode(meta(3, 32, dim, dtype=dtype), k, v, table, lens, cu_q, num_splits=splits, **rest)
         for invariant in (False, True):
             q = meta(300, 32, dim, dtype=dtype)

@@ -3,13 +3,14 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.kernels import attention, attention_by_page
-from outpace.kernels.attention import paged_attention, paged_attention_ref
-from outpace.kernels.attention_decode import DecodeTiles, decode_workspace, paged_attention_decode
+from outpace.kernels import attention, attention_by_page, attention_torch
+from outpace.kernels.attention import paged_attention
+from outpace.kernels.attention_decode import DecodeTiles, paged_attention_decode
 from outpace.kernels.attention_prefill import PrefillTiles, paged_attention_prefill
+from outpace.kernels.attention_torch import paged_attention_torch
 from tests.kernels.attention_batches import Batch, Case, in_fp64, make_batch
 from tests.kernels.buffers import Output
-from tests.kernels.tolerances import assert_close, assert_equal
+from tests.kernels.tolerances import assert_close, assert_equal, on_gpu
 
 # Triton's interpreter multiplies the bits of bf16 numbers instead of the numbers.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -35,6 +36,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "half, all": {"dtype": HALF, "dims": (64, 32), **ALL},
 }
+Runs = list[tuple[Any, dict[str, Any]]]
+DECODE: Runs = [
+    (paged_attention_torch, {}),
+    (paged_attention_torch, {"invariant": True}),
+    (paged_attention_decode, {"num_splits": 1}),
+    (paged_attention_decode, {"num_splits": 3, "tiles": DecodeTiles(block_n=16)}),
+]
+PREFILL: Runs = [
+    (paged_attention_torch, {}),
+    (paged_attention_torch, {"invariant": True}),
+    (paged_attention_prefill, {"tiles": PrefillTiles(16, 16)}),
+    (paged_attention_prefill, {"invariant": True}),
+]
+WAYS: dict[str, tuple[tuple[tuple[int, int], ...], int, Runs]] = {
+    "decode": (DECODES, 1, DECODE),
+    "prefill": (MIXED, 2, PREFILL),
+}
+"""Sequences, rows of padding, and what runs them."""
+BOTH = pytest.mark.parametrize("way", WAYS)
 
 
 def check(found: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -49,44 +69,38 @@ def run(function: Any, batch: Batch, **keywords: Any) -> torch.Tensor:
     return out.checked()
 
 
-def check_all(case: Case, device: torch.device, function: Any, keywords: list[dict[str, Any]]) -> None:
-    """The reference and the kernel under these keywords against fp64."""
+def check_all(case: Case, device: torch.device, runs: Runs) -> None:
+    """Functions under some keywords against fp64."""
     batch = make_batch(case, device)
     want = in_fp64(batch)
-    check(run(paged_attention_ref, batch), want, case.dtype)
-    for some in keywords:
-        check(run(function, batch, **some), want, case.dtype)
+    for function, keywords in runs:
+        check(run(function, batch, **keywords), want, case.dtype)
 
 
+def default_tiles(runs: Runs) -> Runs:
+    """The same with the tiles that launchers choose."""
+    return [(function, {name: keywords[name] for name in keywords if name != "tiles"}) for function, keywords in runs]
+
+
+@BOTH
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
-def test_decode_features(changes: dict[str, Any], device: torch.device) -> None:
-    case = Case(DECODES, padding=1, heads=(2, 1), **changes)
-    small = DecodeTiles(block_n=16)
-    check_all(case, device, paged_attention_decode, [{"num_splits": 1}, {"num_splits": 3, "tiles": small}])
+def test_features(way: str, changes: dict[str, Any], device: torch.device) -> None:
+    seqs, padding, runs = WAYS[way]
+    check_all(Case(seqs, padding, heads=(2, 1), **changes), device, runs)
 
 
+@BOTH
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_decode_shapes(changes: dict[str, Any], device: torch.device) -> None:
-    check_all(Case(DECODES, padding=1, **changes), device, paged_attention_decode, [{}, {"num_splits": 2}])
+def test_shapes(way: str, changes: dict[str, Any], device: torch.device) -> None:
+    seqs, padding, runs = WAYS[way]
+    check_all(Case(seqs, padding, **changes), device, [*default_tiles(runs[1:]), (runs[-1][0], {})])
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 40])
 def test_any_number_of_splits(num_splits: int, device: torch.device) -> None:
     case = Case(((1, 300), (1, 5), (1, 128)), heads=(2, 1), sinks=True)
-    workspace = decode_workspace(4, 2, 32, num_splits, device)  # larger than needed
-    keywords = {"num_splits": num_splits, "tiles": DecodeTiles(block_n=16), "workspace": workspace}
-    check_all(case, device, paged_attention_decode, [keywords])
-
-
-@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
-def test_prefill_features(changes: dict[str, Any], device: torch.device) -> None:
-    case = Case(MIXED, padding=2, **changes)
-    check_all(case, device, paged_attention_prefill, [{"tiles": PrefillTiles(16, 16)}])
-
-
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_prefill_shapes(changes: dict[str, Any], device: torch.device) -> None:
-    check_all(Case(MIXED, padding=2, **changes), device, paged_attention_prefill, [{}])
+    keywords = {"num_splits": num_splits, "tiles": DecodeTiles(block_n=16)}
+    check_all(case, device, [(paged_attention_decode, keywords)])
 
 
 def test_prefill_without_any_sequence_writes_zeros(device: torch.device) -> None:
@@ -111,18 +125,10 @@ def test_in_a_mixed_batch_each_kernel_writes_its_own_rows(changes: dict[str, Any
         assert out[~own].isnan().all()
 
 
-@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
-def test_invariant_results_are_right(changes: dict[str, Any], device: torch.device) -> None:
-    batch = make_batch(Case(MIXED, padding=2, **changes), device)
-    want = in_fp64(batch)
-    check(run(paged_attention_ref, batch, invariant=True), want, torch.float32)
-    check(run(paged_attention_prefill, batch, invariant=True), want, torch.float32)
-
-
 def test_empty_batches(device: torch.device) -> None:
     pages = torch.zeros(1, 16, 1, 32, device=device)
     ints = torch.zeros(1, dtype=torch.int32, device=device)
-    for function in (paged_attention_ref, paged_attention_decode, paged_attention_prefill):
+    for function in (paged_attention_torch, paged_attention_decode, paged_attention_prefill):
         out = function(pages[0, :0], pages, pages, ints[:0, None], ints[:0], ints, 1, scale=1.0)
         assert out.shape == (0, 1, 32)
 
@@ -133,14 +139,15 @@ def test_pages_may_be_interleaved(device: torch.device) -> None:
     both = torch.stack([k_pages, v_pages], dim=1)  # [N, 2, bs, Hkv, D]
     batch = Batch(batch.case, (q, both[:, 0], both[:, 1], *rest), batch.options)
     want = in_fp64(batch)
-    check(run(paged_attention_ref, batch), want, torch.float32)
+    check(run(paged_attention_torch, batch), want, torch.float32)
     check(run(paged_attention_decode, batch, num_splits=2), want, torch.float32)
     check(run(paged_attention_prefill, batch), want, torch.float32)
 
 
 @pytest.mark.parametrize("window", [0, 4])
 def test_fresh_prompts(window: int, device: torch.device) -> None:
-    check_all(Case(((9, 9), (30, 30), (21, 21)), window=window), device, paged_attention_prefill, [{}])
+    runs: Runs = [(paged_attention_torch, {}), (paged_attention_prefill, {})]
+    check_all(Case(((9, 9), (30, 30), (21, 21)), window=window), device, runs)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 40, 1000])
@@ -148,7 +155,7 @@ def test_fresh_prompts(window: int, device: torch.device) -> None:
 def test_one_token_of_one_sequence(keys: int, window: int) -> None:
     for shape in ({}, {"heads": (9, 3), "dims": (72, 48), "page": 48}, {"heads": (3, 3), "dims": (64, 64)}):
         batch = make_batch(Case(((1, keys),), window=window, **shape), torch.device("cpu"))
-        check(run(paged_attention_ref, batch), in_fp64(batch), torch.float32)
+        check(run(paged_attention_torch, batch), in_fp64(batch), torch.float32)
 
 
 @pytest.mark.parametrize("changes", [*FEATURES.values(), *SHAPES.values()], ids=[*FEATURES, *SHAPES])
@@ -156,25 +163,25 @@ def test_one_token_of_one_sequence(keys: int, window: int) -> None:
 def test_decodes_one_after_another_and_by_pages(
     threads: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "FEW_DECODES", 0)
+    monkeypatch.setattr(attention_torch, "FEW_DECODES", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(attention_by_page, "SLICE_BYTES", 20_000)  # a few items at a time
     monkeypatch.setattr(attention_by_page, "GROUP_BYTES", 10_000)
     case = Case((*DECODES, (7, 30), (1, 128)), padding=1, **changes)
     batch = make_batch(case, torch.device("cpu"))
-    check(run(paged_attention_ref, batch), in_fp64(batch), case.dtype)
+    check(run(paged_attention_torch, batch), in_fp64(batch), case.dtype)
 
 
 def test_the_reference_takes_bf16() -> None:
     batch = make_batch(Case(MIXED, padding=1, dtype=torch.bfloat16, **ALL), torch.device("cpu"))
-    check(run(paged_attention_ref, batch), in_fp64(batch), torch.bfloat16)
+    check(run(paged_attention_torch, batch), in_fp64(batch), torch.bfloat16)
 
 
 def test_the_reference_chunks_large_scores(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(Case(((20, 100), (1, 90), (5, 7), (33, 33)), **ALL), device)
-    monkeypatch.setattr(attention, "SCORE_BYTES", 10_000)
-    monkeypatch.setattr(attention, "PIECE_COST", 0)
-    check(run(paged_attention_ref, batch), in_fp64(batch), torch.float32)
+    monkeypatch.setattr(attention_torch, "SCORE_BYTES", 10_000)
+    monkeypatch.setattr(attention_torch, "PIECE_COST", 0)
+    check(run(paged_attention_torch, batch), in_fp64(batch), torch.float32)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -186,7 +193,7 @@ def test_the_public_function(mixed: bool, invariant: bool, device: torch.device)
 
 
 def test_which_kernels_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: decodes to one kernel, others to the other, mixed batches to both, invariant ones to the ragged."""
+    """Decodes to one kernel, others to the other, mixed batches to both, invariant ones to the ragged."""
     calls: list[str] = []
 
     def spy(function: Any) -> Any:
@@ -198,7 +205,6 @@ def test_which_kernels_run(device: torch.device, monkeypatch: pytest.MonkeyPatch
 
     for function in (paged_attention_decode, paged_attention_prefill):
         monkeypatch.setattr(attention, function.__name__, spy(function))
-    monkeypatch.setattr(attention, "runs_on_cpu", lambda q: False)
     mixed, invariant = {"mixed": True}, {"invariant": True}
     keywords: dict[str, bool]
     for seqs, padding, keywords, kernels in [
@@ -216,8 +222,7 @@ def test_which_kernels_run(device: torch.device, monkeypatch: pytest.MonkeyPatch
         assert [name.removeprefix("paged_attention_") for name in calls] == kernels
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@on_gpu
 def test_one_graph_runs_any_mix(device: torch.device) -> None:
     """The launches depend on (T, S) alone: cu_q, lengths and pages change between replays."""
     rows, seqs, page, columns = 96, 12, 16, 16

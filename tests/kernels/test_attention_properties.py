@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outpace.kernels.attention import paged_attention, paged_attention_ref
+from outpace.kernels.attention import paged_attention
 from outpace.kernels.attention_decode import decode_splits, decode_tiles
 from outpace.kernels.attention_prefill import paged_attention_prefill, prefill_tiles
+from outpace.kernels.attention_torch import paged_attention_torch
 from tests.kernels.attention_batches import Batch, Case, in_fp64, make_batch
-from tests.kernels.tolerances import assert_equal
+from tests.kernels.tolerances import assert_equal, on_gpu
 
 
 @settings(database=None)
@@ -56,7 +57,7 @@ def test_the_reference_matches_fp64(
     case = Case(tuple(seqs), 1, heads, (32, 40), window=window, alibi=alibi, sinks=sinks, softcap=softcap)
     batch = make_batch(case, torch.device("cpu"))
     torch.testing.assert_close(
-        paged_attention_ref(*batch.args, **batch.options).double(), in_fp64(batch), rtol=0, atol=1e-5
+        paged_attention_torch(*batch.args, **batch.options).double(), in_fp64(batch), rtol=0, atol=1e-5
     )
 
 
@@ -118,10 +119,11 @@ def test_the_reference_is_invariant(count: int, data: st.DataObject) -> None:
     )
     with threads(count):
         whole = make_batch(case, torch.device("cpu"))
-        check_invariance(paged_attention_ref, whole, data.draw(cut(lengths)), data.draw(st.integers(0, 3)))
+        check_invariance(paged_attention_torch, whole, data.draw(cut(lengths)), data.draw(st.integers(0, 3)))
 
 
-@settings(max_examples=15, deadline=None, database=None)
+@pytest.mark.usefixtures("left_to_right")
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_kernel_is_invariant(data: st.DataObject) -> None:
     """In the interpreter, which shows what masks and order do; how a GPU rounds, the test below shows."""
@@ -136,8 +138,7 @@ def test_the_kernel_is_invariant(data: st.DataObject) -> None:
     check_invariance(paged_attention_prefill, whole, data.draw(cut(lengths)), data.draw(st.integers(0, 3)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 @settings(max_examples=15, deadline=None, database=None)

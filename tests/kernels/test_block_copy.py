@@ -4,10 +4,9 @@ from torch import Tensor
 
 from outpace.kernels.block_copy import (
     Pieces,
-    gather_blocks,
-    gather_blocks_ref,
+    gather_blocks_torch,
     gather_blocks_triton,
-    scatter_blocks_ref,
+    scatter_blocks_torch,
     scatter_blocks_triton,
 )
 
@@ -46,10 +45,7 @@ def test_blocks_are_gathered_and_scattered_bit_for_bit(name: str, count: int, de
     pieces = Pieces.of(tensors, size + padding)
     assert pieces.num_bytes == size
     blocks = torch.randperm(NUM_BLOCKS, device=device)[:count]
-    for gather, scatter in (
-        (gather_blocks_ref, scatter_blocks_ref),
-        (gather_blocks_triton, scatter_blocks_triton),
-    ):
+    for gather, scatter in ((gather_blocks_torch, scatter_blocks_torch), (gather_blocks_triton, scatter_blocks_triton)):
         rows = torch.full((count, size + padding), 77, dtype=torch.uint8, device=device)
         gather(pieces, blocks, rows)
         for row, block in zip(rows, blocks.tolist(), strict=True):
@@ -74,10 +70,3 @@ def test_the_words_are_as_large_as_the_pieces_allow(device: torch.device) -> Non
     assert found["even"] == 8
     assert found["four bytes"] == 4
     assert found["odd sizes"] == 1
-
-
-def test_on_a_cpu_the_reference_runs() -> None:
-    tensor = random_bytes((3, 5), torch.int8, torch.device("cpu"))
-    rows = torch.zeros(2, 5, dtype=torch.uint8)
-    gather_blocks(Pieces.of([tensor], 5), torch.tensor([2, 0]), rows)
-    assert torch.equal(rows.view(torch.int8), tensor[[2, 0]])

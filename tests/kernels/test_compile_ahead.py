@@ -11,7 +11,10 @@ from outpace.kernels.compile_ahead import compile_ahead
 from outpace.kernels.triton_stub import HAS_TRITON
 from tests.patience import PATIENCE
 
-CHECKS = ("collects", "finds", "needs_nothing", "loses_nothing", "restores", "leaves_others_alone", "compiles_nothing")
+CHECKS = (
+    *("collects", "finds", "begins_early", "needs_nothing", "loses_nothing", "restores", "leaves_others_alone"),
+    "compiles_nothing",
+)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

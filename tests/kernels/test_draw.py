@@ -1,13 +1,13 @@
 """One token per row: the kernel draws what the reference draws, whatever the tiles and the rest of the batch."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from outpace.kernels.draw import SPLITMIX, draw_ref, draw_triton, hashed
+from outpace.kernels.draw import SPLITMIX, Drawing, draw_torch, draw_triton, hashed
 from tests.kernels.buffers import poisoned
-from tests.kernels.tolerances import DTYPES
+from tests.kernels.tolerances import DTYPES, on_gpu
 
 # numpy's words on what a GPU does in silence, in lanes that are not kept
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
@@ -22,18 +22,13 @@ class Rows:
     """The arguments of a draw."""
 
     logits: torch.Tensor
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    keys: torch.Tensor
-    counters: torch.Tensor
+    how: Drawing
 
-    def all(self) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    def all(self) -> tuple[torch.Tensor, Drawing]:
+        return self.logits, self.how
 
-    def part(self, rows: slice) -> "Rows":
-        return Rows(*(value[rows].contiguous() for value in self.all()))
+    def part(self, rows: slice | list[int]) -> "Rows":
+        return Rows(self.logits[rows].contiguous(), Drawing(*(value[rows].contiguous() for value in self.how)))
 
     def kernel(self, config: dict[str, int] | None = None) -> torch.Tensor:
         return draw_triton(*self.all(), config=config)
@@ -46,7 +41,8 @@ def rows_of(logits: torch.Tensor, **given: float) -> Rows:
     floats = {name: torch.full((count,), values[name], device=device) for name in ("temperature", "top_p", "min_p")}
     keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(0))
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
-    return Rows(logits, top_k=zeros + int(given.get("top_k", 0)), keys=keys.to(device), counters=zeros, **floats)
+    top_k = zeros + int(given.get("top_k", 0))
+    return Rows(logits, Drawing(top_k=top_k, keys=keys.to(device), counters=zeros, **floats))
 
 
 def varied(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Rows:
@@ -54,12 +50,15 @@ def varied(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
     random = torch.Generator().manual_seed(shape[0] * shape[1])
     rows = rows_of(poisoned((4 * torch.randn(shape, generator=random)).to(dtype), gap=5).to(device))
     at = torch.arange(shape[0])
-    rows.temperature = torch.where(at % 7 == 6, 0.0, torch.rand(shape[0], generator=random) * 2 + 0.1).to(device)
-    rows.top_k = torch.where(at % 2 == 0, torch.randint(1, min(shape[1], 200) + 1, shape[:1], generator=random), 0)
-    rows.top_k = rows.top_k.to(device)
-    rows.top_p = torch.where(at % 3 != 1, torch.rand(shape[0], generator=random) * 0.9 + 0.1, 1.0).to(device)
-    rows.min_p = torch.where(at % 5 == 3, 0.05, 0.0).to(device)
-    rows.counters = torch.randint(0, 9999, shape[:1], generator=random).to(device)
+    top_k = torch.where(at % 2 == 0, torch.randint(1, min(shape[1], 200) + 1, shape[:1], generator=random), 0)
+    rows.how = Drawing(
+        temperature=torch.where(at % 7 == 6, 0.0, torch.rand(shape[0], generator=random) * 2 + 0.1).to(device),
+        top_k=top_k.to(device),
+        top_p=torch.where(at % 3 != 1, torch.rand(shape[0], generator=random) * 0.9 + 0.1, 1.0).to(device),
+        min_p=torch.where(at % 5 == 3, 0.05, 0.0).to(device),
+        keys=rows.how.keys,
+        counters=torch.randint(0, 9999, shape[:1], generator=random).to(device),
+    )
     return rows
 
 
@@ -79,7 +78,7 @@ def test_the_hash_is_splitmix64() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel_draws_what_the_ref_draws(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     rows = varied(shape, dtype, device)
-    want = draw_ref(*rows.all())
+    want = draw_torch(*rows.all())
     assert want.shape == shape[:1]
     assert torch.equal(rows.kernel(), want)
     if shape[1] > SMALL["block"]:
@@ -96,7 +95,7 @@ def test_a_row_alone_and_in_another_dtype(device: torch.device) -> None:
 
 def test_without_filters_nothing_is_listed_and_the_same_is_drawn(device: torch.device) -> None:
     rows = rows_of(torch.randn(5, 200, device=device), min_p=0.1, temperature=0.8)
-    for draw in (draw_ref, draw_triton):
+    for draw in (draw_torch, draw_triton):
         assert torch.equal(draw(*rows.all(), filtered=False), draw(*rows.all()))
 
 
@@ -105,11 +104,10 @@ def test_tokens_that_tie_with_the_threshold_are_all_kept(filters: dict[str, floa
     # weights 1, then six of one half: every filter's threshold is among the six
     weights = torch.tensor([0.5, 0.01, 1.0, 0.5, 0.5, 0.01, 0.5, 0.5, 0.5])
     rows = rows_of(weights.log().to(device).expand(400, 9).contiguous(), **filters)
-    drawn = draw_ref(*rows.all())
+    drawn = draw_torch(*rows.all())
     assert drawn.unique().tolist() == [0, 2, 3, 4, 6, 7, 8]
     first = [int((drawn == token).nonzero()[0]) for token in (0, 2, 8)]
-    some = Rows(*(value[first] for value in rows.all()))
-    assert some.kernel().tolist() == [0, 2, 8]
+    assert rows.part(first).kernel().tolist() == [0, 2, 8]
 
 
 @pytest.mark.parametrize("top_k", [1, 63, 64, 65, 150, 299, 300])
@@ -119,7 +117,7 @@ def test_top_k_below_and_above_the_number_of_lanes(top_k: int, device: torch.dev
     rows = rows_of(logits.expand(3, 300).contiguous(), top_k=top_k, temperature=50.0)
     drawn = rows.kernel(SMALL)
     assert set(drawn.tolist()) <= kept
-    assert torch.equal(drawn, draw_ref(*rows.all()))
+    assert torch.equal(drawn, draw_torch(*rows.all()))
 
 
 def test_a_nucleus_of_a_flat_row_and_the_smallest_one(device: torch.device) -> None:
@@ -127,7 +125,7 @@ def test_a_nucleus_of_a_flat_row_and_the_smallest_one(device: torch.device) -> N
     for top_p in (1e-9, 0.7):
         rows = rows_of(flat, top_p=top_p)
         drawn = rows.kernel(SMALL)
-        assert torch.equal(drawn, draw_ref(*rows.all()))
+        assert torch.equal(drawn, draw_torch(*rows.all()))
         assert drawn.min() >= 300 * (1 - top_p) - 2
     assert (rows_of(torch.zeros(2, 300, device=device), top_p=1e-9).kernel(SMALL) < 300).all()
 
@@ -142,7 +140,7 @@ def test_banned_infinite_and_missing_logits(temperature: float, device: torch.de
     none: dict[str, float] = {}
     for filters in (none, {"top_k": 2, "top_p": 0.9}):
         rows = rows_of(logits.to(device), temperature=temperature, **filters)
-        for drawn in (draw_ref(*rows.all()), rows.kernel(SMALL)):
+        for drawn in (draw_torch(*rows.all()), rows.kernel(SMALL)):
             assert drawn.tolist() == [77, 3, 6, 129, 0]
 
 
@@ -150,10 +148,9 @@ def test_no_rows(device: torch.device) -> None:
     assert rows_of(torch.randn(0, 9, device=device)).kernel().shape == (0,)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@on_gpu
 def test_a_real_vocabulary_on_a_gpu() -> None:
     rows = varied((64, 128_256), torch.bfloat16, torch.device("cuda"))
-    want = draw_ref(*rows.all())
+    want = draw_torch(*rows.all())
     assert torch.equal(rows.kernel(), want)
     assert torch.equal(rows.kernel({"block": 2048, "num_warps": 8}), want)

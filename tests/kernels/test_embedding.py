@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.kernels.embedding import embed_ref, embed_triton
+from outpace.kernels.embedding import embed_torch, embed_triton
 from tests.kernels.buffers import Output, random_rows
 from tests.kernels.tolerances import DTYPES, assert_close, assert_equal
 
@@ -30,7 +30,7 @@ def test_kernel_and_ref_match_the_formula(
         want = want * torch.tensor(scale, dtype=dtype, device=device)  # as Gemma's scaled embedding
     if learned:
         want = want + places[positions.long() + offset]
-    assert_equal(embed_ref(ids, table, scale=scale, **options), want)
+    assert_equal(embed_torch(ids, table, scale=scale, **options), want)
     out = Output.like(want)
     assert embed_triton(ids, table, scale=scale, out=out.view, **options) is out.view
     same = assert_close if learned and scale != 1.0 else assert_equal  # a GPU multiplies and adds in one rounding
@@ -41,11 +41,11 @@ def test_int32_ids_and_other_tiles(device: torch.device) -> None:
     table = random_rows((11, 100), torch.float16, device)
     ids = torch.tensor([10, 0, 3], device=device, dtype=torch.int32)
     assert_equal(embed_triton(ids, table, config={"block": 32, "num_warps": 1}), table[ids.long()])
-    assert_equal(embed_ref(ids, table), table[ids.long()])
+    assert_equal(embed_torch(ids, table), table[ids.long()])
 
 
 def test_a_position_table_needs_positions(device: torch.device) -> None:
     table, ids = torch.zeros(3, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    for embed in (embed_ref, embed_triton):
+    for embed in (embed_torch, embed_triton):
         with pytest.raises(AssertionError, match="needs positions"):
             embed(ids, table, position_table=table)

@@ -15,15 +15,14 @@ from outpace.kernels.matmul import (
     MAX_CHUNKS,
     MatmulTiles,
     chunk_depth,
-    matmul_invariant,
-    matmul_invariant_ref,
+    matmul_invariant_torch,
     matmul_invariant_triton,
     matmul_tiles,
     matmul_torch,
 )
 from tests.kernels.buffers import Output, poisoned, random_rows
 from tests.kernels.test_gemv import guarded, oracle, random_weight
-from tests.kernels.tolerances import DTYPES, ROUNDING, assert_close, assert_equal
+from tests.kernels.tolerances import DTYPES, ROUNDING, assert_close, assert_equal, on_gpu
 
 GPU = torch.cuda.is_available()
 HALF = torch.bfloat16
@@ -41,7 +40,6 @@ TILES = [
 ]
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 pytestmark = pytest.mark.usefixtures("left_to_right")
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def test_every_combination_of_options(shape: tuple[int, int, int], dtype: torch.
     for names in ((), ("bias",), ("add",), ("bias", "add")) if shape[0] < 10 else ((), ("bias", "add")):
         options = {name: both[name] for name in names}
         check(matmul_invariant_triton, x, weight, **options)
-        check(matmul_invariant_ref, x, weight, roundings=2, **options)
+        check(matmul_invariant_torch, x, weight, roundings=2, **options)
         check(matmul_torch, x, weight, roundings=3, **options)
 
 
@@ -103,7 +101,7 @@ def assert_rows_alike(product: Product, x: Tensor, weight: Tensor, cuts: list[in
         assert torch.equal(piece, whole[start:stop]), (start, stop)
 
 
-@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_ref])
+@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_torch])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("outputs", "depth"), [(5, 600), (33, 130), (7, 257)])
 def test_a_row_is_the_same_in_every_product(
@@ -134,7 +132,7 @@ def test_split_anywhere(
 ) -> None:
     torch.manual_seed(seed)
     x, weight, options = random_operands((rows, outputs, depth), HALF if half else torch.float32, device)
-    product = matmul_invariant_triton if of_kernel else matmul_invariant_ref
+    product = matmul_invariant_triton if of_kernel else matmul_invariant_torch
     assert_rows_alike(product, x, weight, sorted(cut for cut in cuts if cut < rows), **options)
 
 
@@ -148,12 +146,12 @@ def test_the_reference_with_any_number_of_threads(threads: int, dtype: torch.dty
     try:
         for outputs, depth in ((2, 11), (4, 166), (8, 293), (11, 1678), (256, 512), (1000, 129)):
             x, weight, options = random_operands((70, outputs, depth), dtype, torch.device("cpu"))
-            assert_rows_alike(matmul_invariant_ref, x, weight, [1, 4, 36, 69], **options)
+            assert_rows_alike(matmul_invariant_torch, x, weight, [1, 4, 36, 69], **options)
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_ref])
+@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_torch])
 def test_other_rows_do_no_harm(product: Product, device: torch.device) -> None:
     x, weight, _ = random_operands((70, 5, 300), torch.float32, device)
     spoiled = x.clone()
@@ -177,7 +175,7 @@ def test_weight_rows_apart_and_one_row_of_any_stride(device: torch.device) -> No
     assert_equal(matmul_invariant_triton(x.as_strided((1, 33), (7, 1), x.storage_offset()), weight), want)
 
 
-@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_ref, matmul_torch])
+@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_torch, matmul_torch])
 @pytest.mark.parametrize("biased", [False, True])
 def test_out_may_be_add(product: Product, biased: bool, device: torch.device) -> None:
     x, weight, both = random_operands((2, 5, 300), torch.float32, device)
@@ -187,13 +185,7 @@ def test_out_may_be_add(product: Product, biased: bool, device: torch.device) ->
     assert_equal(total, product(x, weight, bias, add=add))
 
 
-def test_the_one_for_the_device(device: torch.device) -> None:
-    x, weight, options = random_operands((3, 5, 70), HALF, device)
-    product = matmul_invariant_triton if GPU else matmul_invariant_ref
-    assert_equal(matmul_invariant(x, weight, **options), product(x, weight, **options))
-
-
-@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_ref, matmul_torch])
+@pytest.mark.parametrize("product", [matmul_invariant_triton, matmul_invariant_torch, matmul_torch])
 def test_nothing_to_do(product: Product, device: torch.device) -> None:
     assert product(torch.empty(0, 8, device=device), torch.empty(4, 8, device=device)).shape == (0, 4)
     assert product(torch.empty(2, 8, device=device), torch.empty(0, 8, device=device)).shape == (2, 0)
@@ -235,8 +227,7 @@ def test_few_rows_fill_the_gpu(outputs: int, depth: int) -> None:
     assert chunks * outputs // tiles.block_n >= 132
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32])
 @pytest.mark.parametrize(("outputs", "depth"), LLAMA_8B)
 def test_rows_of_a_large_model_are_alike(outputs: int, depth: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -252,8 +243,7 @@ def test_rows_of_a_large_model_are_alike(outputs: int, depth: int, dtype: torch.
     torch.testing.assert_close(whole[:64, :512].double(), want, rtol=unit, atol=max(2e-5, unit / 64))
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16])
 def test_tiles_of_a_large_model_change_no_bit(dtype: torch.dtype, block_m: int, device: torch.device) -> None:
@@ -264,3 +254,10 @@ def test_tiles_of_a_large_model_change_no_bit(dtype: torch.dtype, block_m: int, 
     for block_n, block_k, split in itertools.product((16, 64, 128), (64, 128), (False, True)):
         tiles = replace(base, block_n=block_n, block_k=block_k, split=split)
         assert torch.equal(matmul_invariant_triton(x, weight, tiles=tiles), want), tiles
+
+
+def test_many_rows_of_a_wide_weight_in_pieces() -> None:
+    x, weight = torch.randn(40, 8), torch.randn(16, 8)
+    torch.testing.assert_close(matmul._in_pieces(x, weight), x @ weight.t())
+    long = torch.randn(2 * matmul.PIECE + 3, 8)
+    torch.testing.assert_close(matmul._in_pieces(long, weight), long @ weight.t())

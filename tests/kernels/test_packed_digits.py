@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace.kernels.packed_digits import digits_linear, takes_digits
-from outpace.kernels.packed_linear import packed_linear_ref, packed_linear_torch
+from outpace.kernels.packed_linear import packed_linear_dequantized, packed_linear_torch
 from tests.kernels.buffers import Output
 from tests.kernels.packing import random_packed
 from tests.kernels.test_gemv import oracle, random_options
@@ -66,11 +66,11 @@ def test_two_digits_are_enough_for_16_bits() -> None:
 def test_others_are_dequantized(kind: str, group: int, block: int) -> None:
     weight, x = random_packed(kind, (12, 96), group, block), torch.randn(3, 96)
     assert not takes_digits(x, weight)
-    assert torch.equal(packed_linear_torch(x, weight), packed_linear_ref(x, weight))
+    assert torch.equal(packed_linear_torch(x, weight), packed_linear_dequantized(x, weight))
     assert packed_linear_torch(x[:0], weight).shape == (0, 12)
 
 
 def test_a_gated_activation_and_a_norm() -> None:
     weight, x = random_packed("int8", (26, 33), 33), torch.randn(2, 33)
     options = random_options((2, 13, 33), torch.float32, CPU, gated=True)
-    assert_near(packed_linear_torch(x, weight, **options), packed_linear_ref(x, weight, **options).double(), 8)
+    assert_near(packed_linear_torch(x, weight, **options), packed_linear_dequantized(x, weight, **options).double(), 8)

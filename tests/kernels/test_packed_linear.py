@@ -12,16 +12,16 @@ from outpace.kernels.packed import KINDS, Packed
 from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
 from outpace.kernels.packed_linear import (
     packed_choice,
-    packed_linear_invariant,
+    packed_linear_dequantized,
+    packed_linear_invariant_torch,
     packed_linear_invariant_triton,
-    packed_linear_ref,
     packed_linear_triton,
 )
 from outpace.kernels.packed_matmul import PackedTiles, dequantize_triton, packed_matmul_triton
 from tests.kernels.buffers import Output, random_rows
 from tests.kernels.packing import random_packed
 from tests.kernels.test_gemv import oracle, random_options
-from tests.kernels.tolerances import DTYPES, ROUNDING
+from tests.kernels.tolerances import DTYPES, ROUNDING, on_gpu
 
 # (kind, group, rows that share a scale, with zeros)
 FORMS = [
@@ -62,7 +62,7 @@ def check(product: Any, x: Tensor, weight: Packed, **options: Any) -> None:
     out = Output.like(want.to(x.dtype))
     assert product(x, weight, out=out.view, **options, **tiles) is out.view
     assert_near(out.checked(), want, 1.5)
-    assert_near(packed_linear_ref(x, weight, **options), want, 8)
+    assert_near(packed_linear_dequantized(x, weight, **options), want, 8)
     assert torch.equal(x, kept)
 
 
@@ -112,7 +112,7 @@ def test_zero_scales_and_no_rows(device: torch.device) -> None:
     weight.scale.zero_()
     assert not packed_gemv_triton(torch.randn(2, 24, device=device), weight).any()
     assert packed_gemv_triton(torch.empty(0, 24, device=device), weight).shape == (0, 4)
-    assert packed_linear_ref(torch.empty(0, 24, device=device), weight).shape == (0, 4)
+    assert packed_linear_dequantized(torch.empty(0, 24, device=device), weight).shape == (0, 4)
 
 
 def test_out_may_be_add(device: torch.device) -> None:
@@ -167,7 +167,7 @@ def test_every_choice_has_every_option(rows: int, gated: bool, device: torch.dev
     shape = (rows, 4, 40)
     assert packed_choice(rows, form(FORMS[0], (4, 40), device)) == {1: "few", 257: "dequantize"}.get(rows, "tiles")
     x, weight = random_rows((rows, 40), torch.float32, device), form(FORMS[4], (4 * (1 + gated), 40), device)
-    for product in (packed_linear_triton, packed_linear_invariant, packed_linear_invariant_triton):
+    for product in (packed_linear_triton, packed_linear_invariant_torch, packed_linear_invariant_triton):
         check(product, x, weight, **random_options(shape, x.dtype, device, gated=gated))
     odd = random_packed("int4", (4 * (1 + gated), 40), 5, device=device)  # two halves of a byte with two scales
     check(packed_linear_triton, x, odd, **random_options(shape, x.dtype, device, gated=gated))
@@ -175,10 +175,11 @@ def test_every_choice_has_every_option(rows: int, gated: bool, device: torch.dev
 
 @pytest.mark.usefixtures("left_to_right")
 @pytest.mark.parametrize("weight", [FORMS[1], FORMS[5]], ids=str)
-@pytest.mark.parametrize("product", [packed_linear_invariant, packed_linear_invariant_triton])
+@pytest.mark.parametrize("product", [packed_linear_invariant_torch, packed_linear_invariant_triton])
 def test_rows_do_not_depend_on_the_others(
     product: Any, weight: tuple[str, int, int, bool], device: torch.device
 ) -> None:
+    device = device if product is packed_linear_invariant_triton else torch.device("cpu")
     x, packed = torch.randn(70, 96, device=device), form(weight, (6, 96), device)
     norm = torch.rand(96, device=device)
     both = product(x, packed, norm_weight=norm, eps=1e-5, activation="silu")
@@ -187,8 +188,7 @@ def test_rows_do_not_depend_on_the_others(
         assert torch.equal(alone, both[row : row + 1])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@on_gpu
 @pytest.mark.parametrize("weight", FORMS, ids=str)
 def test_layers_of_an_8b(weight: tuple[str, int, int, bool], device: torch.device) -> None:
     """Real widths in bf16, with the tiles that are used, at every choice; and rows that do not depend on the batch."""

@@ -1,11 +1,13 @@
 """Weights in groups as tiles on a CPU: the same weight, and products that bf16 explains."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_linear import Options, packed_linear_ref, packed_linear_tiles
+from outpace.kernels.packed_linear import packed_linear_dequantized, packed_linear_tiles
 from outpace.kernels.packed_tiles import MOST_ROWS, Tiles, rows_of_tiles, takes_tiles
 from tests.kernels.packing import random_packed
 from tests.kernels.test_gemv import oracle
@@ -56,13 +58,13 @@ def test_products(form: Form, dtype: torch.dtype) -> None:
             near(got, want, 0.005)
         out = add.clone()
         assert packed_linear_tiles(x, tiles, add=out, out=out) is out
-        near(out, packed_linear_ref(x.float(), weight, add=add.float()), 0.005)
+        near(out, packed_linear_dequantized(x.float(), weight, add=add.float()), 0.005)
 
 
 def test_norm_and_gated_activation() -> None:
     weight, x, norm = random_packed("int4", (128, 64), 64), torch.randn(2, 64), torch.rand(64) + 0.5
-    options: Options = {"norm_weight": norm, "eps": 1e-5, "activation": "silu"}
-    want = packed_linear_ref(x, weight, **options)
+    options: dict[str, Any] = {"norm_weight": norm, "eps": 1e-5, "activation": "silu"}
+    want = packed_linear_dequantized(x, weight, **options)
     near(packed_linear_tiles(x, Tiles.of(weight), **options), want, 0.01)
 
 
@@ -78,4 +80,4 @@ def test_what_stays_as_it_is() -> None:
     ]
     assert not any(takes_tiles(weight) for weight in weights)
     x = torch.randn(2, 64)
-    assert torch.equal(packed_linear_tiles(x, weights[0]), packed_linear_ref(x, weights[0]))
+    assert torch.equal(packed_linear_tiles(x, weights[0]), packed_linear_dequantized(x, weights[0]))

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.kernels.ragged import Ragged, ragged_inputs_ref, ragged_inputs_triton
+from outpace.kernels.ragged import Ragged, ragged_inputs_torch, ragged_inputs_triton
 
 POISON = -(2**30)  # read where nothing must be read, it shows
 
@@ -51,7 +51,7 @@ def check(counts: list[int], starts: list[int], padding: int, page: int, device:
     given_ = (moved[:, :reach], moved[:, reach : reach + pages])
     lists = (rows, starts, [0, *torch.tensor(counts).cumsum(0).tolist()])
     arrays = [torch.tensor(values, dtype=torch.int32, device=device) for values in lists]
-    for run in (ragged_inputs_ref, ragged_inputs_triton):
+    for run in (ragged_inputs_torch, ragged_inputs_triton):
         found = run(given_[0], given_[1], arrays[0], arrays[1], arrays[2], total, page)
         for name, mine, expected in zip(Ragged._fields, found, want, strict=True):
             assert mine.dtype == expected.dtype, name

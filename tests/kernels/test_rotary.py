@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.kernels.rms_norm import rms_norm_ref
-from outpace.kernels.rotary import rope_and_cache_ref, rope_and_cache_triton, split_qkv
+from outpace.kernels.rms_norm import rms_norm_torch
+from outpace.kernels.rotary import rope_and_cache_torch, rope_and_cache_triton, split_qkv
 from tests.kernels.buffers import GUARD, Output, random_rows
 from tests.kernels.tolerances import DTYPES, assert_close, assert_equal
 
@@ -117,7 +117,7 @@ def test_rotates_and_writes(
 ) -> None:
     case = Case(heads, tokens, dtype, device)
     want = case.rotated_fp64(case.before, interleaved)
-    for op in (rope_and_cache_ref, rope_and_cache_triton):
+    for op in (rope_and_cache_torch, rope_and_cache_triton):
         row, k_pages, v_pages = case.run(op, interleaved=interleaved)
         assert_close(row, want)
         assert_equal(row[:, (heads.q + heads.kv) * heads.dim :], case.before[:, (heads.q + heads.kv) * heads.dim :])
@@ -135,11 +135,11 @@ def test_norm_before_rotation(gemma: bool, dtype: torch.dtype, heads: Heads, dev
     style: dict[str, Any] = {"weight_offset": 1.0 if gemma else 0.0, "round_before_weight": not gemma}
     normed = case.before.clone()
     q, k, _ = split_qkv(normed, heads.q, heads.kv, heads.dim)
-    rms_norm_ref(q, q_weight, 1e-5, out=q, **style)
-    rms_norm_ref(k, k_weight, 1e-5, out=k, **style)
+    rms_norm_torch(q, q_weight, 1e-5, out=q, **style)
+    rms_norm_torch(k, k_weight, 1e-5, out=k, **style)
     want = case.rotated_fp64(normed, interleaved=False)
     weights = {"q_norm_weight": q_weight, "k_norm_weight": k_weight, "eps": 1e-5}
-    for op in (rope_and_cache_ref, rope_and_cache_triton):
+    for op in (rope_and_cache_torch, rope_and_cache_triton):
         row, k_pages, v_pages = case.run(op, **weights, **style)
         assert_close(row, want, roundings=2, magnitude=2 * float(normed.abs().max()))
         want_k, want_v = case.expected_pages(row)
@@ -148,7 +148,7 @@ def test_norm_before_rotation(gemma: bool, dtype: torch.dtype, heads: Heads, dev
 
 
 @pytest.mark.parametrize("heads", SHAPES[:3])
-@pytest.mark.parametrize("op", [rope_and_cache_ref, rope_and_cache_triton])
+@pytest.mark.parametrize("op", [rope_and_cache_torch, rope_and_cache_triton])
 def test_the_parts_alone(op: Any, heads: Heads, device: torch.device) -> None:
     case = Case(heads, 5, torch.bfloat16, device)
     row, k_pages, v_pages = case.run(op, cos=None, sin=None, positions=None)  # only the write
@@ -169,25 +169,11 @@ def test_the_parts_alone(op: Any, heads: Heads, device: torch.device) -> None:
     row, _, _ = case.run(op, cos=None, sin=None, k_norm_weight=weight, k_pages=None, v_pages=None)  # only k's norm
     q_width, k_end = heads.q * heads.dim, (heads.q + heads.kv) * heads.dim
     k = case.before[:, q_width:k_end].reshape(5, heads.kv, heads.dim)
-    assert_close(row[:, q_width:k_end], rms_norm_ref(k, weight, 1e-6)[0].flatten(1), roundings=2)
+    assert_close(row[:, q_width:k_end], rms_norm_torch(k, weight, 1e-6).flatten(1), roundings=2)
     assert_equal(row[:, :q_width], case.before[:, :q_width])
 
 
-@pytest.mark.parametrize("op", [rope_and_cache_ref, rope_and_cache_triton])
-@pytest.mark.parametrize("rotate", [False, True])
-def test_q_out_leaves_q(op: Any, rotate: bool, device: torch.device) -> None:
-    heads = SHAPES[2]
-    case = Case(heads, 5, torch.float32, device)
-    out = Output.like(torch.empty(5, heads.q, heads.dim, device=device))
-    tables = {} if rotate else {"cos": None, "sin": None}
-    row, _, _ = case.run(op, q_out=out.view, **tables)
-    q_width = heads.q * heads.dim
-    assert_equal(row[:, :q_width], case.before[:, :q_width])
-    want = case.rotated_fp64(case.before, interleaved=False) if rotate else case.before
-    assert_close(out.checked().flatten(1), want[:, :q_width])
-
-
-@pytest.mark.parametrize("op", [rope_and_cache_ref, rope_and_cache_triton])
+@pytest.mark.parametrize("op", [rope_and_cache_torch, rope_and_cache_triton])
 def test_three_views(op: Any, device: torch.device) -> None:
     """GPT-NeoX keeps q, k, v of each head together: three views with a head stride of 3 D; int32 indices."""
     heads = Heads(q=3, kv=3, dim=8, rotary=4, v_dim=8)
@@ -225,7 +211,7 @@ def test_tables_are_hugging_face_llama(dtype: torch.dtype, device: torch.device)
     half = heads.rotary // 2
     assert_equal(case.cos[case.positions], cos[:, 0, :half])
     assert_equal(case.sin[case.positions], sin[:, 0, :half])
-    row, _, _ = case.run(rope_and_cache_ref)
+    row, _, _ = case.run(rope_and_cache_torch)
     for got, x in zip(*(split_qkv(r, heads.q, heads.kv, heads.dim)[:2] for r in (row, case.before)), strict=True):
         turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         assert_close(got, x.float() * cos + turned.float() * sin)

@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outpace.kernels.routing import Routing, route_ref, route_triton
+from outpace.kernels.routing import Routing, route_torch, route_triton
 from tests.kernels.buffers import random_rows
-from tests.kernels.tolerances import DTYPES, assert_close, assert_equal
+from tests.kernels.tolerances import DTYPES, assert_close, assert_equal, on_gpu
 
 # numpy's words on what a GPU does in silence, in lanes that are not kept
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid|overflow|All-NaN).* encountered:RuntimeWarning")
 
 Route = Callable[..., tuple[Tensor, Tensor]]
-BOTH = pytest.mark.parametrize("route", [route_ref, route_triton])
+BOTH = pytest.mark.parametrize("route", [route_torch, route_triton])
 NAN, INF = float("nan"), float("inf")
 ROUTINGS = [
     Routing(top_k=1),
@@ -67,10 +67,7 @@ HF: dict[str, tuple[dict[str, Any], Routing]] = {
     "Olmoe": ({}, Routing(top_k=3)),
     "GptOss": ({}, Routing(top_k=3, score="chosen")),
     "Phimoe": ({"num_experts_per_tok": 2, "router_jitter_noise": 0.2}, Routing(top_k=2, score="mixer", jitter=0.2)),
-    "DeepseekV2": (
-        {**V2, "routed_scaling_factor": 3.0},
-        Routing(top_k=3, groups=4, kept_groups=2, scale=3.0),
-    ),
+    "DeepseekV2": ({**V2, "routed_scaling_factor": 3.0}, Routing(top_k=3, groups=4, kept_groups=2, scale=3.0)),
     "DeepseekV3": (
         {**V3, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
         Routing(
@@ -93,7 +90,7 @@ def test_as_hugging_face(name: str) -> None:
     x = torch.randn(50, 24)
     with torch.no_grad():
         logits, weights, experts = router(x)
-        got_weights, got_experts = route_ref(logits, routing, bias)
+        got_weights, got_experts = route_torch(logits, routing, bias)
     order = weights.argsort(dim=1, descending=True)  # DeepSeek's come in any order
     got = got_weights.argsort(dim=1, descending=True)
     if name == "Phimoe":
@@ -151,7 +148,7 @@ def test_the_kernel_against_the_reference(shape: tuple[int, int], device: torch.
         routing = replace(routing, top_k=min(routing.top_k, max(1, size // 4)))
         logits = random_rows(shape, torch.float32, device)
         weights, experts = route_triton(logits, routing)
-        want_weights, want_experts = route_ref(logits, routing)
+        want_weights, want_experts = route_torch(logits, routing)
         if routing.group_score == "max":
             assert_equal(experts, want_experts)
         same = (experts == want_experts).all(dim=1)
@@ -235,8 +232,7 @@ def test_what_it_refuses(route: Route, device: torch.device) -> None:
     assert route(logits[:0], Routing(top_k=2))[1].shape == (0, 2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@on_gpu
 @BOTH
 def test_a_graph_holds_it(route: Route, device: torch.device) -> None:
     """Captured once, replayed for other logits and other padding."""
@@ -252,7 +248,7 @@ def test_a_graph_holds_it(route: Route, device: torch.device) -> None:
         slots[4:] = -1
         counts.zero_()
         graph.replay()
-        want_weights, want_experts = route_ref(logits, routing, slots=slots)
+        want_weights, want_experts = route_torch(logits, routing, slots=slots)
         assert_equal(experts, want_experts)
         assert_close(weights, want_weights, roundings=4)
         assert counts.sum() == 4 * routing.top_k

@@ -1,8 +1,10 @@
-"""How far two computations of one value may lie apart, per dtype, and the only comparison the kernel tests use."""
+"""How far apart two computations of one value may be, the only comparison of the kernel tests, and what needs a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
+import pytest
 import torch
 
 # The relative distance that one rounding to the dtype can open: a unit in the last place. Inside, all is fp32, whose
@@ -26,3 +28,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, roundings: int
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Bitwise equal, where no arithmetic or the same arithmetic is done."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def on_gpu(test: Callable[..., Any]) -> Any:
+    """Marks a test that needs an NVIDIA GPU."""
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+    return pytest.mark.gpu(needs(test))

@@ -1,6 +1,9 @@
 """Help for tests of `match`: models of many families, their skeletons, and checkpoints in memory."""
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,3 +78,43 @@ def memory(tensors: Mapping[str, Tensor]) -> Weights:
 def _in_memory(value: Tensor) -> Source:
     shape = tuple(value.shape)
     return Source(shape, value.dtype, (Piece(lambda: value, shape, value.dtype),))
+
+
+Kept = dict[str, tuple[str, list[int]]]
+"""Tensors by name: dtype and shape."""
+
+
+def plain(shapes: dict[str, list[int]]) -> Kept:
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def empty_llama(
+    folder: Path, width: int, layers: int, vocab: int, kept: Callable[[dict[str, list[int]]], Kept] = plain
+) -> int:
+    """A Llama of zeros in bfloat16, in a file that takes no room on the disk; the bytes of its weights."""
+    folder.mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "dtype": "bfloat16"}
+    config |= {"intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+    config |= {"num_key_value_heads": width // 64, "vocab_size": vocab, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "model.embed_tokens.weight": [vocab, width],
+        "lm_head.weight": [vocab, width],
+        "model.norm.weight": [width],
+    }
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.self_attn.{part}_proj.weight": [width, width] for part in "qkvo"}
+        shapes |= {f"{name}.mlp.{part}_proj.weight": [4 * width, width] for part in ("gate", "up")}
+        shapes |= {f"{name}.mlp.down_proj.weight": [width, 4 * width]}
+        shapes |= {f"{name}.{part}_layernorm.weight": [width] for part in ("input", "post_attention")}
+    header, at = {}, 0
+    for name, (dtype, shape) in kept(shapes).items():
+        size = (4 if dtype == "I32" else 2) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return at

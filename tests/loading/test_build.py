@@ -16,11 +16,12 @@ from transformers import DistilBertConfig, DistilBertForMaskedLM
 import outpace
 from outpace.config import LLMConfig
 from outpace.errors import ModelError, NotSupported
+from outpace.load_paged import load_paged
 from outpace.loading import dtypes
 from outpace.loading.build import load
 from outpace.loading.dtypes import choose_dtype
 from outpace.loading.gguf_tokenizer import build_tokenizer
-from outpace.prepare import load_paged
+from outpace.quant.fast import cpu_flags
 from outpace.verify import verify
 from tests.loading.tiny import VOCAB, tiny_model, token_metadata, write_gguf
 from tests.models import tiny
@@ -76,11 +77,12 @@ def test_item_26_an_encoder_with_a_decoder_is_told_what_runs_it(tmp_path: Path, 
     model = tiny(family)
     kind = type(model).__name__
     model.save_pretrained(tmp_path / family)
-    says = f"model: {family} is an encoder with a decoder, .* load it with transformers .{kind}.from_pretrained. and"
+    says = f"model: {family} is an encoder-decoder model, .* load it with transformers .{kind}.from_pretrained. and"
     with pytest.raises(NotSupported, match=says):
         run(tmp_path / family, device="cpu")
     with pytest.raises(
-        NotSupported, match=f"model: {kind} is an encoder .* alone; call it with outpace.init_inference"
+        NotSupported,
+        match=f"model: {kind} is an encoder-decoder model, .* only decoders; call it with outpace.init_inf",
     ):
         run(model, device="cpu")
 
@@ -267,7 +269,7 @@ def test_a_gguf_file_names_itself(tmp_path: Path) -> None:
 def test_the_dtype_nobody_asked_for(
     monkeypatch: pytest.MonkeyPatch, own: torch.dtype | None, device: torch.device, flags: str, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(dtypes, "_cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(dtypes, "cpu_flags", lambda: frozenset(flags.split()))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     dtype, reason = choose_dtype(own, device)
     assert dtype == expected
@@ -275,15 +277,15 @@ def test_the_dtype_nobody_asked_for(
 
 
 def test_a_torch_held_back_from_avx512_has_no_native_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "_cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(dtypes, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert choose_dtype(torch.bfloat16, CPU)[0] == torch.float32
 
 
 def test_cpu_flags(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16\n\nprocessor\t: 1\n")
-    assert dtypes._cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx512_bf16"}
-    assert dtypes._cpu_flags(tmp_path / "none") == frozenset()
+    assert cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx512_bf16"}
+    assert cpu_flags(tmp_path / "none") == frozenset()
 
 
 def test_a_checkpoint_that_does_not_say_its_dtype(folder: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_half_made_folder_is_no_model_and_nothing_in_it_is_deleted(cache: Path
     folder.mkdir(parents=True)
     (folder / file).touch()
     assert cached_models() == []
-    with pytest.raises(ModelError, match=f"^model: {folder} is not a whole model .*; delete it and try again$"):
+    with pytest.raises(ModelError, match=f"^model: {folder} is not a complete model .*; delete it and try again$"):
         install("m", lambda folder: pytest.fail("it was made"))
     assert (folder / file).exists()
 

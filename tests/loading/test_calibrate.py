@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
 
 from outpace import LLM, init_inference
-from outpace.config.sections import CalibrationConfig
+from outpace.config.quantization import CalibrationConfig
 from outpace.errors import ConfigError, ModelError, NotSupported
-from outpace.loading.quantize import Asked, quantize_model
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
 from tests.loading.tiny import tiny_model
 from tests.loading.unpack import config_of, stored, unpacked
+from tests.quant.real import as_quantized
 
 IDS = tuple((7 * i * i + 3 * i) % 61 for i in range(256))
 TEXT = CalibrationConfig(text=IDS, tokens=256)
@@ -34,23 +35,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain(model: Path) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-
-def as_quantized(made: Any, out: Path, *, rows: bool = False) -> Any:
-    """Hugging Face's model with what a folder stands for. rows: activations are quantized to int8."""
-    for name, tensor in stored(out).items():
-        if "norm" in name or name.endswith(".bias"):
-            made.get_parameter(name).data = tensor.float()
-    for name, part in unpacked(out).items():
-        made.get_parameter(f"{name}.weight").data = part.weight
-        if rows:
-            made.get_submodule(name).register_forward_pre_hook(lambda _, args: (by_token(args[0]),))
-    return made
-
-
-def by_token(x: Tensor) -> Tensor:
-    scale = x.abs().amax(dim=-1, keepdim=True) / 127
-    return (x / scale).round() * scale
 
 
 def change(model: Path, made: Any) -> float:
@@ -122,7 +106,7 @@ def test_weights_that_are_not_finite_are_named(llama: Path, tmp_path: Path) -> N
         ({"method": "awq"}, "method: expected rtn or gptq"),
         ({"smooth": 1.5}, "smooth: expected a number from 0 to 1"),
         ({"calibration": TEXT}, "text: rounding to nearest needs no text"),
-        ({"method": "gptq", "calibration": CalibrationConfig(text=(1, 10**6) * 8)}, "token 1000000 is none of"),
+        ({"method": "gptq", "calibration": CalibrationConfig(text=(1, 10**6) * 8)}, "token 1000000 is not among"),
         ({"method": "gptq", "calibration": CalibrationConfig(text="nowhere.txt")}, "nowhere.txt"),
     ],
     ids=str,

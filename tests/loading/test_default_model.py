@@ -125,7 +125,7 @@ def test_a_folder_made_by_hand(cache: Path, wheel: Path, monkeypatch: pytest.Mon
     folder = cache / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
     (folder / "config.json").touch()
-    with pytest.raises(ModelError, match=f"^model: {folder} is not a whole model .*; delete it and try again$"):
+    with pytest.raises(ModelError, match=f"^model: {folder} is not a complete model .*; delete it and try again$"):
         load(None)
     (folder / "config.json").unlink()
     assert load(None, device=torch.device("cpu")).name == DEFAULT_MODEL

@@ -186,7 +186,7 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "ct strategy": (ct(strategy="attn_head"), "strategy 'attn_head' is not supported"),
     "ct no groups": (ct() | {"config_groups": {}}, "without config_groups is not supported"),
     "ct preset": (ct() | {"config_groups": {"W4A16": ["Linear"]}}, "W4A16: a scheme by its name alone"),
-    "ct pattern": (ct() | {"config_groups": {"a": {"targets": ["re:("], "weights": INT4}}}, "no pattern"),
+    "ct pattern": (ct() | {"config_groups": {"a": {"targets": ["re:("], "weights": INT4}}}, "not a valid pattern"),
     "ct group size": (ct(group_size=None), "group_size is missing|group_size: expected"),
 }
 

@@ -1,86 +1,24 @@
 """A folder becomes fused weights without Hugging Face's loader: bit for bit what fusing a live model would give."""
 
-import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import Tensor
 
 import outpace
 from outpace.config import LLMConfig
 from outpace.inject.modules import Embedding, FusedLayer, Linear
 from outpace.inject.plan import PlannedLayer, make_plan
 from outpace.inject.policies import by_class
-from outpace.inject.policy import Settings
-from outpace.prepare import load_paged
-from tests.models import tiny
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None, "pad_token_id": 1,
-}  # fmt: skip
-GPT: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}
-FALCON: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SPARSE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GROUPED: dict[str, Any] = {"n_routed_experts": 12, "n_shared_experts": 1, "head_dim": 8}
-MODELS: dict[str, Any] = {
-    **{family: partial(tiny, family) for family in ("llama", "qwen3", "gemma3", "gpt2", "opt", "bloom", "gpt_neox")},
-    "mixtral": partial(tiny, "mixtral"),
-    "gptj": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**GPT, rotary_dim=4)),
-    "codegen": lambda: hf.CodeGenForCausalLM(hf.CodeGenConfig(**GPT, rotary_dim=4)),
-    "gpt_bigcode": lambda: big_code(),
-    "gpt_neo": lambda: hf.GPTNeoForCausalLM(
-        hf.GPTNeoConfig(
-            vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
-        )
-    ),
-    "falcon": lambda: hf.FalconForCausalLM(hf.FalconConfig(**FALCON, multi_query=True)),
-    "falcon-40b": lambda: hf.FalconForCausalLM(
-        hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2)
-    ),
-    "falcon-rw": lambda: hf.FalconForCausalLM(
-        hf.FalconConfig(**FALCON, multi_query=False, alibi=True, bias=True, parallel_attn=False)
-    ),
-    "mpt": lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
-    "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SMALL)),
-    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, head_dim=8)),
-    "stablelm": lambda: hf.StableLmForCausalLM(hf.StableLmConfig(**SMALL)),
-    "starcoder2": lambda: hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**SMALL)),
-    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SMALL)),
-    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SMALL)),
-    "persimmon": lambda: hf.PersimmonForCausalLM(hf.PersimmonConfig(**{**SMALL, "num_key_value_heads": None})),
-    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, num_local_experts=4, head_dim=8)),
-    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
-        hf.Qwen2MoeConfig(**SMALL, **SPARSE, num_experts=12, shared_expert_intermediate_size=24, mlp_only_layers=[0])
-    ),
-    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SMALL, **SPARSE, num_experts=4)),
-    "olmoe": lambda: hf.OlmoeForCausalLM(hf.OlmoeConfig(**SMALL, num_experts=12, num_experts_per_tok=2)),
-    "phimoe": lambda: hf.PhimoeForCausalLM(hf.PhimoeConfig(**SMALL, num_local_experts=12)),
-    "granitemoe": lambda: hf.GraniteMoeForCausalLM(hf.GraniteMoeConfig(**SMALL, num_local_experts=4)),
-    "granitemoeshared": lambda: hf.GraniteMoeSharedForCausalLM(
-        hf.GraniteMoeSharedConfig(**SMALL, num_local_experts=4, shared_intermediate_size=24)
-    ),
-    "dots1": lambda: hf.Dots1ForCausalLM(
-        hf.Dots1Config(**SMALL, **SPARSE, **GROUPED, first_k_dense_replace=1)
-    ),
-    "glm4_moe": lambda: hf.Glm4MoeForCausalLM(
-        hf.Glm4MoeConfig(**SMALL, **SPARSE, **GROUPED)
-    ),
-}  # fmt: skip
+from outpace.inject.policy import LayerSettings
+from outpace.load_paged import load_paged
+from tests.loading.checkpoints import MODELS, saved
 
 
-def big_code() -> nn.Module:
-    with warnings.catch_warnings():  # its file uses torch.jit
-        warnings.simplefilter("ignore")
-        return hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**GPT))
-
-
-def fused_by_hand(item: PlannedLayer, settings: Settings) -> dict[str, Tensor]:
+def fused_by_hand(item: PlannedLayer, settings: LayerSettings) -> dict[str, Tensor]:
     """The linears of a layer, put together by copies."""
     policy = item.policy
     orders = {"rows": None, "heads": heads, "groups": groups, "quarters": quarters}
@@ -132,19 +70,19 @@ def experts_by_hand(item: PlannedLayer) -> dict[str, Tensor]:
     return found
 
 
-def heads(settings: Settings) -> Tensor:
+def heads(settings: LayerSettings) -> Tensor:
     rows = torch.arange(3 * settings.num_heads * settings.head_dim).view(settings.num_heads, 3, -1)
     return torch.cat([rows[:, part].reshape(-1) for part in range(3)])
 
 
-def groups(settings: Settings) -> Tensor:
+def groups(settings: LayerSettings) -> Tensor:
     size = settings.num_heads // settings.num_kv_heads
     rows = torch.arange((settings.num_heads + 2 * settings.num_kv_heads) * settings.head_dim)
     rows = rows.view(settings.num_kv_heads, size + 2, -1)
     return torch.cat([part.reshape(-1) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
 
 
-def quarters(settings: Settings) -> Tensor:
+def quarters(settings: LayerSettings) -> Tensor:
     rows = torch.arange(3 * settings.num_heads * settings.head_dim).view(4, 3, -1)
     return torch.cat([rows[:, part].reshape(-1) for part in (0, 2, 1)])
 
@@ -155,16 +93,6 @@ def no_loader_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("from_pretrained was called")
 
     monkeypatch.setattr(hf.PreTrainedModel, "from_pretrained", refuse)
-
-
-def saved(family: str, folder: Path) -> nn.Module:
-    torch.manual_seed(0)
-    model = MODELS[family]().eval()
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *(each for name, each in model.named_buffers() if "correction" in name)):
-            tensor.add_(torch.randn(tensor.shape) * 0.1)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize("family", MODELS)

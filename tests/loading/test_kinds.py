@@ -11,8 +11,7 @@ from torch import nn
 
 import outpace
 from outpace.inject.split import known_splits
-from tests.loading.checkpoints import FAMILIES
-from tests.loading.test_open_ranks import save_deepspeed
+from tests.loading.checkpoints import FAMILIES, save_deepspeed
 from tests.models import FAMILIES as CLASSES
 from tests.models import PAD, tiny
 

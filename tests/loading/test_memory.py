@@ -1,18 +1,17 @@
 """What loading takes beside the weights themselves: bytes of the stream's own, never a second copy."""
 
 import json
-import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from outpace.config import LLMConfig
 from outpace.errors import ModelError
-from outpace.loading.fill import Target
-from outpace.prepare import load_paged
+from outpace.load_paged import load_paged
+from outpace.loading.targets import Target
+from tests.loading.skeletons import Kept, empty_llama
 
 WATCH = """
 import re, sys
@@ -20,7 +19,7 @@ import torch
 from transformers import LlamaConfig
 from outpace.config import LLMConfig
 from outpace.loading import stream
-from outpace.prepare import load_paged
+from outpace.load_paged import load_paged
 
 def anonymous(what):
     return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -36,46 +35,6 @@ largest = max(p.numel() * p.element_size() for p in parts.module.parameters())
 files = anonymous("RssFile")
 print(weights, largest, anonymous("VmHWM") - files - before, 2 * stream.CHUNK * stream.THREADS)
 """
-
-
-Kept = dict[str, tuple[str, list[int]]]
-"""Tensors by name: dtype and shape."""
-
-
-def plain(shapes: dict[str, list[int]]) -> Kept:
-    return {name: ("BF16", shape) for name, shape in shapes.items()}
-
-
-def empty_llama(
-    folder: Path, width: int, layers: int, vocab: int, kept: Callable[[dict[str, list[int]]], Kept] = plain
-) -> int:
-    """A Llama of zeros in bfloat16, in a file that takes no room on the disk; the bytes of its weights."""
-    folder.mkdir()
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "dtype": "bfloat16"}
-    config |= {"intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
-    config |= {"num_key_value_heads": width // 64, "vocab_size": vocab, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "model.embed_tokens.weight": [vocab, width],
-        "lm_head.weight": [vocab, width],
-        "model.norm.weight": [width],
-    }
-    for layer in range(layers):
-        name = f"model.layers.{layer}"
-        shapes |= {f"{name}.self_attn.{part}_proj.weight": [width, width] for part in "qkvo"}
-        shapes |= {f"{name}.mlp.{part}_proj.weight": [4 * width, width] for part in ("gate", "up")}
-        shapes |= {f"{name}.mlp.down_proj.weight": [width, 4 * width]}
-        shapes |= {f"{name}.{part}_layernorm.weight": [width] for part in ("input", "post_attention")}
-    header, at = {}, 0
-    for name, (dtype, shape) in kept(shapes).items():
-        size = (4 if dtype == "I32" else 2) * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
-    return at
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -154,5 +113,5 @@ def test_too_little_memory_for_a_weight_that_is_quantized_is_said_in_words(
 
     empty_llama(tmp_path / "tiny", 64, 1, 64)
     monkeypatch.setattr("outpace.loading.fill._bytes", fail)
-    with pytest.raises(ModelError, match=r"a weight of \d+\.\d\d KB is put together in memory before it is quantized"):
+    with pytest.raises(ModelError, match=r"a weight of \d+\.\d\d KB is assembled in memory before it is quantized"):
         load_paged(tmp_path / "tiny", LLMConfig.of(dtype="fp32", device="cpu", quantization="int8"), tokenizer=False)

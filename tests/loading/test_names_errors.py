@@ -87,7 +87,7 @@ def test_a_missing_expert(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"experts.gate_up_proj: \[3, 96, 32\] instead of \[4, 96, 32\]"):
         match(skeleton(model), open_weights(tmp_path))
     save_file({name: value for name, value in tensors.items() if name != lost[0]}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"experts.* cannot be made of the 7 stored tensors"):
+    with pytest.raises(ModelError, match=r"experts.* cannot be made of its 7 stored tensors"):
         match(skeleton(model), open_weights(tmp_path))
 
 

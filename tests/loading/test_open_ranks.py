@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from outpace.loading.open import open_weights
-from tests.loading.checkpoints import FAMILIES, check_equal, refused, shapes_of, split, state
+from tests.loading.checkpoints import FAMILIES, Tensors, check_equal, refused, save_deepspeed, shapes_of, split, state
 
 DEGREES = (1, 2, 4)
 VERSIONS = (0, 1.0, 2.0)
 HIDDEN, HEADS, LAYERS, VOCAB = 8, 4, 2, 12
-
-Tensors = dict[str, Tensor]
 
 
 def whole_megatron() -> Tensors:
@@ -86,16 +83,6 @@ def save_megatron(folder: Path, ranks: list[Tensors], **more: Any) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"model": nested(tensors), "iteration": 100, **more}, path)
     (folder / "latest_checkpointed_iteration.txt").write_text("100\n")
-    return folder
-
-
-def save_deepspeed(folder: Path, ranks: list[Tensors], tag: str = "global_step7", **more: Any) -> Path:
-    (folder / tag).mkdir()
-    (folder / "latest").write_text(tag)
-    for rank, tensors in enumerate(ranks):
-        saved = {"module": tensors, "mp_world_size": len(ranks), "optimizer": None, "param_shapes": [], **more}
-        torch.save(saved, folder / tag / f"mp_rank_{rank:02d}_model_states.pt")
-    (folder / tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()  # of ZeRO-1: says nothing about the weights
     return folder
 
 
@@ -208,7 +195,7 @@ DESCRIPTORS: dict[str, tuple[Change, str]] = {
     "a parallelization": ({"parallelization": "dp"}, "parallelization: 'dp' is unknown"),
     "pp of ranks": ({"parallelization": "pp"}, "mp_size: 2 ranks need parallelization 'tp'"),
     "pp of Megatron": ({"type": "Megatron", "parallelization": "pp"}, "'pp' contradicts files of ranks"),
-    "a number of ranks": ({"mp_size": 0}, "mp_size: 0 is no number of ranks"),
+    "a number of ranks": ({"mp_size": 0}, "mp_size: 0 is not a number of ranks"),
     "text as a number of ranks": ({"mp_size": "2"}, "mp_size: expected a number of ranks, got '2'"),
     "a number as a dtype": ({"dtype": 16}, "dtype: expected a name, got 16"),
     "a list of parts": (
@@ -225,11 +212,11 @@ DESCRIPTORS: dict[str, tuple[Change, str]] = {
     "other keys": ({"checkpoints": {"pp": ["tp_00.pt"]}}, "checkpoints: needs the keys non_tp and tp"),
     "a path outside": ({"checkpoints": ["../tp_00.pt", "tp_01.pt"]}, "checkpoints: '../tp_00.pt' lies outside"),
     "an absolute path": ({"checkpoints": ["/etc/passwd"]}, "checkpoints: '/etc/passwd' lies outside"),
-    "another kind of file": ({"checkpoints": ["x.json"]}, "checkpoints: x.json is no checkpoint"),
+    "another kind of file": ({"checkpoints": ["x.json"]}, "checkpoints: x.json is not a checkpoint"),
     "a dtype": ({"dtype": "float7"}, "dtype: 'float7' cannot be read"),
     "int8": ({"dtype": "int8"}, "dtype: 'int8' cannot be read; int8 weights are not in this release"),
     "another dtype": ({"dtype": "float16"}, "dtype: the files hold float32, not float16"),
-    "no folder": ({"base_dir": "/no/such/folder"}, "base_dir: /no/such/folder is no folder"),
+    "no folder": ({"base_dir": "/no/such/folder"}, "base_dir: /no/such/folder is not a folder"),
     "a number as a folder": ({"base_dir": 5}, "base_dir: expected a path, got 5"),
 }
 
@@ -364,7 +351,7 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
     torch.save(whole, tmp_path / "x.pt")
     assert "was saved by 1 rank, not 2" in refused(tmp_path / "x.pt", training_mp_size=2)
     (other := tmp_path / "other").mkdir()
-    assert "does not lie in" in refused(tmp_path / "x.pt", base_dir=str(other))
+    assert "is not in" in refused(tmp_path / "x.pt", base_dir=str(other))
     check_equal(open_weights("x.pt", base_dir=str(tmp_path)), whole)
 
 

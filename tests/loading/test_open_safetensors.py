@@ -123,9 +123,9 @@ def test_names_and_folders_without_weights(tmp_path: Path) -> None:
     assert "no such file or folder" in refused("owner/model")
     assert "no such file or folder" in refused(tmp_path / "x.safetensors")
     (tmp_path / "x.txt").touch()
-    assert "x.txt is no checkpoint" in refused(tmp_path / "x.txt")
+    assert "x.txt is not a checkpoint" in refused(tmp_path / "x.txt")
     (tmp_path / "folder.safetensors").mkdir()
-    assert "missing or no plain file" in refused(tmp_path)
+    assert "missing or not a plain file" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.gguf", "x.json", "x.safetensors.index.json"])

@@ -89,14 +89,14 @@ NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
     "both keys": ({"model": SMALL, "module": SMALL}, "has both 'module' and 'model'"),
     "a number": ({"a": torch.ones(2), "epoch": 3}, "'epoch' is a int, not a tensor"),
     "a name twice": ({"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}, "two tensors that are both called 'a.b'"),
-    "a sparse tensor": ({"a": torch.eye(3).to_sparse()}, "'a' is sparse, quantized or empty of values"),
-    "a meta tensor": ({"a": torch.ones(3, device="meta")}, "'a' is sparse, quantized or empty of values"),
-    "more than its data": ({"a": torch.ones(1).expand(2**40)}, "which its data do not fill"),
+    "a sparse tensor": ({"a": torch.eye(3).to_sparse()}, "'a' is sparse, quantized or without values"),
+    "a meta tensor": ({"a": torch.ones(3, device="meta")}, "'a' is sparse, quantized or without values"),
+    "more than its data": ({"a": torch.ones(1).expand(2**40)}, "but has too little data"),
     "a bomb": (bomb(), "nested too deeply or has too many names"),
     "a wide bomb": (wide_bomb(), "nested too deeply or has too many names"),
     "one rank of two": ({"module": SMALL, "mp_world_size": 2}, "is the file of one rank of 2; name the folder"),
-    "a class": ({"model": SMALL, "args": argparse.Namespace(a=1)}, "holds argparse.Namespace, which is no tensor"),
-    "a module": (nn.Linear(2, 2), "never runs. Convert it to safetensors where you trust it"),
+    "a class": ({"model": SMALL, "args": argparse.Namespace(a=1)}, "holds argparse.Namespace, which is not a tensor"),
+    "a module": (nn.Linear(2, 2), "never runs. Convert it to safetensors if you trust it"),
 }
 
 
@@ -121,14 +121,17 @@ def cut(path: Path) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing": (lambda path: path.write_bytes(b""), "is damaged or incomplete (it is empty)"),
     "half": (cut, "is damaged or incomplete (it ends early)"),
-    "a web page": (lambda path: path.write_text("<!DOCTYPE html>"), "is damaged or incomplete (it is no file of torch"),
+    "a web page": (
+        lambda path: path.write_text("<!DOCTYPE html>"),
+        "is damaged or incomplete (it is not a file of torch",
+    ),
     "a pointer": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"),
         "is a Git LFS pointer in place of the weights; run `git lfs pull`",
     ),
     "a plain pickle": (
         lambda path: path.write_bytes(pickle.dumps(Harm(path.with_name("harm")), 4)),
-        "holds posix.mkdir, which is no tensor, and files are read with weights_only=True: code in them never runs",
+        "holds posix.mkdir, which is not a tensor, and files are read with weights_only=True: code in them never runs",
     ),
 }
 
@@ -218,7 +221,7 @@ def test_code_in_a_pickle_never_runs(kind: str, tmp_path: Path) -> None:
     harm = tmp_path / "harm"
     (folder := tmp_path / "folder").mkdir()
     source = KINDS[kind](folder, {"x": torch.ones(2), "y": Harm(harm)})
-    assert "holds posix.mkdir, which is no tensor" in refused(source)
+    assert "holds posix.mkdir, which is not a tensor" in refused(source)
     assert not harm.exists()
     shutil.rmtree(folder)
     folder.mkdir()

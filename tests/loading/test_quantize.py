@@ -15,10 +15,11 @@ from outpace.config import LLMConfig
 from outpace.errors import ConfigError, InputError, ModelError, NotSupported, OutpaceError
 from outpace.inject.modules import Made
 from outpace.kernels.packed import unpack_nibbles
+from outpace.load_paged import load_paged
 from outpace.loading.cache import models_dir
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING
-from outpace.loading.quantize import Asked, quantize_model
-from outpace.prepare import load_paged
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
 from tests.loading.tiny import tiny_model, write_gguf
 from tests.loading.unpack import config_of, stored, unpacked
 from tests.models import CYCLE, tiny
@@ -255,7 +256,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
         ({"scheme": "fp8", "group_size": 32}, "group_size: fp8 has one scale for each row"),
         ({"scheme": "int8", "asymmetric": True}, "asymmetric: int8 has no zero points"),
         ({"scheme": "int8", "head": "int4"}, "head: expected int8, got 'int4'"),
-        ({"scheme": "fp8", "head": "int8"}, "head: a folder of fp8 weights has no place for an int8 head"),
+        ({"scheme": "fp8", "head": "int8"}, "head: a folder of fp8 weights cannot hold an int8 head"),
         ({"scheme": "int8", "dtype": torch.int8}, "dtype: expected float32, float16 or bfloat16, got int8"),
         ({"scheme": "int4", "group_size": 48}, "group_size: 48 does not divide the 64 columns of model"),
         ({"scheme": "int8", "exclude": ("norm",)}, "exclude: 'norm' is in no name of a linear's weight, as "),
@@ -276,10 +277,10 @@ def test_models_that_cannot_be_quantized(llama: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
     quantize_model(llama, tmp_path / "out", Asked("int8"))
-    refused(tmp_path / "out", r"is quantized already \(compressed-tensors\); give the model that it was made from")
+    refused(tmp_path / "out", r"is quantized already \(compressed-tensors\); give the original model")
     refused(llama, "holds no quantized weights", InputError, out=llama)
     tiny("gpt2").save_pretrained(tmp_path / "gpt2")
-    refused(tmp_path / "gpt2", r"GPT2LMHeadModel has no linear that could be quantized \(weights of Conv1D")
+    refused(tmp_path / "gpt2", r"GPT2LMHeadModel has no linear that could be quantized \(the format does not support")
     broken = tiny_model("llama")
     broken.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] = float("nan")
     broken.save_pretrained(tmp_path / "broken")

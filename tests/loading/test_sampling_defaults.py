@@ -10,7 +10,7 @@ import pytest
 
 from outpace import LLM, ConfigError, SamplingParams
 from outpace.loading.sampling_defaults import sampling_defaults
-from tests.cli.test_cli import run
+from tests.cli.command import run
 from tests.models import CYCLE
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 7}

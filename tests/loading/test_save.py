@@ -168,7 +168,7 @@ def _lost(folder: Path) -> dict[str, Any]:
 
 
 REFUSED: Mapping[str, tuple[Any, type[OutpaceError], str]] = {
-    "no config": (_no_config, ModelError, "has no config.json, which says what the model is"),
+    "no config": (_no_config, ModelError, "has no config.json, which describes the model"),
     "a bad config": (_bad_config, ModelError, r"cannot use .*config\.json"),
     "a missing layer": (_lost, ModelError, r"model\.layers\.1"),
     "the model itself": (lambda folder: {"out": folder, "force": True}, InputError, "is never replaced"),

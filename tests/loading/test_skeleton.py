@@ -11,8 +11,8 @@ from torch import nn
 
 import outpace
 from outpace.config import LLMConfig
+from outpace.load_paged import load_paged
 from outpace.loading.build import load
-from outpace.prepare import load_paged
 from tests.loading.skeletons import make
 from tests.models import tiny
 

@@ -20,13 +20,14 @@ from outpace import ConfigError, ModelError
 from outpace.inject.quantized import PackedLinear
 from outpace.kernels.packed import KINDS, Packed
 from outpace.loading.gguf_blocks import LAYOUTS, GGUFWeight
-from outpace.loading.quantize import Asked, quantize_model
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
 from outpace.loading.weights import Source
 from outpace.quant.asked import runs_stored
 from outpace.quant.rounding import as_packed
 from outpace.quant.scheme import Scheme
 from outpace.quant.stored import common, fitted, scheme_of
-from tests.inject.test_level0 import SMALL
+from tests.inject.level0 import SMALL
 from tests.loading.packers import CASES, GPTQ, Pack, add_config, ct_packed, write_folder
 from tests.loading.tiny import requantized, tiny_model, write_gguf
 from tests.models import tiny
@@ -167,7 +168,7 @@ def test_gguf(tmp_path: Path, kind: Kind, tied: bool, caplog: pytest.LogCaptureF
         converted, nothing = run(path, quantization=None)
     assert (converted, nothing) == (expected, None)
     assert f"GGUF {kind.name}: converted to float32 while loading" in caplog.text
-    assert "quant.scheme 'stored' runs them from their own bits" in caplog.text
+    assert "quant.scheme 'stored' runs them without conversion" in caplog.text
 
 
 def blocks(kind: str, rows: int, count: int) -> np.ndarray[Any, Any]:
@@ -289,4 +290,4 @@ def test_experts_are_converted_and_the_rest_runs_as_it_is_stored(
     assert found == tokens_of(model)
     assert quantized.weights == 2
     assert "AWQ int4: converted to float32 while loading (9 weights, " in caplog.text
-    assert "as experts do, do not run as they are stored yet" in caplog.text
+    assert "such as experts, cannot run as they are stored yet" in caplog.text

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.inject.recipe import Pairs, Part, Recipe, RowOrder, Slice
+from outpace.loading import landing
 from outpace.loading import stream as streaming
-from outpace.loading.fill import write
 from outpace.loading.jobs import jobs
 from outpace.loading.regions import cut, join, stack
 from outpace.loading.stream import stream
+from outpace.loading.targets import write
 from outpace.loading.weights import Extent, Piece, Source, stored_bytes
 
 CPU = torch.device("cpu")
@@ -266,14 +267,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("Stream", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda given: copies)
     monkeypatch.setattr(torch.cuda, "Event", Copied)
-    monkeypatch.setattr(streaming, "_page_locked", partial(torch.empty, dtype=torch.uint8))
-    fill = streaming._Slot.fill
+    monkeypatch.setattr(landing, "page_locked", partial(torch.empty, dtype=torch.uint8))
+    fill = landing._Slot.fill
 
     def watched(slot: Any, *args: Any) -> Tensor:
         assert not slot.copied.pending, "a slot is filled that is still copied from"
         return fill(slot, *args)
 
-    monkeypatch.setattr(streaming._Slot, "fill", watched)
+    monkeypatch.setattr(landing._Slot, "fill", watched)
     return SimpleNamespace(type="cuda")
 
 
@@ -289,7 +290,7 @@ def test_slots_on_the_way_to_a_device(
         made.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(streaming, "_page_locked", page_locked)
+    monkeypatch.setattr(landing, "page_locked", page_locked)
     tensor = torch.randn(300, 48)  # rows of 192 bytes: some are more than a chunk
     pieces = Piece(stored(tmp_path, tensor), (300, 48), torch.float32), Piece(lambda: tensor, (300, 48), torch.float32)
     for piece in pieces:
@@ -315,7 +316,7 @@ def test_an_error_on_the_way_to_a_device_ends_all_threads(
 
 
 def large(folder: Path) -> tuple[Recipe, dict[str, Source]]:
-    shape, path = (64, streaming.CHUNK // 8), folder / "large"
+    shape, path = (64, landing.CHUNK // 8), folder / "large"
     with path.open("wb") as file:
         file.truncate(4 * shape[0] * shape[1])
     return Recipe.whole("x", shape), {
@@ -384,5 +385,5 @@ def test_what_is_taken_of_a_stored_tensor_is_what_counts(tmp_path: Path) -> None
 
 def test_a_tensor_that_is_not_what_its_file_said(tmp_path: Path) -> None:
     source = Source((2,), torch.float32, (Piece(lambda: torch.zeros(3), (2,), torch.float32),))
-    with pytest.raises(ModelError, match="not what its file said"):
+    with pytest.raises(ModelError, match="differs from what its file described"):
         filled(Recipe.whole("x", (2,)), {"x": source}, torch.float32)

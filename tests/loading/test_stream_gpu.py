@@ -9,10 +9,10 @@ import torch
 import outpace
 from outpace.config import LLMConfig
 from outpace.errors import ModelError
+from outpace.load_paged import load_paged
 from outpace.loading import stream
-from outpace.prepare import load_paged
-from tests.loading.test_fused_weights import saved
-from tests.loading.test_memory import empty_llama
+from tests.loading.checkpoints import saved
+from tests.loading.skeletons import empty_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 FAMILIES = ("llama", "gpt2", "bloom", "falcon-40b", "codegen", "mixtral", "gpt_oss")

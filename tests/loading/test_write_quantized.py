@@ -13,10 +13,11 @@ import torch
 
 from outpace.errors import InputError, ModelError, OutpaceError
 from outpace.loading import write_quantized
-from outpace.loading.quantize import Asked, quantize_model
-from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
+from outpace.loading.safetensors_file import SafetensorsWriter
 from outpace.loading.write_quantized import RECORD
-from tests.loading.test_memory import empty_llama
+from tests.loading.skeletons import empty_llama
 from tests.loading.tiny import tiny_model
 from tests.loading.unpack import stored
 
@@ -98,7 +99,8 @@ def test_a_process_that_was_killed(model: Path, tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from outpace.loading import write_quantized
-from outpace.loading.quantize import Asked, quantize_model
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
 write_quantized.FILE_BYTES = 16_000
 quantize_model(
     sys.argv[1], Path(sys.argv[2]), Asked("int4", group_size=32, asymmetric=True),
@@ -183,7 +185,8 @@ def test_existing_folders(model: Path, tmp_path: Path) -> None:
 WATCH = """
 import re, sys
 from pathlib import Path
-from outpace.loading.quantize import Asked, quantize_model
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
 
 def anonymous(what):
     return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024

@@ -19,8 +19,8 @@ from torch import Tensor
 from outpace.errors import InputError, ModelError, NotSupported, OutpaceError
 from outpace.loading import write_shards as shard
 from outpace.loading.read_source import read
-from outpace.loading.safetensors_file import read_safetensors
-from outpace.loading.safetensors_write import SafetensorsWriter
+from outpace.loading.safetensors_file import SafetensorsWriter, sources_of
+from outpace.loading.safetensors_header import read_header
 from outpace.loading.weights import Piece, Source
 from outpace.loading.write_shards import write_shards
 from outpace.parallel.spans import Split
@@ -59,7 +59,7 @@ def made(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
 def stored(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Source]:
     """Sources in a file."""
     save_file(dict(tensors), path)
-    return read_safetensors(path)
+    return sources_of(path, read_header(path))
 
 
 def parts_of(folder: Path) -> list[dict[str, Tensor]]:
@@ -333,7 +333,9 @@ def _append(path: Path) -> None:
         file.write(b"x")
 
 
-@pytest.mark.parametrize(("change", "words"), [(_remove, "is gone"), (_append, "changed while it was read")])
+@pytest.mark.parametrize(
+    ("change", "words"), [(_remove, "was removed while it was read"), (_append, "changed while it was read")]
+)
 def test_a_source_that_changes_is_named(change: Any, words: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     sources = stored(TENSORS, path)
@@ -352,7 +354,7 @@ def test_a_file_beside_the_weights_that_disappears_is_named(tmp_path: Path) -> N
     def beside(folder: Path) -> None:
         shutil.copyfile(tmp_path / "config.json", folder / "config.json")
 
-    with pytest.raises(ModelError, match=r"model: .*/config\.json is gone"):
+    with pytest.raises(ModelError, match=r"model: .*/config\.json was removed while it was read"):
         write_shards(made(TENSORS), SPLITS, tmp_path / "out", ranks=2, beside=beside)
 
 
@@ -365,7 +367,7 @@ def test_a_full_disk_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_dtype_that_safetensors_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(NotSupported, match="x is complex128, which such a file cannot hold"):
+    with pytest.raises(NotSupported, match="x is complex128, which such a file cannot store"):
         SafetensorsWriter(tmp_path / "x", {"x": (torch.complex128, (1,))}, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -374,5 +376,5 @@ def test_tensors_of_a_file_are_aligned(tmp_path: Path) -> None:
     tensors = {"odd": (torch.uint8, (3,)), "half": (torch.bfloat16, (5,)), "double": (torch.float64, (2,))}
     with SafetensorsWriter(tmp_path / "x", tensors, {}) as writer:
         writer.write("double", torch.ones(2, dtype=torch.float64))
-    for name, source in read_safetensors(tmp_path / "x").items():
+    for name, source in sources_of(tmp_path / "x", read_header(tmp_path / "x")).items():
         assert source.pieces[0].place.offset % tensors[name][0].itemsize == 0  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import httpx
 
+from tests.nodes import hosts
 from tests.nodes.proxy import Proxy
 from tests.patience import PATIENCE
 
@@ -262,3 +263,6 @@ def _run(command: Sequence[str]) -> None:
 
 def _ip(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
+
+
+REASON = hosts.why_no_namespaces()

@@ -128,7 +128,7 @@ def test_a_wrong_rank_is_refused_and_named_to_whoever_waits(hall: Hall, rank: in
     bad, answer = hall.join(node_rank=rank)
     assert isinstance(answer, Refused)
     assert answer.reason.startswith(says)
-    with pytest.raises(EngineDead, match=rf"^nodes: node 2 of 3 did not come to .* turned away: {says}"):
+    with pytest.raises(EngineDead, match=rf"^nodes: node 2 of 3 did not come to .* refused: {says}"):
         hall.gather(seconds=0.01)
     good.close()
     bad.close()
@@ -170,7 +170,7 @@ def test_many_strangers_at_once_are_turned_away(hall: Hall, monkeypatch: pytest.
 def test_a_silent_node_is_lost(hall: Hall) -> None:
     hall.door.wanted = replace(hall.door.wanted, link_timeout=0.05)
     sock, _ = hall.join()
-    assert "nothing was heard from node 1 (127.0.0.1) for 0.05 s" in hall.lost.get(timeout=PATIENCE)
+    assert "no message from node 1 (127.0.0.1) for 0.05 s" in hall.lost.get(timeout=PATIENCE)
     sock.close()
 
 

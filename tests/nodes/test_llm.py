@@ -10,7 +10,7 @@ import pytest
 
 from tests.models import tiny
 from tests.nodes import hosts
-from tests.nodes.test_serve import REASON
+from tests.nodes.hosts import REASON
 from tests.patience import PATIENCE
 
 SCRIPT = """
@@ -63,9 +63,9 @@ def test_a_collective_over_a_cut_link_raises(folder: Path) -> None:
         with hosts.in_namespaces(folder) as cluster, started(cluster) as (script, node):
             script.say("on\n")
             cluster.cut()
-            assert "nothing was heard from node 1 (10.77.0.2) for 8 s" in script.wait_for("dead:")
+            assert "no message from node 1 (10.77.0.2) for 8 s" in script.wait_for("dead:")
             script.wait_for("over")
             assert script.code() == 0
-            node.wait_for("nothing was heard from node 0 at 10.77.0.1")
+            node.wait_for("no message from node 0 at 10.77.0.1")
 
     hosts.inside(act)

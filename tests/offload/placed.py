@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outpace.offload.store import ALIGN
+from outpace.offload.store_layout import ALIGN
 from outpace.offload.units import Form, find_layers
 from tests.models import tiny
 

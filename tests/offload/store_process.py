@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from outpace.offload.store import UnitFile, UnitWriter, aligned
+from outpace.offload.store_memory import aligned
+from outpace.offload.store_read import UnitFile
+from outpace.offload.store_write import UnitWriter
 
 SIZES = (5_000_000, 4096, 1, 0, 9_000_001)
 """Units of several pieces, of whole and broken pages, and of nothing."""

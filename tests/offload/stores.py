@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-from outpace.offload.store import UnitFile, UnitWriter, aligned
+from outpace.offload.store_memory import aligned
+from outpace.offload.store_read import UnitFile
+from outpace.offload.store_write import UnitWriter
 from tests.offload.store_process import SIZES, unit
 
 NOTE = "what lies where: ä"

@@ -18,7 +18,7 @@ from torch import nn
 
 import outpace
 from outpace import LLM, ConfigError, NotSupported, RaggedEngine, SamplingParams, StateError, StructuredOutputs
-from tests.inject.test_level0 import made as level_0
+from tests.inject.families import made as level_0
 from tests.loading.packers import write_folder
 from tests.loading.tiny import tiny_model, write_gguf
 from tests.models import byte_tokenizer, padded, prompts
@@ -186,7 +186,7 @@ def test_n8_every_capability_gives_what_the_resident_model_gives(name: str, plac
         assert streaming is not None
         assert streaming.placement.tiers.count("device") == 0
         assert case.ask(llm) == wanted
-        assert streaming.num_loads > 2 * len(streaming.units), "layers were evicted, and came again"
+        assert streaming.counts.loads > 2 * len(streaming.units), "layers were evicted, and came again"
     assert not any(tmp_path.iterdir())
 
 

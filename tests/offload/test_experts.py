@@ -10,42 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import outpace
-from outpace import LLM, ConfigError, SamplingParams
+from outpace import ConfigError
 from outpace.errors import OffloadError
 from outpace.offload.experts import Kept, shares
 from outpace.offload.units import Form
-from tests.inject.test_moe import made
+from tests.inject.mixtures import mixture
 from tests.models import padded, prompts
-from tests.offload.placed import offload_at
-from tests.offload.test_streaming import answers, llm_of, streaming_of
-
-LAYERS = 7
-CASES: dict[str, dict[str, Any]] = {
-    "mixtral": {},
-    "qwen3": {"num_experts": 16},
-    "gpt-oss": {"layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"]},
-    "glm4": {"n_routed_experts": 12},
-}
-"""Few experts, many, ones with biases, and ones beside an expert for every token, behind a layer that has none."""
-
-
-def model_of(case: str, **changes: Any) -> Any:
-    return made(case, num_hidden_layers=LAYERS, **{**CASES[case], **changes})
-
-
-def some(model: Any, place: str, folder: Path, layers: int) -> dict[str, Any]:
-    """Room for the experts of so many of the layers."""
-    given = offload_at(place, model, folder)
-    room = layers * (offload_at("host", model, folder)["host_memory"] // LAYERS)
-    return {**given, "device_memory": given["device_memory"] + room, "expert_cache": room}
-
-
-EVERYTHING = {"cpu_offload_gb": 1.0, "expert_cache": "1GB"}
-
-
-def offload_of(how: str, model: Any, folder: Path) -> dict[str, Any]:
-    place, cache = how.split(", ")
-    return EVERYTHING if cache == "all" else some(model, place, folder, {"none": 0, "some": 2}[cache])
+from tests.offload.placed import LAYERS, offload_at
+from tests.offload.streamed import (
+    CASES,
+    EVERYTHING,
+    answers,
+    llm_of,
+    model_of,
+    offload_of,
+    run,
+    some,
+    streaming_of,
+)
 
 
 @pytest.mark.parametrize("how", ["host, none", "host, some", "host, all", "disk, none", "disk, some", "mixed, some"])
@@ -58,8 +40,8 @@ def test_n8_experts_by_need_give_the_bits_of_the_resident_model(case: str, how: 
         for _ in range(2):
             assert answers(llm) == wanted
         streaming = streaming_of(llm)
-        assert streaming.expert_misses > 0
-        assert (streaming.expert_hits > 0) == ("none" not in how)
+        assert streaming.counts.misses > 0
+        assert (streaming.counts.hits > 0) == ("none" not in how)
         assert (streaming.tier_bytes()["experts"] > 0) == ("none" not in how)
         assert not streaming.capturable
 
@@ -78,7 +60,7 @@ def test_quantized_experts(scheme: str, place: str, tmp_path: Path) -> None:
     with llm_of(model, quantization=scheme, **given) as llm:
         for _ in range(2):
             assert answers(llm) == wanted
-        assert streaming_of(llm).expert_hits > 0
+        assert streaming_of(llm).counts.hits > 0
 
 
 @pytest.mark.parametrize("inject", [True, False])
@@ -92,13 +74,8 @@ def test_forward_and_generate_of_a_module(inject: bool, tmp_path: Path) -> None:
         made = [each.generate(**inputs, max_new_tokens=6, do_sample=False) for each in (engine, resident)]
         assert torch.equal(*made)
     assert engine.streaming is not None
-    assert (engine.streaming.expert_misses > 0) == inject, "the model's own experts travel with their layers"
+    assert (engine.streaming.counts.misses > 0) == inject, "the model's own experts travel with their layers"
     engine.destroy()
-
-
-def run(llm: LLM, length: int, new: int, seed: int = 0) -> None:
-    (prompt,) = prompts(length, seed=seed)
-    llm.generate([prompt.tolist()], SamplingParams(max_tokens=new, temperature=0, ignore_eos=True), use_tqdm=False)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -108,11 +85,11 @@ def test_one_request_fetches_a_few_experts_of_many(place: str, tmp_path: Path) -
         streaming = streaming_of(llm)
         whole, before = streaming.units[0].form.nbytes, copy.copy(streaming.counts)
         run(llm, 3, 9)
-        loads, nbytes = streaming.num_loads - before.loads, streaming.num_bytes - before.nbytes
+        loads, nbytes = streaming.counts.loads - before.loads, streaming.counts.nbytes - before.nbytes
         steps = loads // len(streaming.units)
         assert steps >= 9
         assert nbytes < loads * whole / 3
-        assert 0 < streaming.expert_misses - before.misses <= len(streaming.units) * (6 + 2 * steps)
+        assert 0 < streaming.counts.misses - before.misses <= len(streaming.units) * (6 + 2 * steps)
 
 
 def test_a_step_of_many_tokens_fetches_whole_layers_ahead() -> None:
@@ -124,11 +101,11 @@ def test_a_step_of_many_tokens_fetches_whole_layers_ahead() -> None:
         run(llm, 30, 1)
         looked = streaming.counts.hits + streaming.counts.misses - before.hits - before.misses
         assert looked <= 2 * 16, "only of the layers that were there when the step began"
-        form, fetched = streaming.units[0].form, streaming.num_bytes - before.nbytes
+        form, fetched = streaming.units[0].form, streaming.counts.nbytes - before.nbytes
         assert fetched >= (LAYERS - 2) * form.nbytes
         before = copy.copy(streaming.counts)
         run(llm, 30, 1, seed=1)
-        loads, fetched = streaming.num_loads - before.loads, streaming.num_bytes - before.nbytes
+        loads, fetched = streaming.counts.loads - before.loads, streaming.counts.nbytes - before.nbytes
         assert fetched == loads * form.dense, "there was room to keep all experts"
 
 
@@ -139,10 +116,10 @@ def test_what_was_used_last_is_not_fetched_again() -> None:
         run(llm, 4, 6)
         before = copy.copy(streaming.counts)
         run(llm, 4, 6)
-        assert streaming.expert_misses == before.misses
-        assert streaming.expert_hits > before.hits
+        assert streaming.counts.misses == before.misses
+        assert streaming.counts.hits > before.hits
         run(llm, 4, 6, seed=5)
-        assert streaming.expert_misses > before.misses
+        assert streaming.counts.misses > before.misses
 
 
 def flip(path: Path, places: list[int]) -> None:
@@ -200,10 +177,10 @@ def test_f3_a_step_that_fails_half_way(where: str, place: str, monkeypatch: pyte
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     model = model_of("mixtral")
     given = offload_at("host", model, tmp_path)
-    with pytest.raises(ConfigError, match=r"offload\.expert_cache: .* wanted, and beside 2 slots .* are left"):
+    with pytest.raises(ConfigError, match=r"offload\.expert_cache: .* requested, but 2 slots .* leave"):
         llm_of(model, offload={**given, "expert_cache": given["device_memory"]})
     with pytest.raises(ConfigError, match=r"offload\.expert_cache: no layer of this model has fused experts"):
-        llm_of(made("qwen3", mlp_only_layers=[0, 1, 2]), offload={"cpu_offload_gb": 1.0, "expert_cache": 0.1})
+        llm_of(mixture("qwen3", mlp_only_layers=[0, 1, 2]), offload={"cpu_offload_gb": 1.0, "expert_cache": 0.1})
     with llm_of(model, offload={"auto": True, "expert_cache": 0.1}) as llm:
         assert llm.engine.streaming is None, "everything fits"
 

@@ -13,8 +13,8 @@ import outpace
 from outpace import LLM
 from outpace.errors import OffloadError
 from outpace.offload.streaming import Streaming
-from tests.inject.test_moe import made
-from tests.offload.test_streaming_gpu import SAME, answers, answers_short
+from tests.inject.mixtures import mixture
+from tests.offload.streamed_gpu import SAME, answers, answers_short
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -80,9 +80,9 @@ def test_n8_experts_by_need_give_the_bits_of_the_resident_model(place: str, tmp_
             assert answers(llm, 1000) == wanted
         streaming = streaming_of(llm)
         assert not streaming.capturable
-        assert streaming.expert_misses > 0
-        assert (streaming.expert_hits > 0) == (streaming.tier_bytes()["experts"] > 0) == ("no cache" not in place)
-        assert streaming.num_bytes < streaming.num_loads * streaming.units[0].form.nbytes
+        assert streaming.counts.misses > 0
+        assert (streaming.counts.hits > 0) == (streaming.tier_bytes()["experts"] > 0) == ("no cache" not in place)
+        assert streaming.counts.nbytes < streaming.counts.loads * streaming.units[0].form.nbytes
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
@@ -94,20 +94,20 @@ def test_quantized_experts(scheme: str, place: str, tmp_path: Path) -> None:
     with LLM(qwen(), **options, **offload(place, tmp_path)) as llm:
         for _ in range(2):
             assert answers(llm, 1000) == wanted
-        assert streaming_of(llm).expert_misses > 0
+        assert streaming_of(llm).counts.misses > 0
 
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "glm4"])
 def test_n8_families(case: str, tmp_path: Path) -> None:
     """Strides of experts differ from those of a stack by itself, biases stay together, and some layers have none."""
     kinds = {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 3} if case == "gpt-oss" else {}
-    model, again = (made(case, num_hidden_layers=9, **kinds) for _ in range(2))
+    model, again = (mixture(case, num_hidden_layers=9, **kinds) for _ in range(2))
     with LLM(model, dtype="fp32", **OPTIONS) as resident:
         wanted = answers_short(resident, 97)
     with LLM(again, dtype="fp32", **OPTIONS, offload={"cpu_offload_gb": 1.0}) as llm:
         for _ in range(2):
             assert answers_short(llm, 97) == wanted
-        assert streaming_of(llm).expert_misses > 0
+        assert streaming_of(llm).counts.misses > 0
 
 
 def test_graphs_are_left_out_or_refused() -> None:

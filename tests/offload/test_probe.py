@@ -67,7 +67,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert probe(CPU, None, tmp_path / "file").flops == 2e9
-    assert "rates: they cannot be kept" in caplog.text
+    assert "rates: they cannot be stored" in caplog.text
 
 
 def test_a_cpu_has_no_link(tmp_path: Path, measured: list[Path | None]) -> None:

@@ -21,7 +21,7 @@ def answers(folder: Path, **options: Any) -> Any:
         streaming = llm.engine.streaming
         if options:
             assert streaming is not None
-            assert streaming.num_loads >= 8 * len(streaming.units), "every step fetches all of them"
+            assert streaming.counts.loads >= 8 * len(streaming.units), "every step fetches all of them"
         found = () if streaming is None else set(streaming.placement.tiers)
         return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs], found
 

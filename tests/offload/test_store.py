@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from outpace.errors import ConfigError, InputError, OffloadError, StateError
-from outpace.offload.store import ALIGN, ReadOptions, UnitFile, UnitWriter, aligned
+from outpace.offload.store_layout import ALIGN
+from outpace.offload.store_memory import aligned
+from outpace.offload.store_read import ReadOptions, UnitFile
+from outpace.offload.store_write import UnitWriter
 from tests.offload.store_process import SIZES, unit
 from tests.offload.stores import NOTE, assert_right, readers, write
 from tests.patience import PATIENCE
@@ -140,7 +143,7 @@ def test_a_file_system_without_o_direct_is_read_otherwise_and_the_log_says_so(
     with caplog.at_level(logging.INFO, logger="outpace"):
         file = write(tmp_path)
     assert not file.direct
-    assert f"offload reads: through the page cache ({tmp_path} does not take O_DIRECT)" in caplog.messages
+    assert f"offload reads: through the page cache ({tmp_path} does not support O_DIRECT)" in caplog.messages
     assert_right(file)
     file.close()
 

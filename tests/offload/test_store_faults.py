@@ -19,7 +19,10 @@ import torch
 
 from outpace.errors import OffloadError
 from outpace.offload import store_layout, store_memory
-from outpace.offload.store import ALIGN, UnitFile, UnitWriter, aligned, free_memory
+from outpace.offload.store_layout import ALIGN
+from outpace.offload.store_memory import aligned, free_memory
+from outpace.offload.store_read import UnitFile
+from outpace.offload.store_write import UnitWriter
 from tests.offload.store_process import SIZES, unit
 from tests.offload.stores import assert_right, write
 from tests.patience import PATIENCE
@@ -71,7 +74,7 @@ def flip_bit(raw: IO[bytes]) -> None:
 @pytest.mark.parametrize("change", [flip_bit, zero_page, swap_pages], ids=lambda change: change.__name__)
 def test_f9_altered_bytes_are_an_error(file: UnitFile, change: Callable[[IO[bytes]], None]) -> None:
     alter(file.path, change)
-    with pytest.raises(OffloadError, match=rf"^{re.escape(str(file.path))}, unit {LAST}: wrong checksum .* file anew"):
+    with pytest.raises(OffloadError, match=rf"^{re.escape(str(file.path))}, unit {LAST}: wrong checksum .* file again"):
         read(file, LAST)
     for index in range(LAST):  # the others are as they were
         read(file, index)
@@ -80,7 +83,7 @@ def test_f9_altered_bytes_are_an_error(file: UnitFile, change: Callable[[IO[byte
 def test_f9_a_file_cut_while_it_is_open_is_an_error(file: UnitFile) -> None:
     for length in (END - 1, 6 * ALIGN, 100, 0):
         os.truncate(file.path, length)
-        with pytest.raises(OffloadError, match=f"unit {LAST}: the file ends [0-9]+ bytes too early: it was cut"):
+        with pytest.raises(OffloadError, match=f"unit {LAST}: the file ends [0-9]+ bytes too early: it was truncated"):
             read(file, LAST)
 
 
@@ -199,7 +202,7 @@ def test_f9_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monk
 def test_f9_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with UnitWriter(tmp_path, "k", SIZES) as writer:
         writer.put(1, unit(1, SIZES[1]))
-        full = pytest.raises(OffloadError, match="a quota or limit does not allow so much")
+        full = pytest.raises(OffloadError, match="a quota or limit does not allow that much")
         with failing(monkeypatch, "pwrite", errno.ENOSPC), full:
             writer.put(0, unit(0, SIZES[0]))
     assert list(tmp_path.iterdir()) == []
@@ -209,7 +212,7 @@ def test_f9_a_limit_of_the_system(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(OffloadError, match="a quota or limit does not allow so much"):
+        with pytest.raises(OffloadError, match="a quota or limit does not allow that much"):
             write(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -218,7 +221,7 @@ def test_f9_a_limit_of_the_system(tmp_path: Path) -> None:
 
 def test_f9_a_folder_that_takes_no_files(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    with pytest.raises(OffloadError, match=r"cannot be written: .*; name a folder on a disk that takes files"):
+    with pytest.raises(OffloadError, match=r"cannot be written: .*; name a folder on a writable disk"):
         write(tmp_path / "taken" / "below")
 
 
@@ -231,7 +234,7 @@ def test_f9_short_writes_go_on_and_writes_that_get_nowhere_end(tmp_path: Path, m
     file.close()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda *_: 0)
-        with pytest.raises(OffloadError, match="nothing more was written"):
+        with pytest.raises(OffloadError, match="no progress"):
             write(tmp_path, "other")
 
 
@@ -239,10 +242,10 @@ def test_f10_memory_that_is_not_there() -> None:
     free = free_memory()
     assert free is not None
     with pytest.raises(
-        OffloadError, match=r"GB of host memory wanted, .* are free: .* missing; keep less in host memory"
+        OffloadError, match=r"GB of host memory requested, .* are free: .* missing; keep less in host memory"
     ):
         aligned(free + (1 << 40))
-    with pytest.raises(OffloadError, match=r"GB of page-locked host memory wanted, .* missing"):
+    with pytest.raises(OffloadError, match=r"GB of page-locked host memory requested, .* missing"):
         aligned(free + (1 << 40), pinned=True)
 
 
@@ -285,7 +288,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 def test_f10_memory_that_cannot_be_locked(runtime: Runtime) -> None:
     runtime.code = 2
     with pytest.raises(
-        OffloadError, match=r"5.00 MB of page-locked .* cannot be had \(cudaHostRegister: error 2\); .* are"
+        OffloadError, match=r"5.00 MB of page-locked .* cannot be allocated \(cudaHostRegister: error 2\); .* are"
     ):
         aligned(5_000_000, pinned=True)
 

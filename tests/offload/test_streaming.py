@@ -10,31 +10,13 @@ import torch
 from torch import nn
 
 import outpace
-from outpace import LLM, ConfigError, SamplingParams
+from outpace import ConfigError
 from outpace.errors import OffloadError
-from outpace.offload.streaming import Streaming
 from tests.models import padded, prompts
 from tests.offload.placed import LAYERS, PLACES, deep, offload_at
+from tests.offload.streamed import answers, llm_of, streaming_of
 
-PARAMS = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=3)
-TEXTS = [prompt.tolist() for prompt in prompts(5, 12, 3)]
 FAMILIES = ("llama", "gpt2", "opt", "bloom", "mixtral")
-
-
-def answers(llm: LLM) -> list[Any]:
-    """Tokens and the log-probabilities of each, which tell one bit from another."""
-    outputs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
-    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
-
-
-def llm_of(model: Any, **options: Any) -> LLM:
-    return LLM(copy.deepcopy(model) if isinstance(model, nn.Module) else model, device="cpu", num_blocks=32, **options)
-
-
-def streaming_of(llm: LLM) -> Streaming:
-    found = llm.engine.streaming
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -46,7 +28,7 @@ def test_n8_every_placement_gives_the_bits_of_the_resident_model(family: str, pl
     with llm_of(model, offload=offload_at(place, model, tmp_path)) as llm:
         assert answers(llm) == wanted
         tiers = streaming_of(llm).placement.tiers
-        assert streaming_of(llm).num_loads > 2 * len(streaming_of(llm).units)
+        assert streaming_of(llm).counts.loads > 2 * len(streaming_of(llm).units)
     assert len(tiers) == LAYERS
     assert ("host" in tiers, "disk" in tiers) == (place != "disk", place != "host")
     assert ("device" in tiers) == (place == "some stay")
@@ -86,7 +68,7 @@ def test_forward_and_generate_of_a_module(family: str, inject: bool, place: str,
         inputs.pop("decoder_input_ids", None)
         made = [each.generate(**inputs, max_new_tokens=6, do_sample=False) for each in (engine, resident)]
         assert torch.equal(*made)
-    assert engine.streaming.num_loads > 2 * len(engine.streaming.units)
+    assert engine.streaming.counts.loads > 2 * len(engine.streaming.units)
     engine.destroy()
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.offload.store import aligned
+from outpace.offload.store_memory import aligned
 from outpace.offload.streaming import Streaming
-from outpace.offload.ways import Stores, ToDevice, ToDeviceFromFile, Way
+from outpace.offload.ways import Stores, ToDevice, Way
+from outpace.offload.ways_file import ToDeviceFromFile
 from tests.offload.placed import deep, offload_at
-from tests.offload.test_experts import model_of, offload_of, run
-from tests.offload.test_streaming import answers, llm_of, streaming_of
+from tests.offload.streamed import answers, llm_of, model_of, offload_of, run, streaming_of
 
 
 class Event:
@@ -71,7 +71,7 @@ def test_experts_by_need_and_whole_layers_by_turns(how: str, tmp_path: Path) -> 
             assert answers(llm) == wanted
             run(llm, many, 2)  # 40 tokens need all experts
         assert answers(llm) == wanted
-        assert streaming_of(llm).expert_misses > 0
+        assert streaming_of(llm).counts.misses > 0
 
 
 @pytest.mark.parametrize("place", ["host", "disk", "mixed"])

@@ -11,9 +11,9 @@ import pytest
 from outpace import LLM, ConfigError, init_inference
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.errors import OffloadError
-from outpace.offload.store import UnitWriter
+from outpace.offload.store_write import UnitWriter
 from tests.offload.placed import LAYERS, deep, offload_at
-from tests.offload.test_streaming import answers, llm_of, streaming_of
+from tests.offload.streamed import answers, llm_of, streaming_of
 
 BUDGETS = ("device_memory", "host_memory", "kv", "host_pages", "expert_cache", "kv_files")
 

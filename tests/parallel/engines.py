@@ -10,7 +10,7 @@ from torch import Tensor
 
 import outpace
 from tests import sharded_models
-from tests.inject import test_moe
+from tests.inject.mixtures import mixture
 from tests.offload.placed import deep
 from tests.parallel import own_models
 
@@ -25,7 +25,7 @@ def model_of(name: str) -> Any:
     if name.startswith("five layers: "):
         return deep(name.removeprefix("five layers: "), 5)
     kind, _, case = name.rpartition("moe: ")
-    return test_moe.made(case) if kind or name.startswith("moe: ") else sharded_models.make(name)
+    return mixture(case) if kind or name.startswith("moe: ") else sharded_models.make(name)
 
 
 def engine_of(model: Any, options: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import outpace.prepare
+import outpace.load_paged
 from outpace.ranks import follower
 from outpace.runner.runner import Runner
 from outpace.types import Step, StepOutput
@@ -34,5 +34,5 @@ if __name__ == "__main__":
     fails = os.environ.get(FAILS)
     Runner.launch = fail if fails == "step" else launch_and_compare  # type: ignore[method-assign]
     if fails == "load":
-        outpace.prepare.load_paged = fail
+        outpace.load_paged.load_paged = fail
     follower.main(int(sys.argv[1]), int(sys.argv[2]))

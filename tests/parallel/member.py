@@ -23,7 +23,7 @@ import torch.distributed as dist
 import outpace
 from outpace.inject.modules import FusedLayer
 from tests.inject.checks import padded_prompts
-from tests.inject.test_mixtures import WIDTH
+from tests.inject.own_mixtures import WIDTH
 from tests.offload.placed import deep
 from tests.parallel import staged
 from tests.parallel.engines import NEW, TOLERANCE, Button, Shown, engine_of, largest, model_of, same_logits, stored
@@ -255,7 +255,7 @@ def calls(name: str, options: Mapping[str, Any]) -> None:
         (lambda: engine.generate(ids, max_new_tokens=3, do_sample=True, seed=rank), "make different calls"),
         (lambda: engine(ids[:, rank:]), "forward: the ranks .* make different calls"),
         (lambda: engine.generate(ids) if rank else engine(ids), "make different calls"),
-        (lambda: engine.generate(ids, **more, max_time=9.0), "max_time: ranks do not look"),
+        (lambda: engine.generate(ids, **more, max_time=9.0), "max_time: ranks would stop"),
         (lambda: pickle.dumps(engine.mesh.together), "pickle: .* save_mp_checkpoint_path"),
         (lambda: engine_of(model_of(name), {"tensor_parallel": {"mpu": NoUnit(asserts=False)}}), "mpu: this rank is"),
         (lambda: engine_of(model_of(name), {"tensor_parallel": {"mpu": NoUnit(asserts=True)}}), "mpu: .*not initial"),

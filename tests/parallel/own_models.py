@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.inject.test_mixtures import WIDTH, Mine, MoE
+from tests.inject.own_mixtures import WIDTH, Mine, MoE
 from tests.models import tiny
 
 _SIZES: Mapping[str, Any] = {

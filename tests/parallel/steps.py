@@ -13,7 +13,7 @@ import torch.distributed as dist
 from outpace import LLM, SamplingParams
 from outpace.config import LLMConfig
 from outpace.llm_engine import LLMEngine
-from outpace.prepare import load_paged
+from outpace.load_paged import load_paged
 from outpace.ranks.leader import Ranks
 from outpace.ranks.messages import Launch
 from outpace.ranks.steps import launch_of

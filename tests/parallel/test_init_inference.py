@@ -9,12 +9,15 @@ import pytest
 import outpace
 from outpace import ConfigError
 from tests import sharded_models
-from tests.inject import test_moe
+from tests.inject.mixtures import MIXTURES
 from tests.models import tiny
-from tests.parallel.world import Case, run_world, title
+from tests.parallel.world import Case, run_world, title, tp
 
-MOE = tuple(f"moe: {case}" for case in {family: case for case, (family, _) in test_moe.CASES.items()}.values())
+MOE = tuple(f"moe: {case}" for case in {family: case for case, (family, _) in MIXTURES.items()}.values())
 """One of each family of experts."""
+SPARSE = ("mixtral", "qwen2 moe", "gpt-oss", "granite moe", "dots1", "phi moe", "granite moe shared")
+"""Of `sharded_models`: families that `MOE` has too."""
+DENSE = tuple(name for name in sharded_models.NAMES if name not in SPARSE)
 UNEVEN = ("llama", "five key heads", "falcon 40b", "gpt_neox", "bloom", "codegen", "moe: olmoe", "moe: gpt-oss", "bert")
 SHARED_HEADS = ("llama", "qwen3", "falcon 7b", "falcon 40b", "bigcode", "gpt-oss", "tied", "opt")
 
@@ -28,11 +31,6 @@ HOT: Mapping[str, Any] = {"hot_experts": 1, "expert_load": [[5, 1, 1, 9], [1, 1,
 """A copy of the busiest expert of each layer on the rank that lacks it."""
 
 
-def tp(size: int, **more: Any) -> dict[str, Any]:
-    """Options of a config."""
-    return {"tensor_parallel": {"tp_size": size, "tp_grain_size": 1}, **more}
-
-
 def cases(kind: str, names: Sequence[str], options: Mapping[str, Any]) -> Iterator[Case]:
     """The same for several models."""
     yield from ((kind, name, options) for name in names)
@@ -40,11 +38,11 @@ def cases(kind: str, names: Sequence[str], options: Mapping[str, Any]) -> Iterat
 
 CASES: Mapping[int, tuple[Case, ...]] = {
     2: (
-        *cases("compare", sharded_models.NAMES, tp(2)),
+        *cases("compare", DENSE, tp(2)),
         *cases("compare", MOE, tp(2)),
         *cases("compare", MOE, {"moe": {"ep_size": 2}}),
         *cases("compare", MOE, tp(2, moe={"ep_size": 2})),
-        *cases("llm", [name for name in sharded_models.NAMES if name != "bert"], {"tensor_parallel_size": 2}),
+        *cases("llm", [name for name in DENSE if name != "bert"], {"tensor_parallel_size": 2}),
         *cases("llm", MOE, {"tensor_parallel_size": 2}),
         *cases("llm", MOE[:3], {"moe": {"ep_size": 2}}),
         *cases("llm", MOE[:3], {"tensor_parallel_size": 2, "moe": {"ep_size": 2}}),

@@ -23,7 +23,7 @@ from outpace.errors import ConfigError, EngineDead, InputError, NotSupported, St
 from outpace.ranks import agree
 from outpace.ranks.leader import Ranks
 from outpace.runner.runner import Runner
-from outpace.structure import StructuredOutputs
+from outpace.structured.outputs import StructuredOutputs
 from outpace.types import RequestOutput, SamplingParams
 from tests.models import tiny
 from tests.parallel import follower
@@ -289,8 +289,11 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
-            ({"tensor_parallel": {"tp_size": 2, "mpu": object()}}, "tensor_parallel.mpu: it cannot be sent"),
-            ({"tensor_parallel_size": 2, "injection_policy": {torch.nn.Linear: ("a",)}}, "injection_policy: it holds"),
+            ({"tensor_parallel": {"tp_size": 2, "mpu": object()}}, "tensor_parallel.mpu: cannot be sent"),
+            (
+                {"tensor_parallel_size": 2, "injection_policy": {torch.nn.Linear: ("a",)}},
+                "injection_policy: contains values",
+            ),
         ],
     )
     def test_objects_are_refused_by_name(self, folder: Path, options: dict[str, Any], problem: str) -> None:

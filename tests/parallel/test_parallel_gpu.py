@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outpace import LLM, SamplingParams
-from tests.parallel.test_init_inference import tp
-from tests.parallel.world import Case, run_world, title
+from tests.parallel.world import Case, run_world, title, tp
 from tests.sharded_models import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -18,15 +18,7 @@ from outpace.parallel.trace import (
     steady_idle_share,
     within,
 )
-
-
-def pipeline(stages: int, micro_batches: int, took: float = 1.0, gap: float = 0.0) -> dict[int, list[Span]]:
-    """The schedule of a pipeline with equal stages; `gap`: seconds between two micro-batches."""
-    step = took + gap
-    return {
-        stage: [Span(m, (stage + m) * step, (stage + m) * step + took) for m in range(micro_batches)]
-        for stage in range(stages)
-    }
+from tests.parallel.schedules import pipeline
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (2, 1), (2, 16), (3, 7), (4, 16)])

@@ -54,3 +54,8 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def tp(size: int, **more: Any) -> dict[str, Any]:
+    """Options of a config."""
+    return {"tensor_parallel": {"tp_size": size, "tp_grain_size": 1}, **more}

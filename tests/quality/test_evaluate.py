@@ -13,8 +13,8 @@ import outpace
 from outpace.errors import InputError, ModelError
 from outpace.loading.text import built_in_text
 from outpace.quality import agreement, evaluate, perplexity
-from tests.loading.test_real import TEXT
 from tests.models import POSITIONS, prompts, tiny
+from tests.texts import TEXT
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "fp32"}
 IDS = prompts(150)[0].tolist()
@@ -193,7 +193,7 @@ def test_bad_input(chain_llm: outpace.LLM, options: dict[str, Any], said: str) -
     [
         (b"", "text: it is empty"),
         (b"caf\xe9 and more", "is not UTF-8 text from byte 3 on; give a text file"),
-        (b"PK\0\0 and more", "holds zero bytes and is no text; give a text file"),
+        (b"PK\0\0 and more", "contains zero bytes and is not text; give a text file"),
         (None, "(No such file or directory); give a text file"),
     ],
 )

@@ -150,7 +150,7 @@ def test_estimates_are_near_what_single_weights_really_add(text: list[int], tmp_
 def test_a_module_that_was_measured_and_refused_is_as_it_was(text: list[int]) -> None:
     model = tiny("llama")
     model.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"quant\.auto\.max_bytes: with .* the least is .* KB; allow more"):
+    with pytest.raises(ConfigError, match=r"quant\.auto\.max_bytes: with .* the minimum is .* KB; allow more"):
         outpace.init_inference(model, **CPU, kernel_inject=True, **auto(text, max_bytes=1000))
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert perplexity(model, text) == pytest.approx(perplexity(tiny("llama"), text), rel=1e-6)
@@ -197,12 +197,17 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ConfigError,
         r"quant\.auto\.out: there is no folder no/such/folder",
     ),
-    "bits": ("llama", auto([5] * 64, bits_per_weight=1), ConfigError, r"quant\.auto\.bits_per_weight: .* the least is"),
+    "bits": (
+        "llama",
+        auto([5] * 64, bits_per_weight=1),
+        ConfigError,
+        r"quant\.auto\.bits_per_weight: .* the minimum is",
+    ),
     "qkv": (
         "llama",
         {"quant": {**auto([5] * 64, bits_per_weight=5)["quant"], "qkv": {"enabled": False}}},
         ConfigError,
-        r"quant\.auto\.bits_per_weight: .* the least is",
+        r"quant\.auto\.bits_per_weight: .* the minimum is",
     ),
 }
 
@@ -281,7 +286,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "missing": (
         lambda plan: plan | {"weights": plan["weights"][1:]},
-        r"quant\.plan: it says nothing of model\.layers\.0\.self_attn\.q_proj\.weight; make a plan for this model",
+        r"quant\.plan: it has no entry for model\.layers\.0\.self_attn\.q_proj\.weight; make a plan for this model",
     ),
     "another": (
         lambda plan: plan | {"weights": [*plan["weights"], plan["weights"][0] | {"names": ["model.other.weight"]}]},
@@ -289,7 +294,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "columns": (
         lambda plan: plan | {"weights": [plan["weights"][0] | {"shape": [64, 64]}, *plan["weights"][1:]]},
-        r"quant\.plan: model\.layers\.0\.self_attn\.q_proj\.weight has 64 columns in it, and 32 in the model",
+        r"quant\.plan: model\.layers\.0\.self_attn\.q_proj\.weight has 64 columns in the plan, but 32 in the model",
     ),
     "no file": (lambda plan: "no such file.json", r"quant\.plan: cannot read no such file\.json"),
 }

@@ -7,27 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
 import outpace
 from outpace import LLM, ConfigError, ModelError, NotSupported, SamplingParams
 from outpace.inject.quantized import PackedExperts, PackedLinear
-from outpace.loading import fill, stream
-from tests.inject.checks import padded_prompts, randomised
-from tests.inject.test_level0 import LATENT
-from tests.inject.test_mixtures import Mine, inputs, net
-from tests.inject.test_moe import CASES, made
+from outpace.loading import fill, stream, targets
+from tests.inject.checks import padded_prompts
+from tests.inject.mixtures import MIXTURES, mixture
+from tests.inject.own_mixtures import Mine, inputs, net
 from tests.models import prompts
-from tests.quant.fake import fake_quantized, fake_quantized_experts, rounded, rounded_asymmetric, rounded_fp8
+from tests.quant.fake import fake_quantized, fake_quantized_experts, rounded, rounded_fp8
+from tests.quant.mixtures import RULES, latent, only
 
-POLICIES = pytest.mark.parametrize("case", {family: case for case, (family, _) in CASES.items()}.values())
+POLICIES = pytest.mark.parametrize("case", {family: case for case, (family, _) in MIXTURES.items()}.values())
 INPUTS = padded_prompts(97)
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-
-
-def only(**rule: Any) -> dict[str, Any]:
-    """A rule for experts and nothing else."""
-    return {"weight": {"post_init_quant": {".experts.": rule}}}
 
 
 def engine(model: Any, quant: dict[str, Any], *, inject: bool = True, **options: Any) -> Any:
@@ -38,18 +32,12 @@ def packed(model: Any) -> list[PackedExperts]:
     return [module for module in model.modules() if isinstance(module, PackedExperts)]
 
 
-RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "int8": (only(num_bits=8), {"how": rounded_asymmetric}),
-    "int4": (only(num_bits=4, group_size=8, symmetric=True), {"bits": 4, "group": 8}),
-}
-
-
 @POLICIES
 @pytest.mark.parametrize("rule", RULES)
 def test_every_policy_has_the_tokens_of_fake_quantized_experts(case: str, rule: str) -> None:
     quant, fake = RULES[rule]
-    want = fake_quantized_experts(made(case), **fake).generate(**INPUTS, **GREEDY)
-    found = engine(made(case), quant)
+    want = fake_quantized_experts(mixture(case), **fake).generate(**INPUTS, **GREEDY)
+    found = engine(mixture(case), quant)
     assert packed(found.module)
     assert not any(isinstance(module, PackedLinear) for module in found.module.modules())
     assert torch.equal(found.generate(**INPUTS, **GREEDY), want)
@@ -73,21 +61,15 @@ def test_a_scheme_is_for_linears_and_experts(case: str, scheme: str, caplog: pyt
     """Schemes that quantize activations leave those of experts alone, but for many tokens on a GPU; the log says so."""
     how: Any = rounded_fp8 if scheme == "fp8" else rounded
     rows: dict[str, Any] = {} if scheme == "int8" else {"activations": how}
-    want = logits(fake_quantized_experts(fake_quantized(made(case), how, **rows), how))
+    want = logits(fake_quantized_experts(fake_quantized(mixture(case), how, **rows), how))
     with caplog.at_level(logging.INFO, logger="outpace"):
-        found = engine(made(case), {"scheme": scheme})
+        found = engine(mixture(case), {"scheme": scheme})
     said = [record.getMessage() for record in caplog.records if "quantized experts" in record.getMessage()]
     assert bool(said) == bool(rows)
-    check_logits(found, want, logits(made(case)), activations=bool(rows))
+    check_logits(found, want, logits(mixture(case)), activations=bool(rows))
 
 
-def latent() -> Any:
-    """A family that no policy knows."""
-    torch.manual_seed(0)
-    return randomised(hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**LATENT)))
-
-
-@pytest.mark.parametrize("make", [latent, *(partial(made, case) for case in ("mixtral", "qwen2", "granite"))])
+@pytest.mark.parametrize("make", [latent, *(partial(mixture, case) for case in ("mixtral", "qwen2", "granite"))])
 @pytest.mark.parametrize("inject", [True, False])
 def test_experts_that_injection_leaves_alone(make: Any, inject: bool) -> None:
     want = logits(fake_quantized_experts(fake_quantized(make())))
@@ -98,7 +80,7 @@ def test_experts_that_injection_leaves_alone(make: Any, inject: bool) -> None:
 
 @pytest.mark.parametrize(("inject", "linears"), [(True, 6), (False, 12)])
 def test_rules_may_leave_experts_alone(inject: bool, linears: int) -> None:
-    found = engine(made("mixtral"), {"weight": {"post_init_quant": {"self_attn": {}}}}, inject=inject)
+    found = engine(mixture("mixtral"), {"weight": {"post_init_quant": {"self_attn": {}}}}, inject=inject)
     assert not packed(found.module)
     assert sum(isinstance(module, PackedLinear) for module in found.module.modules()) == linears
 
@@ -113,18 +95,18 @@ def test_lists_of_experts_of_one_s_own(quant: dict[str, Any]) -> None:
 
 
 def test_only_one_of_the_stacks() -> None:
-    found = engine(made("qwen3"), {"weight": {"post_init_quant": {"experts.down_proj": {"symmetric": True}}}})
+    found = engine(mixture("qwen3"), {"weight": {"post_init_quant": {"experts.down_proj": {"symmetric": True}}}})
     for experts in packed(found.module):
         assert (experts.gate_up.dtype, experts.down.dtype) == (torch.float32, torch.int8)
-    model = made("qwen3")
+    model = mixture("qwen3")
     with torch.no_grad():
         for layer in model.model.layers:
             for expert in layer.mlp.experts.down_proj:
                 expert.copy_(rounded(expert))
-    check_logits(found, logits(model), logits(made("qwen3")))
+    check_logits(found, logits(model), logits(mixture("qwen3")))
 
 
-@pytest.mark.parametrize("make", [lambda: made("qwen3"), latent], ids=["level 1", "level 0"])
+@pytest.mark.parametrize("make", [lambda: mixture("qwen3"), latent], ids=["level 1", "level 0"])
 def test_batches_chunks_prefixes_and_preemption_change_no_token(make: Any) -> None:
     shared = prompts(20, seed=5)[0].tolist()
     asked = [shared + row.tolist() for row in prompts(3, 9, 14, 5, seed=1)]
@@ -143,7 +125,7 @@ def test_deterministic() -> None:
     asked = [{"prompt_token_ids": row.tolist()} for row in prompts(3, 9, 14, seed=1)]
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=1)
     options: dict[str, Any] = {"quantization": "int4", "deterministic": True, "enable_prefix_caching": False}
-    llm = LLM(made("gpt-oss"), device="cpu", dtype="fp32", **options)
+    llm = LLM(mixture("gpt-oss"), device="cpu", dtype="fp32", **options)
     alone = [llm.generate(one, params)[0].outputs[0].logprobs for one in asked]
     assert [each.outputs[0].logprobs for each in llm.generate(asked, params)] == alone
 
@@ -151,13 +133,13 @@ def test_deterministic() -> None:
 @pytest.mark.parametrize(("case", "inject"), [("mixtral", True), ("mixtral", False), ("gpt-oss", True)])
 def test_checkpoints_become_what_a_live_module_becomes(case: str, inject: bool, tmp_path: Path) -> None:
     """Mixtral's stores each expert for itself, GPT-OSS's stores stacks with gates and ups in turn."""
-    model = made(case)
+    model = mixture(case)
     model.save_pretrained(tmp_path)
     with outpace.OnDevice("meta"):
         empty = type(model)(type(model.config).from_pretrained(tmp_path))
     quant = only(num_bits=4, group_size=8)
     found = engine(empty, quant, inject=inject, checkpoint=str(tmp_path))
-    assert torch.equal(logits(found), logits(engine(made(case), quant, inject=inject)))
+    assert torch.equal(logits(found), logits(engine(mixture(case), quant, inject=inject)))
 
 
 @pytest.fixture
@@ -171,7 +153,7 @@ def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_of_one_layer_are_in_memory_in_the_model_s_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made("qwen3", num_experts=16, moe_intermediate_size=64)
+    model = mixture("qwen3", num_experts=16, moe_intermediate_size=64)
     model.save_pretrained(tmp_path)
     live: dict[int, int] = {}
     most: list[int] = []
@@ -196,17 +178,17 @@ def test_experts_of_one_layer_are_in_memory_in_the_model_s_dtype(
 def test_a_stack_that_cannot_be_quantized_is_waited_for_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: fill.Target, weight: torch.Tensor) -> None:
+    def fail(self: targets.Target, weight: torch.Tensor) -> None:
         raise ModelError("model: it is broken")
 
-    made("qwen3").save_pretrained(tmp_path)
-    monkeypatch.setattr(fill.Target, "give", fail)
+    mixture("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(targets.Target, "give", fail)
     with pytest.raises(ModelError, match="it is broken"):
         LLM(tmp_path, device="cpu", dtype="fp32", quantization="int4")
 
 
 def test_what_was_quantized_is_counted() -> None:
-    llm = LLM(made("mixtral"), device="cpu", dtype="fp32", quantization="int8")
+    llm = LLM(mixture("mixtral"), device="cpu", dtype="fp32", quantization="int8")
     experts, others = 3 * 4 * 3 * 40 * 48, 3 * (48 * 80 + 48 * 48) + 97 * 48
     assert llm.quantized is not None
     assert llm.quantized.weights == 3 * 4 + 1
@@ -219,6 +201,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(
         NotSupported, match=r"quant: model.layers.0.mlp.experts \(GptOssExperts\) has a gate of its own"
     ):
-        engine(made("gpt-oss"), {"scheme": "int8"}, inject=False)
+        engine(mixture("gpt-oss"), {"scheme": "int8"}, inject=False)
     with pytest.raises(ConfigError, match=r"group_size: 9 does not divide the 48 columns of .*experts\.gate_up_proj"):
-        engine(made("mixtral"), only(group_size=9))
+        engine(mixture("mixtral"), only(group_size=9))

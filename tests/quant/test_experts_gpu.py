@@ -10,12 +10,11 @@ import torch
 import outpace
 from outpace import LLM, SamplingParams
 from outpace.config import LLMConfig
-from outpace.prepare import load_paged
+from outpace.load_paged import load_paged
 from tests.inject.checks import padded_prompts
-from tests.inject.test_moe import made
-from tests.inject.test_moe_gpu import build
+from tests.inject.mixtures import build, mixture
 from tests.quant.fake import fake_quantized, fake_quantized_experts, rounded, rounded_fp8
-from tests.quant.test_experts import RULES
+from tests.quant.mixtures import RULES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CASES = ("mixtral", "qwen2", "gpt-oss", "glm4")
@@ -82,7 +81,7 @@ def test_requests_in_mixed_steps_from_graphs(scheme: str) -> None:
 @pytest.mark.parametrize("case", ["mixtral", "gpt-oss"])
 def test_a_stream_makes_what_it_makes_on_the_host(case: str, scheme: str, tmp_path: Path) -> None:
     """Devices divide differently in the last bit: a value at the border between two steps may go either way."""
-    made(case).save_pretrained(tmp_path)
+    mixture(case).save_pretrained(tmp_path)
     configs = [LLMConfig.of(dtype="fp32", device=device, quantization=scheme) for device in ("cpu", "cuda")]
     there, here = (load_paged(tmp_path, config, tokenizer=False).module for config in configs)
     for (name, want), found in zip(there.named_parameters(), here.parameters(), strict=True):

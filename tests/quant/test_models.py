@@ -14,7 +14,7 @@ from torch import nn
 import outpace
 from outpace import LLM, ConfigError, ModelError, NotSupported, SamplingParams
 from outpace.inject.quantized import PackedLinear
-from tests.inject.test_level0 import SMALL
+from tests.inject.level0 import SMALL
 from tests.loading.tiny import tiny_model, write_gguf
 from tests.models import prompts, tiny
 from tests.quant.fake import (
@@ -228,7 +228,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two rules for one": (
         {"weight": {"post_init_quant": {"mlp": {}, "up_proj": {}}}},
-        r"is named by several rules \(mlp, up_proj\); let one name it",
+        r"matches several rules \(mlp, up_proj\); let only one match",
     ),
 }
 
@@ -286,7 +286,7 @@ def test_qkv_is_refused_where_no_name_tells_the_projections() -> None:
 @pytest.mark.parametrize("inject", [True, False])
 def test_a_quantized_model_is_not_saved(inject: bool, tmp_path: Path) -> None:
     engine: Any = outpace.init_inference(tiny("llama"), device="cpu", dtype="int8", kernel_inject=inject)
-    with pytest.raises(NotSupported, match="save_pretrained: nobody could load fused or quantized weights"):
+    with pytest.raises(NotSupported, match="save_pretrained: fused or quantized weights cannot be loaded"):
         engine.module.save_pretrained(tmp_path)
 
 
@@ -320,7 +320,7 @@ def test_a_module_that_an_engine_changed_is_for_no_other_engine(quant: dict[str,
     options = {} if quant is None else {"quant": quant}
     engine = outpace.init_inference(tiny("llama"), device="cpu", dtype="fp32", kernel_inject=inject, **options)
     before = logits(engine)
-    with pytest.raises(ModelError, match=r"already; use the engine that did it, or load it anew"):
+    with pytest.raises(ModelError, match=r"already; use the engine that did it, or load the model again"):
         outpace.init_inference(engine.module, device="cpu", dtype="bf16")
     assert torch.equal(logits(engine), before)
 
@@ -347,7 +347,7 @@ def test_auto_is_no_scheme() -> None:
         {"quant": {"scheme": "auto"}, "kv_cache_dtype": "int8"},
     )
     for options in asked:
-        with pytest.raises(ConfigError, match=r"(quantization|quant\.scheme): 'auto' is no scheme; .* quant="):
+        with pytest.raises(ConfigError, match=r"(quantization|quant\.scheme): 'auto' is not a scheme; .* quant="):
             LLM(tiny("llama"), device="cpu", **options)
 
 
@@ -356,7 +356,7 @@ def test_no_quantization_beside_a_quantized_cache_leaves_the_weights_alone() -> 
 
 
 def test_a_model_without_a_cache_takes_no_kv_cache_dtype() -> None:
-    with pytest.raises(ConfigError, match=r"quant\.kv_cache_dtype: BertForMaskedLM keeps no keys and values"):
+    with pytest.raises(ConfigError, match=r"quant\.kv_cache_dtype: BertForMaskedLM has no KV cache"):
         outpace.init_inference(tiny("bert"), device="cpu", kernel_inject=True, quant={"kv_cache_dtype": "int8"})
 
 

@@ -10,16 +10,11 @@ import torch
 
 import outpace
 from outpace.loading.build import load
-from tests.loading.test_real import TEXT
 from tests.quant.fake import fake_quantized, rounded, rounded_asymmetric, rounded_by_tensor, rounded_fp8
+from tests.quant.real import rounded_int4
+from tests.texts import TEXT
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-
-
-def rounded_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Groups of 64, or of 128 where they fit; the head is int8."""
-    group = 128 if weight.shape[1] % 128 == 0 else 64
-    return rounded(weight) if len(weight) > 40_000 else rounded(weight, bits=4, group=group)
 
 
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import outpace
 from outpace.loading.build import load
-from outpace.loading.quantize import Asked, quantize_model
+from outpace.loading.quantize import quantize_model
+from outpace.loading.quantize_options import Asked
 from outpace.loading.text import built_in_text
-from tests.loading.test_calibrate import as_quantized
 from tests.quant.fake import fake_quantized, rounded
-from tests.quant.test_real import rounded_int4
+from tests.quant.real import as_quantized, rounded_int4
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 CALIBRATED = 2048  # tokens at the beginning of the text that calibration reads

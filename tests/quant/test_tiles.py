@@ -11,7 +11,7 @@ import outpace
 from outpace.inject.quantized import PackedLinear
 from outpace.kernels.dispatch import choose_kernels
 from outpace.kernels.packed import Packed
-from outpace.kernels.packed_linear import packed_linear_invariant, packed_linear_tiles
+from outpace.kernels.packed_linear import packed_linear_invariant_torch, packed_linear_tiles
 from outpace.kernels.packed_tiles import MOST_ROWS, Tiles, takes_tiles
 from tests.kernels.packing import random_packed
 from tests.models import PAD, VOCAB, prompts
@@ -71,7 +71,7 @@ def test_the_model_is_the_same_in_tiles(kind: str) -> None:
 
 def test_deterministic_stays_out_of_tiles() -> None:
     assert choose_kernels(torch.device("cpu")).packed_linear is packed_linear_tiles
-    assert choose_kernels(torch.device("cpu"), deterministic=True).packed_linear is packed_linear_invariant
+    assert choose_kernels(torch.device("cpu"), deterministic=True).packed_linear is packed_linear_invariant_torch
 
 
 def test_a_weight_that_two_linears_share_is_put_in_tiles_once() -> None:

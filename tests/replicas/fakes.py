@@ -12,7 +12,7 @@ import msgspec
 
 from outpace.replicas.fleet import Fleet
 from outpace.replicas.pages import Pages
-from outpace.replicas.serve import make_app
+from outpace.replicas.serve_replicas import make_app
 from outpace.server.guard import Guard
 from outpace.server.options import ServerConfig
 from tests.patience import PATIENCE

@@ -56,10 +56,10 @@ async def test_a_process_that_dies_is_replaced(tmp_path: Path) -> None:
         assert await fetch(path, b"GET", b"/") == (200, str(first).encode())
         fleet.chooser.begin(0, Wanted(1.0, (b"prefix",)))
         os.kill(first, signal.SIGKILL)
-        await until(fleet, False)
+        await until(fleet, False)  # as soon as it does not answer, which may be before it is known to have ended
+        await until(fleet, True)
         assert fleet.chooser.remembered == 0, "what it had cached is gone"
         assert (fleet.replicas[0].restarts, buried) == (1, [0])
-        await until(fleet, True)
         assert keeper.pid not in (first, None)
         assert await fetch(path, b"GET", b"/") == (200, str(keeper.pid).encode())
         last = keeper.pid

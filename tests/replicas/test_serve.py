@@ -10,9 +10,10 @@ import pytest
 
 from outpace.cli.serve import options_of
 from outpace.errors import ConfigError
-from outpace.replicas.serve import options_of_replica
+from outpace.replicas.serve_replicas import options_of_replica
+from outpace.server.exit_codes import WRONG_OPTION
+from outpace.server.launch import launch
 from outpace.server.options import ServerConfig
-from outpace.server.run import WRONG_OPTION, run
 
 
 def test_a_replica_has_the_same_options_but_for_what_the_router_does() -> None:
@@ -56,7 +57,7 @@ def test_a_number_that_cannot_be(count: Any) -> None:
 def test_what_cannot_be_combined_is_said_before_anything_starts(
     options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(None, options, ServerConfig(replicas=2, port=0)) == WRONG_OPTION
+    assert launch(None, options, ServerConfig(replicas=2, port=0)) == WRONG_OPTION
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"error: {said}")
 
@@ -74,7 +75,7 @@ def test_a_model_that_no_replica_can_load_ends_the_server(tmp_path: Path) -> Non
 
 def test_the_router_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, outpace.replicas.serve\n"
+        "import sys, outpace.replicas.serve_replicas\n"
         "print(sorted({'torch', 'transformers', 'tokenizers', 'fastapi'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code]

@@ -7,7 +7,7 @@ import torch
 
 from outpace import LLM
 from outpace.runner import room
-from tests.offload.test_streaming_gpu import answers, llama
+from tests.offload.streamed_gpu import answers, llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

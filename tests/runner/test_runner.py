@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,60 +16,21 @@ from outpace import LLM, ConfigError, SamplingParams
 from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import Pages, allocate, block_bytes
 from outpace.config import LLMConfig
-from outpace.inject.paged import Batch
-from outpace.offload.streaming import Streaming
-from outpace.parallel.group import ALONE, Group
-from outpace.parallel.pipeline import ONLY, Stage
-from outpace.parallel.vocabulary import ALL, Vocabulary
-from outpace.runner import start, step_graphs
+from outpace.runner import budget, start, step_graphs
+from outpace.runner import runner as runner_module
+from outpace.runner.budget import choose_limits
 from outpace.runner.capture import Uncapturable
 from outpace.runner.copies import Copies
-from outpace.runner.runner import Limits, Runner
-from outpace.runner.start import choose_limits, start_runner
+from outpace.runner.rows import Layout
+from outpace.runner.runner import Limits, Ran, Runner
+from outpace.runner.start import start_runner
 from outpace.runner.step_graphs import CHUNK_SIZES, Shape, StepGraphs, decode_sizes, shapes
 from outpace.types import Copy, Pooling, Preemption, Request, ScheduledSequence, Step, Way
+from tests.exactness import BLOCK, LONGEST, MOST_NEW, SWAP, assert_same, expected, model, served, watched, work
 from tests.models import tiny
-from tests.test_exactness import BLOCK, LONGEST, MOST_NEW, SWAP, assert_same, expected, model, served, watched, work
+from tests.runner.counting import CPU, Counting
 
-CPU = torch.device("cpu")
 GIB = 1 << 30
-
-
-@dataclass
-class Counting:
-    """A model over pages whose logits at a token t say t + 1, and which remembers its batches."""
-
-    kv_heads: list[tuple[int, int, int]] = field(default_factory=lambda: [(2, 8, 8), (2, 8, 8)])
-    dtype: torch.dtype = torch.float32
-    device: torch.device = CPU
-    capturable: bool = True
-    reentrant: bool = True
-    gives_hidden: bool = True
-    ranks: Group = ALONE
-    vocabulary: Vocabulary = ALL
-    stage: Stage = ONLY
-    hidden_size: int = 2
-    vocab_size: int = 50
-    streaming: Streaming | None = None
-    max_tokens: int = 8192
-    batches: list[Batch] = field(default_factory=list)
-
-    def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-        self.batches.append(batch)
-        logits = torch.zeros(len(batch.ids), 50)
-        logits[torch.arange(len(batch.ids)), (batch.ids + 1) % 50] = 1.0
-        keys = pages.keys[0].view(-1, *pages.keys[0].shape[2:])  # [slots, heads, size]
-        real = batch.slots >= 0
-        keys[batch.slots[real]] = batch.ids[real, None, None].float().expand(-1, *keys.shape[1:])
-        return logits if rows is None else logits.index_select(0, rows)
-
-    def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
-        """Each token and its position."""
-        self.forward(batch, pages)
-        return torch.stack([batch.ids, batch.positions], 1).float()
-
-    def sketch(self) -> "Counting":
-        return self
 
 
 def entry(name: str, tokens: list[int], blocks: list[int], **changes: Any) -> ScheduledSequence:
@@ -194,7 +155,7 @@ def config(**options: Any) -> LLMConfig:
 @pytest.mark.parametrize(
     ("scheduler", "tokens", "reason"),
     [
-        ({}, start.CPU_TOKENS, "a CPU computes more at once no faster"),
+        ({}, budget.CPU_TOKENS, "a CPU computes more at once no faster"),
         ({"max_num_seqs": 600}, 600, "a CPU computes"),
         ({"max_num_batched_tokens": 300}, 300, ""),
     ],
@@ -209,6 +170,16 @@ def test_the_largest_step_on_a_cpu(
     )
     assert (f"max_num_batched_tokens: {tokens} (" in caplog.text) == bool(reason)
     assert reason in caplog.text
+
+
+def chosen_budget(
+    times: budget.Times, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int = 64, **scheduler: Any
+) -> budget.Budget:
+    """What is chosen on a GPU where steps take so long."""
+    monkeypatch.setattr(budget, "_time_steps", lambda *_: times)
+    gpu = Counting(device=torch.device("cuda"))
+    asked = config(scheduler={"max_num_seqs": max_num_seqs, **scheduler})
+    return budget.choose_budget(gpu, asked, choose_limits(gpu, asked, 77))
 
 
 @pytest.mark.parametrize(
@@ -227,24 +198,80 @@ def test_the_largest_step_on_a_cpu(
         (9.0, 0.002, 64, 50),
     ],
 )
-def test_the_largest_step_on_a_gpu_is_as_large_as_its_time_allows(
+def test_the_largest_streamed_step_on_a_gpu_is_as_large_as_its_time_allows(
     took: float, least: float, tokens: int, allowed: float, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(start, "_step_seconds", lambda *_: (took, least))
-    gpu, asked = Counting(device=torch.device("cuda")), config(scheduler={"max_num_seqs": 64})
+    times = budget.Times(tokens=2048, full=took, each=least)
     with caplog.at_level(logging.INFO, "outpace"):
-        limits, seconds = start._choose_budget(gpu, asked, choose_limits(gpu, asked, 77))
-    found = limits.max_num_batched_tokens
-    assert (found, type(found)) == (tokens, int)
-    assert seconds == pytest.approx(allowed / 1e3)
+        chosen = chosen_budget(times, monkeypatch)
+    assert (chosen.streamed_tokens, type(chosen.streamed_tokens)) == (tokens, int)
+    assert chosen.step_seconds == pytest.approx(allowed / 1e3)
     assert f"{took * 1e3:.1f} ms, a step should take {allowed}" in caplog.text
     assert ("5 times that of a token for each request" in caplog.text) == (allowed > 50)
 
 
+LLAMA = budget.Times(tokens=2048, full=0.040, quarter=0.0109, each=0.0064, few=0.0045)
+"""Llama-3.1-8B on an H200."""
+
+
+@pytest.mark.parametrize(
+    ("times", "tokens", "chunk"),
+    [
+        (LLAMA, 8192, 384),
+        (replace(LLAMA, full=0.045), 8192, 384),
+        (replace(LLAMA, few=0.0042), 8192, 384),
+        (replace(LLAMA, few=0.0047), 8192, 384),
+        (replace(LLAMA, full=0.0369, quarter=0.01006, few=0.0042), 8192, 384),
+        (
+            replace(LLAMA, each=0.0001, quarter=0.0103, few=0.0043),
+            2048,
+            384,
+        ),  # nothing that larger steps would pay less often
+        (replace(LLAMA, each=0.002), 4096, 384),
+        (budget.Times(tokens=2048, full=0.005, quarter=0.0016, each=0.001, few=0.00075), 8192, 512),  # 0.6B
+        (budget.Times(tokens=2048, full=0.106, quarter=0.043, each=0.022, few=0.020), 8192, 512),  # Mixtral
+        (budget.Times(tokens=2048, full=0.3, quarter=0.08, each=0.012, few=0.01), 2048, 64),  # a quarter of 256 tokens
+        (budget.Times(tokens=2048, full=0.1, quarter=0.1, each=0.1, few=0.1), 8192, 2048),  # all sizes take as long
+        (budget.Times(tokens=2048, full=0.045), 2048, None),  # without graphs
+        (replace(LLAMA, affordable=100_000), 8192, 384),
+        (replace(LLAMA, affordable=8000), 4096, 384),
+        (replace(LLAMA, affordable=700), 2048, 384),
+    ],
+)
+def test_steps_that_nobody_waits_for_give_the_most_tokens_a_second(
+    times: budget.Times, tokens: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = chosen_budget(times, monkeypatch)
+    assert (chosen.limits.max_num_batched_tokens, chosen.streamed_chunk) == (tokens, chunk)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"max_num_batched_tokens": 4096}, (4096, 4096, 384, None)),
+        ({"max_num_batched_tokens": 1024}, (1024, 1024, None, None)),  # a quarter of it is less than 384
+        ({"max_num_batched_tokens": 4096, "target_step_ms": 50}, (4096, 2048, 384, 0.05)),
+        ({"max_num_batched_tokens": 1024, "target_step_ms": 50}, (1024, 1024, 256, 0.05)),
+        ({"target_step_ms": 25}, (8192, 1024, 256, 0.025)),
+        ({"target_step_ms": 1e6}, (8192, 8192, 384, 1e3)),
+        ({"target_step_ms": 1e-3}, (8192, 64, 16, 1e-6)),
+        ({"max_chunk_beside_decodes": 100}, (8192, 2048, None, 0.05)),
+        ({"max_chunk_beside_decodes": 100, "max_num_batched_tokens": 4096}, (4096, 4096, None, None)),
+    ],
+)
+def test_what_is_asked_for_is_not_chosen(
+    asked: dict[str, Any], expected: tuple[int, int, int | None, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLMConfig, "_problems", lambda self: iter(()))  # there is no GPU here
+    found = chosen_budget(LLAMA, monkeypatch, **asked)
+    sizes = found.limits.max_num_batched_tokens, found.streamed_tokens, found.streamed_chunk
+    assert (*sizes, found.step_seconds) == expected
+
+
 @pytest.mark.parametrize("captures", [True, False])
 def test_steps_are_timed_as_graphs_where_steps_will_be_graphs(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the small one would take what the host takes to launch it; it is not timed then."""
+    """Otherwise the small ones would take what the host takes to launch them; they are not timed then."""
     graphs: list[Any] = []
     counting = Counting(capturable=captures)
 
@@ -258,12 +285,14 @@ def test_steps_are_timed_as_graphs_where_steps_will_be_graphs(captures: bool, mo
         graphs.append(step)
         return step
 
-    monkeypatch.setattr(start, "captured", capture)
-    monkeypatch.setattr(start, "_seconds", seconds)
+    monkeypatch.setattr(budget, "captured", capture)
+    monkeypatch.setattr(budget, "_seconds", seconds)
     monkeypatch.setattr(LLMConfig, "cuda_graphs", True)
-    asked = config(scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 32})
-    found = start._step_seconds(counting, asked, choose_limits(counting, asked, 77))
-    assert (*found, len(graphs)) == ((32, 4, 2) if captures else (32, 0, 0))
+    asked = config(scheduler={"max_num_seqs": 40, "max_num_batched_tokens": 256})
+    found = budget._time_steps(counting, asked, choose_limits(counting, asked, 77))
+    expected = budget.Times(tokens=256, full=256, quarter=64, each=40, few=32) if captures else None
+    assert found == (expected or budget.Times(tokens=256, full=256))
+    assert len(graphs) == (4 if captures else 0)
 
 
 PER_BLOCK = block_bytes(Counting().kv_heads, torch.float32, 16)
@@ -404,6 +433,13 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "running without graphs (operation not permitted when stream is capturing)" in caplog.text
 
 
+def like_graphs(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+    """Steps of up to so many tokens run as graphs would."""
+    monkeypatch.setattr(start, "_graph_shapes", lambda *_: shapes(12, largest))
+    monkeypatch.setattr(start, "_compile", lambda *_: None)
+    monkeypatch.setattr(step_graphs, "captured", lambda run, **_: run)
+
+
 @pytest.mark.parametrize(
     ("family", "pool"),
     [("llama", "roomy"), ("gemma3", "roomy"), ("bloom", "roomy"), ("llama", "swap"), ("gpt2", "small")],
@@ -419,9 +455,7 @@ def test_steps_that_are_padded_like_graphs_give_the_same_tokens(
         replayed.append(shape)
         return replay(graphs, shape)
 
-    monkeypatch.setattr(start, "_graph_shapes", lambda *_: shapes(12, 64))
-    monkeypatch.setattr(start, "_compile", lambda *_: None)
-    monkeypatch.setattr(step_graphs, "captured", lambda run, **_: run)
+    like_graphs(monkeypatch, 64)
     monkeypatch.setattr(StepGraphs, "replay", noted)
     llm = LLM(
         model(family), device="cpu", block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=12,
@@ -434,6 +468,32 @@ def test_steps_that_are_padded_like_graphs_give_the_same_tokens(
     kinds = {shape.kind for shape in replayed}
     assert kinds == ({"decode", "chunks", "mixed"} if pool == "roomy" else {"decode", "chunks"})
     assert (sum(seen.preempted.values()) > 0) == (pool != "roomy")
+
+
+def test_steps_larger_than_all_graphs_are_padded_and_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = list[Shape](), list[int]()
+    forward, launch = Runner._forward, Runner._run
+
+    def noted(made: Runner, shape: Shape) -> tuple[Tensor, Tensor]:
+        run.append(shape)
+        return forward(made, shape)
+
+    def counted(made: Runner, layout: Layout, **options: Any) -> Ran:
+        seen.append(layout.num_tokens)
+        return launch(made, layout, **options)
+
+    like_graphs(monkeypatch, 32)
+    monkeypatch.setattr(runner_module, "PADDED", 24)
+    llm = LLM(
+        model("llama"), device="cpu", block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=12, num_blocks=300
+    )
+    monkeypatch.setattr(Runner, "_forward", noted)
+    monkeypatch.setattr(Runner, "_run", counted)
+    assert_same(served(llm.engine, work(LONGEST), seed=3), expected("llama", LONGEST))
+    large = {shape for shape in run if shape.num_tokens > 32}
+    assert {shape.num_tokens for shape in large} == {48, 64}
+    assert any(32 < tokens < 48 for tokens in seen)
+    assert {(shape.num_seqs, shape.kind) for shape in large} == {(8, "chunks"), (12, "mixed")}
 
 
 # vectors of prompts

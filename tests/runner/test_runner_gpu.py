@@ -10,19 +10,10 @@ from torch import Tensor
 
 from outpace import LLM, SamplingParams
 from outpace.inject.paged import PagedModel
+from outpace.runner import deferred
+from outpace.runner.step_graphs import shapes
 from outpace.types import Preemption
-from tests.test_exactness import (
-    BLOCK,
-    LONGEST,
-    MOST_NEW,
-    SWAP,
-    assert_same,
-    hugging_face,
-    model,
-    served,
-    watched,
-    work,
-)
+from tests.exactness import BLOCK, LONGEST, MOST_NEW, SWAP, assert_same, hugging_face, model, served, watched, work
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -62,6 +53,35 @@ def test_tokens_are_those_of_hugging_face(
     assert_same(outputs, answers)
     kinds = {"roomy": set(), "recompute": {Preemption.RECOMPUTE}, "swap": {Preemption.SWAP}}
     assert set(seen.preempted) == kinds[pool]
+
+
+def test_graphs_that_follow_behind_the_first_steps(
+    family: str, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PACE": 1, "PAYS": 1, "FREE": 0}.items():  # after every step that wants one
+        monkeypatch.setattr(deferred, name, value)
+    with LLM(model(family), **options(max_num_batched_tokens=256)) as llm:
+        runner, left = llm.engine._runner, len(llm.engine._runner.deferred)
+        assert_same(served(llm.engine, work(LONGEST), seed=5), answers)
+        assert len(runner.deferred) < left
+        while llm.engine.is_behind:
+            llm.engine.catch_up()
+        assert len(runner.graphs) == len(shapes(16, 256))
+        assert_same(served(llm.engine, work(LONGEST), seed=6), answers)
+
+
+def test_steps_of_offline_work_are_larger_than_all_graphs(family: str, answers: list[list[int]]) -> None:
+    asked = work(LONGEST)
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in asked.max_tokens]
+    with LLM(model(family), **options(max_num_batched_tokens=1000, target_step_ms=1e-3)) as llm:
+        sizes = llm.engine.scheduler.sizes
+        assert (sizes.max_num_batched_tokens, sizes.max_streamed_tokens) == (1000, 16)
+        with watched(llm.engine) as seen:
+            assert_same(llm.generate(asked.prompts, params, use_tqdm=False), answers)
+        assert max(seen.chunks) == LONGEST
+        with watched(llm.engine) as seen:
+            assert_same(served(llm.engine, asked, seed=7), answers)
+        assert max(seen.chunks) <= 16
 
 
 def test_steps_in_turn_and_ahead_give_the_same(family: str, answers: list[list[int]]) -> None:

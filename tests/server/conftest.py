@@ -68,7 +68,7 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
 
     yield make
     for app in apps:
-        app.state.serving.close()
+        app.state.services.close()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerFast
 
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
+from outpace.server.messages import wire_logprobs, wire_prompt_logprobs
 from outpace.types import FinishReason, Logprob, TokenLogprobs
 
 Speech = Callable[[EngineRequest, int], str]
@@ -97,13 +98,14 @@ class FakeEngine:
                 delta = Delta(index, part, finish_reason=reason if begin + len(part) == len(ids) else None)
                 if request.params.logprob_token_ids is not None:
                     asked = {token: Logprob(-3.0, 3) for token in request.params.logprob_token_ids}
-                    delta.logprobs = [{token: Logprob(-0.5, 1), **asked} for token in part]
+                    delta.logprobs = [wire_logprobs({token: Logprob(-0.5, 1), **asked}) for token in part]
                 elif request.params.logprobs is not None:
-                    delta.logprobs = [likely(token, request.params.logprobs) for token in part]
+                    delta.logprobs = [wire_logprobs(likely(token, request.params.logprobs)) for token in part]
                 delta.num_cached_tokens = self.num_cached_tokens if first else None
                 if first and request.params.prompt_logprobs is not None:
                     rest = request.prompt_token_ids[1:]
-                    delta.prompt_logprobs = [None, *(likely(token, request.params.prompt_logprobs) for token in rest)]
+                    known = [None, *(likely(token, request.params.prompt_logprobs) for token in rest)]
+                    delta.prompt_logprobs = wire_prompt_logprobs(known)
                 first = False
                 yield delta
 

@@ -7,11 +7,12 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from outpace.server.engine import ModelCard
+from outpace.server.engine import Delta, EngineStatus, ModelCard
 from outpace.server.messages import (
     Add,
     Cancel,
@@ -20,13 +21,13 @@ from outpace.server.messages import (
     Look,
     News,
     NotStarted,
-    Numbers,
     Ready,
     Start,
-    Tokens,
     ToWorker,
     frame,
 )
+
+FIXED = EngineStatus(startup_seconds={"load": 0.5}, num_blocks=16, expert_layers=[0])
 
 
 def main(sock: socket.socket) -> int:
@@ -36,6 +37,7 @@ def main(sock: socket.socket) -> int:
     steps = 0
 
     def send(message: FromWorker) -> None:
+        sock.settimeout(None)  # a busy machine may take long to read
         sock.sendall(frame(message))
 
     while True:
@@ -54,7 +56,7 @@ def main(sock: socket.socket) -> int:
                 if message.options.get("silent"):
                     time.sleep(600)
                 card = ModelCard("fake", 64, 97, (), "float32", "cpu", 0)
-                send(Ready(card, {"load": 0.5}, 8, 16, expert_layers=[0]))
+                send(Ready(card, FIXED, 8))
             elif isinstance(message, Look):
                 send(News(expert_load=[[3, 4]]))
             elif isinstance(message, Add):
@@ -63,8 +65,8 @@ def main(sock: socket.socket) -> int:
                 send(News(cancelled=[message.number]))
         if live:
             steps += 1
-            numbers = Numbers(len(live), 0, 10, steps, steps, steps, 0, 0, 0, [])
-            send(News(tokens=[Tokens(number, 0, [token]) for number, token in live.items()], numbers=numbers))
+            status = replace(FIXED, running=len(live), free_blocks=10, steps=steps, generated_tokens=steps)
+            send(News([Delta(0, [token], number=number) for number, token in live.items()], status=status))
 
 
 if __name__ == "__main__":

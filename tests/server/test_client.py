@@ -35,7 +35,7 @@ def real_server(tokenizer: PreTrainedTokenizerFast, engine: FakeEngine | None = 
         server.should_exit = server.force_exit = True
         thread.join()
         listener.close()
-        app.state.serving.close()
+        app.state.services.close()
 
 
 @pytest.mark.parametrize("full", [False, True])

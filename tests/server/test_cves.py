@@ -19,7 +19,7 @@ import pytest
 import outpace
 from outpace.errors import ModelError
 from outpace.loading.build import load
-from tests.cli.test_cli import run
+from tests.cli.command import run
 from tests.models import byte_tokenizer, tiny
 from tests.server.conftest import Serve
 from tests.server.live import NAMES, RANKS, REPLICAS, VOCAB, Live, family

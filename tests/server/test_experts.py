@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import outpace
-from tests.inject.test_moe import made
+from tests.inject.mixtures import mixture
 from tests.models import byte_tokenizer
 from tests.patience import PATIENCE
 
@@ -16,7 +16,7 @@ PROMPTS = [[5, 9, 33], [7] * 21, [40, 2, 90, 17, 60]]
 
 
 def test_greedy_tokens_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made("qwen2 mixed, windows", vocab_size=258)
+    model = mixture("qwen2 mixed, windows", vocab_size=258)
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

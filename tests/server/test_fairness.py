@@ -329,7 +329,7 @@ def test_item_5_the_engine_shares_no_cached_blocks_between_keys(
                     for key in ("one", "one", "two", "two")
                 ]
             finally:
-                app.state.serving.close()
+                app.state.services.close()
             return [each.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
 
     assert run(ask()) == [0, 32, 0, 32]

@@ -54,7 +54,7 @@ def test_f8_cancels_at_random_steps_free_their_blocks_within_two(drive: Drive, s
     driven.assert_nothing_is_held()
     news = driven.news()
     told = {number for each in news for number in each.cancelled}
-    ended = {tokens.number for each in news for tokens in each.tokens if tokens.finish_reason is not None}
+    ended = {delta.number for each in news for delta in each.deltas if delta.finish_reason is not None}
     assert told | ended == set(numbers)
 
 

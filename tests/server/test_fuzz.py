@@ -49,7 +49,7 @@ def operations() -> list[tuple[str, str, GenerationMode]]:
     """Every route that /openapi.json names; one without a body cannot be asked wrong."""
     tokenizer = byte_tokenizer()
     app = create_app(FakeEngine(tokenizer), ServerConfig(), tokenizer)
-    app.state.serving.close()
+    app.state.services.close()
     modes: Mapping[str, list[GenerationMode]] = {"post": list(GenerationMode), "get": [GenerationMode.POSITIVE]}
     paths = app.openapi()["paths"]
     return [(method.upper(), path, mode) for path in paths for method in paths[path] for mode in modes[method]]
@@ -169,7 +169,7 @@ def test_b1_routes_that_are_not_in_the_schema() -> None:
     """The page and its files, which take nothing, are all that schemathesis does not know."""
     tokenizer = byte_tokenizer()
     app = create_app(FakeEngine(tokenizer), ServerConfig(), tokenizer)
-    app.state.serving.close()
+    app.state.services.close()
     known = {path for _, path, _ in operations()}
 
     def walk(routes: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Grammars of many callers: they take turns at the process that compiles, and what is cheap does not wait for it."""
+"""Grammars of many callers: they take turns at the process that compiles; cheap grammars do not wait for it."""
 
 import asyncio
 import threading
@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from outpace.errors import Overloaded
 from outpace.server.caller import CALLER
 from outpace.server.child import Child
-from outpace.server.compiling import Job
-from outpace.server.engine import WireGrammar
-from outpace.server.grammars import MAX_WAITING, Grammars
+from outpace.server.compiling import CompileJob
+from outpace.server.grammars import MAX_WAITING, GrammarService
 from outpace.server.options import ServerConfig
-from outpace.structure import StructuredOutputs
+from outpace.structured.outputs import StructuredOutputs
+from outpace.structured.wire import WireGrammar
 from tests.patience import PATIENCE
 from tests.server.conftest import Serve
 from tests.server.fake import FakeEngine
@@ -37,7 +37,7 @@ class Gate:
         """What has come to it, in order."""
 
     def __call__(self, child: Child, job: bytes, seconds: float, most: int) -> bytes | None:
-        self.jobs.append(msgspec.msgpack.decode(job, type=Job).value)
+        self.jobs.append(msgspec.msgpack.decode(job, type=CompileJob).asked["regex"])
         self.reached.set()
         assert self.open.wait(PATIENCE)
         return self._ask(child, job, seconds, most)
@@ -52,8 +52,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
-async def grammars(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[Grammars]:
-    made = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=60.0))
+async def grammars(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[GrammarService]:
+    made = GrammarService(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=60.0))
     yield made
     made.close()
 
@@ -67,7 +67,7 @@ def caller(index: int | None) -> Iterator[None]:
         CALLER.reset(token)
 
 
-def begin(grammars: Grammars, pattern: str) -> "asyncio.Task[WireGrammar]":
+def begin(grammars: GrammarService, pattern: str) -> "asyncio.Task[WireGrammar]":
     return asyncio.create_task(grammars.compile("guided_regex", StructuredOutputs(regex=pattern)))
 
 
@@ -77,7 +77,7 @@ async def settle(tasks: list[Any]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_item_6_callers_take_turns(grammars: Grammars, gate: Gate) -> None:
+async def test_item_6_callers_take_turns(grammars: GrammarService, gate: Gate) -> None:
     with caller(0):
         slow = [begin(grammars, f"a{number}") for number in range(6)]
     await settle(slow)
@@ -91,7 +91,7 @@ async def test_item_6_callers_take_turns(grammars: Grammars, gate: Gate) -> None
     assert [job for job in gate.jobs if job != "b"] == [f"a{number}" for number in range(6)]
 
 
-async def test_item_6_what_is_cheap_or_known_does_not_wait(grammars: Grammars, gate: Gate) -> None:
+async def test_item_6_what_is_cheap_or_known_does_not_wait(grammars: GrammarService, gate: Gate) -> None:
     gate.open.set()
     known = await grammars.compile("guided_regex", StructuredOutputs(regex="known"))
     gate.open.clear()
@@ -108,7 +108,7 @@ async def test_item_6_what_is_cheap_or_known_does_not_wait(grammars: Grammars, g
     assert await slow
 
 
-async def test_item_6_one_caller_cannot_fill_the_queue(grammars: Grammars, gate: Gate) -> None:
+async def test_item_6_one_caller_cannot_fill_the_queue(grammars: GrammarService, gate: Gate) -> None:
     with caller(0):
         waiting = [begin(grammars, "first")]
         await settle(waiting)
@@ -139,7 +139,7 @@ async def test_item_6_keys_are_callers(serve: Serve, gate: Gate) -> None:
 
     first = post("key-a", "a0")
     assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
-    jobs: Any = server.app.state.serving.grammars._jobs
+    jobs: Any = server.app.state.services.grammars._jobs
     several = [post("key-a", f"a{number}") for number in range(1, 5)]
     while sum(map(len, jobs._waiting.values())) < 4:
         await asyncio.sleep(0)

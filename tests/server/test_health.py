@@ -25,11 +25,11 @@ from transformers import PreTrainedTokenizerFast
 from outpace.server import client as client_module
 from outpace.server import supervisor as supervisor_module
 from outpace.server.client import EngineClient
-from outpace.server.engine import EngineRequest, EngineStatus, ModelCard, StepRecord
-from outpace.server.messages import Add, Cancel, Frames, News, Ping, Ready, Start, Tokens, frame
+from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
+from outpace.server.exit_codes import FINISHED, INTERRUPTED, NOT_STARTED
+from outpace.server.messages import Add, Cancel, Frames, News, Ping, Ready, Start, frame
+from outpace.server.placeholder import Placeholder
 from outpace.server.routes.health import step_limit_ms
-from outpace.server.run import FINISHED, INTERRUPTED, NOT_STARTED
-from outpace.server.starting import Front
 from outpace.server.supervisor import Healing, Supervisor
 from outpace.types import FinishReason, SamplingParams
 from tests.models import tiny
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parent.parent.parent
 WORKER = """
 import os, pathlib, socket, sys, time
-from outpace.server.engine import ModelCard
+from outpace.server.engine import EngineStatus, ModelCard
 from outpace.server.messages import News, NotStarted, Ready, Starting, frame
 sock, folder = socket.socket(fileno=int(sys.argv[1])), pathlib.Path(sys.argv[2])
 sock.recv(1 << 16)
@@ -51,7 +51,7 @@ while not (folder / "go").exists():
         sys.exit(1)
     time.sleep(0.01)
 card = ModelCard("tiny", 64, 258, (), "float32", "cpu", 0)
-sock.sendall(frame(Ready(card, {"load": 0.5}, 8, 16, answers_pings=True)))
+sock.sendall(frame(Ready(card, EngineStatus(startup_seconds={"load": 0.5}, num_blocks=16), 8, answers_pings=True)))
 while sock.recv(1 << 16):
     if not (folder / "deaf").exists():
         sock.sendall(frame(News(pong=True)))
@@ -61,12 +61,12 @@ SERVE = """
 import asyncio, sys
 from outpace.server import supervisor
 from outpace.server.options import ServerConfig
-from outpace.server.run import run
+from outpace.server.launch import launch
 async def process(sock):
     command = (sys.executable, "-c", sys.argv[3], str(sock.fileno()), sys.argv[2])
     return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),))
 supervisor._process = process
-sys.exit(run(sys.argv[2], {}, ServerConfig(port=int(sys.argv[1]))))
+sys.exit(launch(sys.argv[2], {}, ServerConfig(port=int(sys.argv[1]))))
 """
 
 
@@ -147,7 +147,7 @@ def test_a_signal_while_the_model_loads_ends_the_server(tmp_path: Path, tokenize
 
 
 async def test_the_front_hands_everything_on_once_there_is_a_server() -> None:
-    front = Front(lambda: "reading", 7)
+    front = Placeholder(lambda: "reading", 7)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(front), base_url="http://server") as client:
         assert (await client.get("/health/live")).json() == {"status": "ok"}
         early = await client.get("/version")
@@ -288,22 +288,22 @@ async def test_an_unwanted_answer_is_cancelled_alone() -> None:
     theirs.setblocking(False)
     opening = asyncio.create_task(client.open(ours, Start(None, {}, 30)))
     await read(Start)
-    await say(Ready(card, {}, 8, 16))
+    await say(Ready(card, EngineStatus(num_blocks=16), 8))
     await opening
     asked = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(n=2))
     deltas = client.generate(asked)
     first = asyncio.create_task(anext(deltas))
     number = (await read(Add)).number
-    await say(News(tokens=[Tokens(number, 0, [7], times=(0.5, 0.25)), Tokens(number, 1, [8])]))
+    await say(News([Delta(0, [7], times=(0.5, 0.25), number=number), Delta(1, [8], number=number)]))
     assert (await first).times == (0.5, 0.25)
     asked.unwanted.add(0)
     assert (await anext(deltas)).index == 1
     assert await read(Cancel) == Cancel(number, 0)
     rest = asyncio.create_task(anext(deltas))
-    await say(News(tokens=[Tokens(number, 0, [], FinishReason.STOP), Tokens(number, 1, [9])]))
+    await say(News([Delta(0, [], finish_reason=FinishReason.STOP, number=number), Delta(1, [9], number=number)]))
     assert (await rest).token_ids == [9]
     end = asyncio.create_task(anext(deltas, None))
-    await say(News(tokens=[Tokens(number, 1, [3], FinishReason.LENGTH)]))
+    await say(News([Delta(1, [3], finish_reason=FinishReason.LENGTH, number=number)]))
     last = await end
     assert last is not None
     assert last.finish_reason is FinishReason.LENGTH

@@ -11,8 +11,8 @@ from openai import APIError, APIStatusError, RateLimitError
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import ConfigError, EngineDead, Overloaded
+from outpace.server.listen import bound
 from outpace.server.options import ServerConfig
-from outpace.server.run import _bound as bound
 from tests.patience import PATIENCE, skip
 from tests.server.asgi import Call
 from tests.server.conftest import Serve

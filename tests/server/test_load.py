@@ -93,7 +93,7 @@ def test_l4_a_client_that_never_reads_is_let_go(runner: asyncio.Runner, server: 
     """Its answer is larger than what the system takes; `keep_alive_timeout` is two seconds here."""
     big = load.body(1, 1, prompt=["a" * 4000] * 4, echo=True, logprobs=20)
 
-    def files() -> int:
+    def files() -> float:
         found = sample(server.pid, 0.0)
         assert found is not None
         return found.fds

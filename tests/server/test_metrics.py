@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import EngineDead
 from outpace.server import client as client_module
-from outpace.server.engine import STEP_SIZES, EngineRequest, EngineStatus
+from outpace.server.async_tokenizer import AsyncTokenizer
+from outpace.server.engine import STEP_SIZES, Delta, EngineRequest, EngineStatus
 from outpace.server.metrics import CONTENT_TYPE, Metrics
-from outpace.server.stream import Ended, Event, observed
+from outpace.server.observe import Ended, observed
+from outpace.server.stream import deltas_of_request
 from outpace.types import FinishReason, SamplingParams
 from tests.models import tiny
 from tests.server.conftest import Serve
@@ -149,17 +151,6 @@ def test_an_engine_without_blocks_is_not_full() -> None:
 # Through the server
 
 
-def event(index: int, token_ids: list[int], reason: FinishReason | None = None, **more: Any) -> Event:
-    return Event(0, index, "", token_ids, finish_reason=reason, **more)
-
-
-async def stream(*events: Event, error: Exception | None = None) -> AsyncGenerator[Event, None]:
-    for each in events:
-        yield each
-    if error is not None:
-        raise error
-
-
 class Notes:
     """Who is told of requests."""
 
@@ -174,27 +165,35 @@ class Notes:
         self.gaps.append(seconds)
 
 
-@pytest.mark.anyio
-async def test_events_become_numbers() -> None:
-    notes, params = Notes(), SamplingParams(n=2)
-    first = event(0, [1], params=params, times=(0.5, 0.25))
-    events = stream(first, event(1, [1, 2]), event(0, [2]), event(1, [3]), event(0, [], FinishReason.STOP))
-    assert len([each async for each in observed(events, 7, notes)]) == 5
+def asked_for(**params: Any) -> EngineRequest:
+    return EngineRequest(prompt_token_ids=[5] * 7, params=SamplingParams(**params))
+
+
+def test_deltas_become_numbers() -> None:
+    notes, asked = Notes(), asked_for(n=2)
+    with observed([asked], notes) as count:
+        count(Delta(0, [1], times=(0.5, 0.25)))
+        for index, ids, reason in ((1, [1, 2], None), (0, [2], None), (1, [3], None), (0, [], FinishReason.STOP)):
+            count(Delta(index, ids, finish_reason=reason))
     (ended,) = notes.ended
     assert len(notes.gaps) == 3, "gaps are those of each answer, without its first piece"
     assert (ended.prompt_tokens, ended.output_tokens, ended.longest, ended.finish_reason) == (7, 5, 3, "stop")
-    assert (ended.queue, ended.prefill, ended.params) == (0.5, 0.25, params)
+    assert (ended.queue, ended.prefill, ended.params) == (0.5, 0.25, asked.params)
     assert ended.ttft is not None
     assert ended.decode is not None
     assert 0 <= ended.ttft <= ended.ttft + ended.decode <= ended.e2e
 
 
 @pytest.mark.anyio
-async def test_requests_that_fail_or_are_left_are_counted() -> None:
+async def test_requests_that_fail_or_are_left_are_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     notes = Notes()
+
+    def ask(engine: FakeEngine) -> AsyncGenerator[Delta, None]:
+        return deltas_of_request(engine, [asked_for()], AsyncTokenizer(tokenizer), "r", notes)
+
     with pytest.raises(EngineDead):
-        _ = [each async for each in observed(stream(error=EngineDead("gone")), 7, notes)]
-    left = observed(stream(event(0, [1], params=SamplingParams()), event(0, [2])), 7, notes)
+        _ = [each async for each in ask(FakeEngine(tokenizer, error=EngineDead("gone")))]
+    left = ask(FakeEngine(tokenizer))
     await anext(left)
     await left.aclose()
     failed, aborted = notes.ended

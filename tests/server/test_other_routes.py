@@ -160,9 +160,9 @@ def test_the_lifespan_starts_and_ends_what_chats_and_grammars_need(tokenizer: Pr
     with TestClient(app) as client:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-    assert app.state.serving.renderer.closed
-    assert app.state.serving.grammars._child is not None, "it is there before the first grammar"
-    assert not app.state.serving.grammars._child.alive
+    assert app.state.services.renderer.closed
+    assert app.state.services.grammars._child is not None, "it is there before the first grammar"
+    assert not app.state.services.grammars._child.alive
 
 
 @pytest.mark.parametrize("path", ["/docs", "/health", "/v1/chat/completions", "/web/app.js"])

@@ -25,17 +25,18 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace
 from outpace.server.connection import limited, network_of
+from outpace.server.exit_codes import CUT_OFF, FINISHED, NOT_STARTED, WRONG_OPTION
 from outpace.server.http_server import DRAIN_TICK, drained
+from outpace.server.launch import launch
 from outpace.server.options import ServerConfig
-from outpace.server.run import CUT_OFF, FINISHED, NOT_STARTED, WRONG_OPTION, run
 from tests.models import tiny
 from tests.patience import PATIENCE
 
 SERVE = """
 import json, sys
 from outpace.server.options import ServerConfig
-from outpace.server.run import run
-sys.exit(run(sys.argv[1], {"device": "cpu"}, ServerConfig(port=0, **json.loads(sys.argv[2]))))
+from outpace.server.launch import launch
+sys.exit(launch(sys.argv[1], {"device": "cpu"}, ServerConfig(port=0, **json.loads(sys.argv[2]))))
 """
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parent.parent.parent
@@ -123,15 +124,17 @@ def test_f7b_what_runs_too_long_or_past_a_second_signal_is_cut_off_with_an_error
 def test_f11_what_cannot_be_served_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert run(None, {}, ServerConfig(port=port)) == NOT_STARTED
-    assert run(None, {"no_such_option": 1}, ServerConfig(port=0)) == WRONG_OPTION
-    assert run(None, {}, ServerConfig(port=0, api_key_file=str(tmp_path / "none"))) == WRONG_OPTION
+        assert launch(None, {}, ServerConfig(port=port)) == NOT_STARTED
+    assert launch(None, {"no_such_option": 1}, ServerConfig(port=0)) == WRONG_OPTION
+    assert launch(None, {"policy": "longest_first"}, ServerConfig(port=0)) == WRONG_OPTION
+    assert launch(None, {}, ServerConfig(port=0, api_key_file=str(tmp_path / "none"))) == WRONG_OPTION
     (tmp_path / "cert.pem").write_text("no certificate")
     cert = str(tmp_path / "cert.pem")
-    assert run(None, {}, ServerConfig(port=0, ssl_certfile=cert, ssl_keyfile=cert)) == WRONG_OPTION
-    first, second, third, fourth = capsys.readouterr().err.strip().splitlines()
+    assert launch(None, {}, ServerConfig(port=0, ssl_certfile=cert, ssl_keyfile=cert)) == WRONG_OPTION
+    first, second, policy, third, fourth = capsys.readouterr().err.strip().splitlines()
     assert first.startswith(f"error: port: cannot listen on 127.0.0.1 port {port}")
     assert "no_such_option" in second
+    assert "scheduler.policy='longest_first': it is for offline work" in policy
     assert "api_key_file" in third
     assert "ssl_certfile" in fourth
 
@@ -241,9 +244,9 @@ def test_item_19_a_server_without_a_key_that_others_can_reach_warns(
     async def serve(*arguments: object) -> int:
         return FINISHED
 
-    monkeypatch.setattr("outpace.server.serve.serve", serve)
-    monkeypatch.setattr("outpace.server.run._bound", lambda config: contextlib.nullcontext())
-    assert run(None, {}, ServerConfig(port=0, **options)) == FINISHED
+    monkeypatch.setattr("outpace.server.lifetime.serve_http", serve)
+    monkeypatch.setattr("outpace.server.launch.bound", lambda config: contextlib.nullcontext())
+    assert launch(None, {}, ServerConfig(port=0, **options)) == FINISHED
     assert ("WARNING" in capsys.readouterr().err) == warns
 
 

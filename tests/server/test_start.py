@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from outpace.server.starting import Front
+from outpace.server.placeholder import Placeholder
 from tests.server.live import REPLICAS, Live
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,17 +99,17 @@ def test_item_16_info_does_not_wait_for_transformers() -> None:
 def test_item_16_the_engine_is_launched_before_the_http_side_is_imported() -> None:
     code = (
         "import sys\nfrom outpace.server import supervisor\nfrom outpace.server.options import ServerConfig\n"
-        "from outpace.server.run import run\n"
+        "from outpace.server.launch import launch\n"
         "async def process(sock):\n"
         f"    print(sorted(set(sys.modules) & set({HEAVY})))\n    raise OSError('that is enough')\n"
         "supervisor._process = process\n"
-        "print(run(None, {'dtype': 'bf16', 'gpu_memory_utilization': 0.5}, ServerConfig(port=0)))"
+        "print(launch(None, {'dtype': 'bf16', 'gpu_memory_utilization': 0.5}, ServerConfig(port=0)))"
     )
     assert python(code).splitlines() == ["[]", "1"]
 
 
 def test_item_16_what_answers_first_needs_neither_fastapi_nor_transformers() -> None:
-    code = f"import sys, outpace.server.serve\nprint(sorted(set(sys.modules) & (set({HEAVY}) - {{'uvicorn'}})))"
+    code = f"import sys, outpace.server.lifetime\nprint(sorted(set(sys.modules) & (set({HEAVY}) - {{'uvicorn'}})))"
     assert python(code) == "[]\n"
 
 
@@ -160,7 +160,7 @@ def test_item_16_the_parts_of_a_start_add_up_to_what_a_clock_shows(chain_folder:
 
 async def _asked(path: str, method: str = "GET", **headers: str) -> tuple[dict[str, Any], bytes]:
     """The head and the body of what is answered while the server starts."""
-    front = Front(lambda: "loading the <weights>", retry_after=3)
+    front = Placeholder(lambda: "loading the <weights>", retry_after=3)
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerFast
 from outpace.errors import InputError
 from outpace.server.app import create_app
 from outpace.server.child import Child
-from outpace.server.compiling import Job, compiled
-from outpace.server.engine import EngineRequest, WireGrammar
-from outpace.server.grammars import Grammars
-from outpace.server.known_grammars import Learned, Taught
+from outpace.server.compiling import CompileJob, compiled
+from outpace.server.engine import EngineRequest
+from outpace.server.grammars import GrammarService
 from outpace.server.messages import Learn, Unlearn
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError
-from outpace.structure import StructuredOutputs
 from outpace.structured.compile import CompiledGrammar, memory_of
-from outpace.structured.vocabulary import Vocabulary
+from outpace.structured.outputs import StructuredOutputs
+from outpace.structured.vocabulary import TokenVocabulary
+from outpace.structured.wire import ReceivedGrammars, SentGrammars, WireGrammar
 from outpace.types import SamplingParams
 from tests.models import tiny
 from tests.patience import PATIENCE
@@ -55,17 +55,17 @@ def tool(name: str, parameters: Any = None, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: PreTrainedTokenizerFast) -> Iterator[Grammars]:
+def grammars(tokenizer: PreTrainedTokenizerFast) -> Iterator[GrammarService]:
     """One process for all tests that leave it alive."""
-    made = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
+    made = GrammarService(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
     yield made
     made.close()
 
 
-class Kept(Grammars):
+class Kept(GrammarService):
     """The grammars of all tests, which a server does not close."""
 
-    def __init__(self, shared: Grammars) -> None:
+    def __init__(self, shared: GrammarService) -> None:
         self.shared = shared
 
     async def compile(self, where: str, asked: StructuredOutputs, make: Any = None) -> WireGrammar:
@@ -76,8 +76,8 @@ class Kept(Grammars):
 
 
 @pytest.fixture
-def served(serve: Serve, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    monkeypatch.setattr("outpace.server.serving.Grammars", lambda *parts: Kept(grammars))
+def served(serve: Serve, grammars: GrammarService, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    monkeypatch.setattr("outpace.server.services.GrammarService", lambda *parts: Kept(grammars))
     return serve
 
 
@@ -102,14 +102,14 @@ async def live(
         try:
             yield Served(app, fake)
         finally:
-            app.state.serving.close()
+            app.state.services.close()
 
 
 def grammar_of(server: Served) -> CompiledGrammar:
     """What the engine was last told to keep to."""
     sent = server.engine.requests[-1].grammar
     assert sent is not None
-    return CompiledGrammar.of_bytes(sent.data, Vocabulary.of_bytes(sent.vocabulary))
+    return CompiledGrammar(sent.data.decode(), TokenVocabulary.of_bytes(sent.vocabulary))
 
 
 def accepts(grammar: CompiledGrammar, tokenizer: PreTrainedTokenizerFast, text: str) -> bool:
@@ -192,7 +192,7 @@ async def test_cve_2026_105757_a_dead_end_costs_its_own_request(
 
 
 async def test_a_new_engine_is_taught_again(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, grammars: Grammars
+    folder: Path, tokenizer: PreTrainedTokenizerFast, grammars: GrammarService
 ) -> None:
     grammar = await grammars.compile("guided_regex", StructuredOutputs(regex="[a-c]{3}"))
     params = SamplingParams(max_tokens=9, temperature=0.0)
@@ -214,7 +214,7 @@ async def test_a_grammar_that_cannot_be_read_fails_its_request(folder: Path) -> 
 
 
 def test_cve_2025_29770_an_engine_forgets_as_it_is_told(tokenizer: PreTrainedTokenizerFast) -> None:
-    taught = Taught(max_bytes=2 * memory_of(b"0123456789") + 5)
+    taught = SentGrammars(max_bytes=2 * memory_of(b"0123456789") + 5)
     known: set[bytes] = set()
     for number in [*range(6), 5, 0]:
         grammar = WireGrammar(b"%d" % number, b"0123456789", b"words")
@@ -228,7 +228,7 @@ def test_cve_2025_29770_an_engine_forgets_as_it_is_told(tokenizer: PreTrainedTok
         assert grammar.key in known
         assert len(known) <= 2
     assert list(taught.before(None)) == []
-    learned = Learned()
+    learned = ReceivedGrammars()
     learned.take(Learn(b"a", b"broken", b"broken"))
     assert len(learned) == 1
     learned.take(Unlearn(b"a"))
@@ -473,7 +473,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-async def test_b7_a_bomb_is_refused_or_answered_soon(served: Serve, grammars: Grammars, name: str) -> None:
+async def test_b7_a_bomb_is_refused_or_answered_soon(served: Serve, grammars: GrammarService, name: str) -> None:
     await grammars.compile("warm", StructuredOutputs(regex="warm"))
     await grammars.compile("ready", StructuredOutputs(regex=f"process for {name}"))  # not from the cache
     server = served()
@@ -495,7 +495,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stuck")
 async def test_b7_what_takes_too_long_is_killed(tokenizer: PreTrainedTokenizerFast) -> None:
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=2.0))
+    grammars = GrammarService(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=2.0))
     try:
         kept = await grammars.compile("a", StructuredOutputs(regex="ab"))
         with pytest.raises(Exception, match="field: it takes too much time") as caught:
@@ -513,7 +513,7 @@ async def test_b7_what_takes_too_long_is_killed(tokenizer: PreTrainedTokenizerFa
 @pytest.mark.usefixtures("stuck")
 async def test_b7_memory_is_limited(tokenizer: PreTrainedTokenizerFast) -> None:
     options = ServerConfig(grammar_timeout=PATIENCE, grammar_memory_mb=64)
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, options)
+    grammars = GrammarService(tokenizer, FakeEngine(tokenizer).card, options)
     try:
         with pytest.raises(Exception, match="field: it takes too much memory"):
             await grammars.compile("field", StructuredOutputs(regex="hungry"))
@@ -530,8 +530,8 @@ async def test_what_breaks_the_compiler_is_no_fault_of_the_request(
             raise IndexError("a defect")
 
     broken: Any = Broken()
-    answer = compiled(broken, msgspec.msgpack.encode(Job("field", "regex", "a", False, 32)))
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
+    answer = compiled(broken, msgspec.msgpack.encode(CompileJob("field", {"regex": "a"}, 32)))
+    grammars = GrammarService(tokenizer, FakeEngine(tokenizer).card, ServerConfig())
     monkeypatch.setattr(Child, "ask", lambda *arguments: answer)
     try:
         with pytest.raises(ApiError) as caught:
@@ -546,7 +546,7 @@ async def test_what_breaks_the_compiler_is_no_fault_of_the_request(
 async def test_what_was_refused_is_not_compiled_again(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=2.0))
+    grammars = GrammarService(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=2.0))
     slow = StructuredOutputs(regex="stuck")
     try:
         for asked in (StructuredOutputs(grammar="nonsense"), slow):
@@ -565,7 +565,7 @@ async def test_what_was_refused_is_not_compiled_again(
 
 @pytest.mark.usefixtures("stuck")
 async def test_closing_waits_for_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
-    grammars = Grammars(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=PATIENCE))
+    grammars = GrammarService(tokenizer, FakeEngine(tokenizer).card, ServerConfig(grammar_timeout=PATIENCE))
     await grammars.compile("a", StructuredOutputs(regex="ab"))
     waiting = asyncio.create_task(grammars.compile("b", StructuredOutputs(regex="stuck")))
     await asyncio.sleep(0.2)
@@ -580,7 +580,7 @@ async def test_the_depth_of_schemas_is_an_option(tokenizer: PreTrainedTokenizerF
     schema: Any = {"type": "boolean"}
     for _ in range(40):
         schema = {"type": "array", "items": schema, "maxItems": 1}
-    grammars = Grammars(
+    grammars = GrammarService(
         tokenizer, FakeEngine(tokenizer).card, ServerConfig(max_schema_depth=depth, grammar_timeout=PATIENCE)
     )
     try:

@@ -184,6 +184,8 @@ def test_f6_a_worker_that_hangs_with_work_is_killed_and_replaced(caplog: pytest.
 
 @pytest.mark.usefixtures("fake")
 def test_an_idle_worker_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "TICK", 0.1)
+
     async def go() -> None:
         async with started(None) as engine:
             pid = engine.pid

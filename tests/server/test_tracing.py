@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from outpace.errors import EngineDead
 from outpace.server import tracing
 from outpace.server.app import create_app
+from outpace.server.exit_codes import WRONG_OPTION
+from outpace.server.launch import launch
+from outpace.server.observe import Ended
 from outpace.server.options import ServerConfig
-from outpace.server.run import WRONG_OPTION, run
-from outpace.server.stream import Ended
 from outpace.types import SamplingParams
 from tests.patience import PATIENCE
 from tests.server.asgi import Call
@@ -44,7 +45,7 @@ def traced(tokenizer: PreTrainedTokenizerFast, spans: InMemorySpanExporter) -> I
     engine = FakeEngine(tokenizer, says("abc"))
     app = create_app(engine, ServerConfig(), tokenizer, traces=provider)
     yield Served(app, engine)
-    app.state.serving.close()
+    app.state.services.close()
     provider.shutdown()
 
 
@@ -100,22 +101,22 @@ def test_what_the_engine_tells_is_in_the_span() -> None:
 
 
 def test_a_wrong_endpoint_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(None, {}, ServerConfig(port=0, otlp_traces_endpoint="collector:4317")) == WRONG_OPTION
+    assert launch(None, {}, ServerConfig(port=0, otlp_traces_endpoint="collector:4317")) == WRONG_OPTION
     assert capsys.readouterr().err.startswith("error: otlp_traces_endpoint: expected a URL")
 
 
 def test_without_the_extra_the_remedy_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outpace.server.run.PACKAGES", ("no_such_package.trace",))
+    monkeypatch.setattr("outpace.server.checks.PACKAGES", ("no_such_package.trace",))
     asked = ServerConfig(port=0, otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
-    assert run(None, {}, asked) == WRONG_OPTION
+    assert launch(None, {}, asked) == WRONG_OPTION
     assert "pip install 'outpace[tracing]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
-    code = "import sys, outpace.server.app, outpace.server.serve; print('opentelemetry.sdk' in sys.modules)"
+    code = "import sys, outpace.server.app, outpace.server.lifetime; print('opentelemetry.sdk' in sys.modules)"
     root = Path(__file__).parent.parent.parent
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True).strip() == "False"
 

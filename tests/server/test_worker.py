@@ -20,14 +20,27 @@ from outpace.config import LLMConfig
 from outpace.errors import ConfigError, EngineDead, InputError, ModelError, Overloaded
 from outpace.llm import LLM
 from outpace.llm_engine import LLMEngine
-from outpace.prepare import load_paged
-from outpace.server import worker
+from outpace.load_paged import load_paged
+from outpace.server import unsent, worker
 from outpace.server.admission import Admission, Load
 from outpace.server.channel import Channel
 from outpace.server.client import EMBEDDED_AT_ONCE, EngineClient
 from outpace.server.engine import Delta, EngineRequest
-from outpace.server.messages import MAX_FRAME, Add, Cancel, Frames, FromWorker, News, Start, ToWorker, add, frame
-from outpace.server.worker import Worker, serve
+from outpace.server.engine_main import load_and_work
+from outpace.server.messages import (
+    MAX_FRAME,
+    Add,
+    Cancel,
+    Frames,
+    FromWorker,
+    News,
+    Start,
+    ToWorker,
+    add,
+    frame,
+    prompt_entry,
+)
+from outpace.server.worker import Worker
 from outpace.types import FinishReason, SamplingParams
 from tests.models import VOCAB, tiny
 from tests.patience import PATIENCE
@@ -71,7 +84,9 @@ async def engine(
 ) -> AsyncIterator[EngineClient]:
     """A client of an engine that a thread serves."""
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=lambda: (codes if codes is not None else []).append(serve(Channel(theirs))))
+    thread = threading.Thread(
+        target=lambda: (codes if codes is not None else []).append(load_and_work(Channel(theirs)))
+    )
     thread.start()
     client = EngineClient(admission)
     try:
@@ -160,13 +175,13 @@ def test_log_probabilities_cross_the_socket(folder: Path, llm: LLM) -> None:
     assert output.outputs[0].logprobs is not None
     assert output.prompt_logprobs is not None
     found = [entry for delta in deltas for entry in delta.logprobs or []]
-    told = deltas[0].prompt_logprobs or []
+    told = [prompt_entry(entry) for entry in deltas[0].prompt_logprobs or []]
     assert told[0] is None is output.prompt_logprobs[0]
     for ours, theirs in zip(found + told[1:], output.outputs[0].logprobs + output.prompt_logprobs[1:], strict=True):
         assert ours is not None
         assert theirs is not None
         assert {token: (pytest.approx(entry.logprob, abs=1e-4), entry.rank) for token, entry in theirs.items()} == {
-            token: (entry.logprob, entry.rank) for token, entry in ours.items()
+            token: (logprob, rank) for token, logprob, rank in ours
         }
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
 
@@ -184,7 +199,7 @@ def test_item_24_cached_tokens_and_many_log_probabilities_cross_the_socket(folde
     assert [delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens is not None] == [0, 32, 32]
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     assert {len(entry) for entry in entries[:8]} == {VOCAB}
-    assert all({9, 1} <= entry.keys() and len(entry) <= 3 for entry in entries[8:])
+    assert all({9, 1} <= {token for token, _, _ in entry} and len(entry) <= 3 for entry in entries[8:])
 
 
 def test_a_stop_token_is_told(folder: Path, llm: LLM) -> None:
@@ -410,12 +425,17 @@ def test_f8_a_cancel_at_any_stage_frees_its_blocks_within_two_steps(drive: Drive
     driven.assert_nothing_is_held()
     news = driven.news()
     told = [number for each in news for number in each.cancelled]
-    ended = sum(tokens.finish_reason is not None for each in news for tokens in each.tokens)
+    ended = sum(delta.finish_reason is not None for each in news for delta in each.deltas)
     assert told == [1] or ended == n
 
 
+def limit_logprobs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    for module in (worker, unsent):
+        monkeypatch.setattr(module, "MAX_LOGPROBS", most)
+
+
 def test_item_24_many_log_probabilities_go_in_several_frames(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MAX_LOGPROBS", 3 * VOCAB)
+    limit_logprobs(monkeypatch, 3 * VOCAB)
     driven = drive(max_logprobs=-1)
     driven.ask(1, PROMPT[:1], 10, logprobs=-1, ignore_eos=True)
     driven.ask(2, PROMPT[:2], 10, logprobs=-1, prompt_logprobs=1, ignore_eos=True)
@@ -423,17 +443,17 @@ def test_item_24_many_log_probabilities_go_in_several_frames(drive: Drive, monke
     monkeypatch.setattr(Channel, "free", False)
     driven.turns(30)  # nothing is sent meanwhile
     monkeypatch.undo()
-    monkeypatch.setattr(worker, "MAX_LOGPROBS", 3 * VOCAB)
-    while driven.worker._changed:
+    limit_logprobs(monkeypatch, 3 * VOCAB)
+    while driven.worker._unsent.changed:
         driven.worker.turn()
     news = driven.news()
     assert [failure.message[:17] for each in news for failure in each.failures] == ["prompt_logprobs: "]
-    sizes = [sum(len(entry) for tokens in each.tokens for entry in tokens.logprobs or ()) for each in news]
+    sizes = [sum(len(entry) for delta in each.deltas for entry in delta.logprobs or ()) for each in news]
     assert max(sizes) <= 4 * VOCAB
     assert sum(sizes) == 20 * VOCAB
-    found = [tokens for each in news for tokens in each.tokens]
+    found = [delta for each in news for delta in each.deltas]
     for number in (1, 2):
-        parts = [tokens for tokens in found if tokens.number == number]
+        parts = [delta for delta in found if delta.number == number]
         assert sum(len(part.token_ids) for part in parts) == 10
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [FinishReason.LENGTH]
     driven.assert_nothing_is_held()
@@ -441,8 +461,8 @@ def test_item_24_many_log_probabilities_go_in_several_frames(drive: Drive, monke
 
 def test_item_1_log_probabilities_of_prompts_count_in_a_frame(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many prompts that end together do not make a frame that the other side refuses; nor do vectors."""
-    assert 2 * worker.MAX_LOGPROBS * 20 < MAX_FRAME * 3 // 4  # 20 bytes each
-    monkeypatch.setattr(worker, "MAX_LOGPROBS", 4 * (1 + VOCAB))
+    assert 2 * unsent.MAX_LOGPROBS * 20 < MAX_FRAME * 3 // 4  # 20 bytes each
+    limit_logprobs(monkeypatch, 4 * (1 + VOCAB))
     driven = drive(max_logprobs=-1)
     for number in range(6):
         driven.ask(number, [7 + number] * 4, number % 2, prompt_logprobs=-1, n=1 + number % 3)
@@ -451,16 +471,17 @@ def test_item_1_log_probabilities_of_prompts_count_in_a_frame(drive: Drive, monk
     with monkeypatch.context() as patch:
         patch.setattr(Channel, "free", False)
         driven.turns(30)  # nothing is sent meanwhile
-    while driven.worker._changed:
+    while driven.worker._unsent.changed:
         driven.worker.turn()
     news = driven.news()
     for each in news:
-        prompts = [len(entry) for tokens in each.tokens for entry in tokens.delta().prompt_logprobs or () if entry]
-        assert sum(prompts) + sum(len(vector) for _, vector in each.vectors) <= 2 * worker.MAX_LOGPROBS
-    found = [tokens for each in news for tokens in each.tokens]
-    ends = Counter(tokens.number for tokens in found if tokens.finish_reason is not None)
+        raw = [entry for delta in each.deltas for entry in delta.prompt_logprobs or ()]
+        prompts = [len(entry) for entry in map(prompt_entry, raw) if entry]
+        assert sum(prompts) + sum(len(vector) for _, vector in each.vectors) <= 2 * unsent.MAX_LOGPROBS
+    found = [delta for each in news for delta in each.deltas]
+    ends = Counter(delta.number for delta in found if delta.finish_reason is not None)
     assert ends == {number: 1 + number % 3 for number in range(6)}
-    assert [tokens.number for tokens in found if tokens.prompt_logprobs] == list(range(6))
+    assert [delta.number for delta in found if delta.prompt_logprobs] == list(range(6))
     assert sorted(number for each in news for number, _ in each.vectors) == list(range(6, 12))
     driven.assert_nothing_is_held()
 
@@ -473,7 +494,7 @@ def test_item_4_the_scheduler_refuses_nothing_that_was_admitted(drive: Drive) ->
     driven.turns(30)
     news = driven.news()
     assert [failure for each in news for failure in each.failures] == []
-    assert {tokens.number for each in news for tokens in each.tokens if tokens.finish_reason} == set(range(4))
+    assert {delta.number for each in news for delta in each.deltas if delta.finish_reason} == set(range(4))
 
 
 def test_a_cancel_of_one_that_waits_lets_others_go_on(drive: Drive) -> None:
@@ -485,7 +506,7 @@ def test_a_cancel_of_one_that_waits_lets_others_go_on(drive: Drive) -> None:
     driven.turns(20)
     news = driven.news()
     assert [number for each in news for number in each.cancelled] == [2]
-    assert {tokens.number for each in news for tokens in each.tokens} == {1}
+    assert {delta.number for each in news for delta in each.deltas} == {1}
     driven.assert_nothing_is_held()
 
 
@@ -503,9 +524,9 @@ def test_a_worker_holds_one_frame_for_a_reader_that_does_not_read(drive: Drive) 
     while sum(map(len, found.values())) < 6 * 50:
         for each in driven.news():
             frames += 1
-            for tokens in each.tokens:
-                assert len(tokens.logprobs or []) == len(tokens.token_ids)
-                found[tokens.number] += tokens.token_ids
+            for delta in each.deltas:
+                assert len(delta.logprobs or []) == len(delta.token_ids)
+                found[delta.number] += delta.token_ids
         if not driven.channel.free:
             driven.worker.turn()  # idle: it sends what is left
     assert held < 64 << 10
@@ -571,14 +592,14 @@ def test_f3_a_step_that_fails_loses_its_requests_alone(
     driven.turns(30)
     news = driven.news()
     failed = {failure.number: failure.kind for each in news for failure in each.failures}
-    finished = {tokens.number for each in news for tokens in each.tokens if tokens.finish_reason}
+    finished = {delta.number for each in news for delta in each.deltas if delta.finish_reason}
     assert failed.keys() | finished == {1, 2}
     assert not failed.keys() & finished
     assert set(failed.values()) == {"dead"}
     driven.assert_nothing_is_held()
     driven.ask(3, PROMPT, 12)
     driven.turns(30)
-    assert [[token for each in driven.news() for tokens in each.tokens for token in tokens.token_ids]] == expected(
+    assert [[token for each in driven.news() for delta in each.deltas for token in delta.token_ids]] == expected(
         llm, PROMPT, greedy()
     )
 
@@ -617,7 +638,7 @@ def test_an_error_while_queueing_fails_the_request_alone(drive: Drive, monkeypat
     driven.turns(10)
     news = driven.news()
     assert [(failure.number, failure.kind) for each in news for failure in each.failures] == [(1, "dead"), (2, "input")]
-    assert {tokens.number for each in news for tokens in each.tokens} == {3}
+    assert {delta.number for each in news for delta in each.deltas} == {3}
 
 
 # Embeddings
@@ -659,9 +680,8 @@ def test_item_24_a_prompt_is_scored_without_an_answer(folder: Path, llm: LLM) ->
     ]
     assert found[0].prompt_logprobs is not None
     assert right.prompt_logprobs is not None
-    assert [entry and entry.keys() for entry in found[0].prompt_logprobs] == [
-        entry and entry.keys() for entry in right.prompt_logprobs
-    ]
+    told = [entry and {token for token, _, _ in entry} for entry in map(prompt_entry, found[0].prompt_logprobs)]
+    assert told == [entry and entry.keys() for entry in right.prompt_logprobs]
 
 
 def test_item_1_many_vectors_are_computed_some_at_a_time(folder: Path) -> None:

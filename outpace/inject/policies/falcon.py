@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from outpace.errors import NotSupported
-from outpace.inject.policy import ModelRoles, Policy, Settings, power_slopes
+from outpace.inject.policy import LayerSettings, ModelRoles, Policy, power_slopes
 
 
 def _kv_heads(config: Any, index: int) -> int:
@@ -23,7 +23,7 @@ def _layout(config: Any) -> Mapping[str, Any]:
     return {}
 
 
-def _slopes(settings: Settings, positions: int) -> list[float]:
+def _slopes(settings: LayerSettings, positions: int) -> list[float]:
     """Hugging Face rounds slopes, and slopes times positions, to bfloat16; then it scales them as it does scores."""
     slopes = torch.tensor(power_slopes(settings, positions)).bfloat16()[:, None]
     places = torch.arange(positions)

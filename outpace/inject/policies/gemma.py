@@ -2,23 +2,15 @@
 
 from dataclasses import replace
 
-from outpace.inject.policy import ModelRoles, Policy
+from outpace.inject.policies.llama import LLAMA, MODEL
 
-GEMMA = Policy(
+GEMMA = replace(
+    LLAMA,
     layers=("GemmaDecoderLayer",),
     norm_offset=1.0,
     round_before_weight=False,
-    attn_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.o_proj",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    model=ModelRoles(
-        embed="model.embed_tokens", layers="model.layers", norm="model.norm", rotary="model.rotary_emb",
-        embed_scale=lambda config: config.hidden_size**0.5,
-    ),
-)  # fmt: skip
+    model=replace(MODEL, embed_scale=lambda config: config.hidden_size**0.5),
+)
 
 GEMMA2 = replace(
     GEMMA,

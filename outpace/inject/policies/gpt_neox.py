@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia, Dolly, RedPajama), with attention and MLP side by side or one after the other, and Persimmon."""
+"""GPT-NeoX (Pythia, Dolly, RedPajama), with attention and MLP in parallel or in sequence; Persimmon; Phi 1 and 2."""
 
 from dataclasses import replace
 
@@ -40,4 +40,15 @@ PERSIMMON = replace(
     ),
 )
 
-POLICIES = (GPT_NEOX, PERSIMMON)
+PHI = replace(
+    PERSIMMON,
+    layers=("PhiDecoderLayer",),
+    placement="parallel",
+    mlp_norm=None,
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    qkv_layout="rows",
+    up="mlp.fc1",
+    down="mlp.fc2",
+)
+
+POLICIES = (GPT_NEOX, PERSIMMON, PHI)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from outpace.inject.policies.llama import LLAMA
-from outpace.inject.policy import ModelRoles, MoERoles
+from outpace.inject.policies.llama import LLAMA, MODEL
+from outpace.inject.policy import MoERoles
 from outpace.kernels.routing import Routing
 
 GRANITE = replace(
@@ -11,11 +11,12 @@ GRANITE = replace(
     layers=("GraniteDecoderLayer",),
     placement="scaled",
     readers={"scale": lambda config, index: config.attention_multiplier},
-    model=ModelRoles(
-        embed="model.embed_tokens", layers="model.layers", norm="model.norm", rotary="model.rotary_emb",
-        embed_scale=lambda config: config.embedding_multiplier, logit_scale=lambda config: 1 / config.logits_scaling,
+    model=replace(
+        MODEL,
+        embed_scale=lambda config: config.embedding_multiplier,
+        logit_scale=lambda config: 1 / config.logits_scaling,
     ),
-)  # fmt: skip
+)
 
 _EXPERTS = MoERoles(
     block="block_sparse_moe",

@@ -1,7 +1,7 @@
-"""AWQ, as AutoAWQ's `gemm` version writes it.
+"""Reads AWQ weights in the `gemm` layout of AutoAWQ.
 
-qweight int32 [K, N / 8]: eight outputs of one input column in a word; nibble i, the lowest first, is output _ORDER[i]
-of the eight. qzeros [groups, N / 8] in the same way, scales [groups, N]. w = (q - zero) * scale.
+qweight int32 [K, N / 8]: eight outputs of one input column in a word; nibble i, lowest first, is output _ORDER[i] of
+the eight. qzeros [groups, N / 8] is packed in the same way, scales [groups, N]. w = (q - zero) * scale.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ class Awq(PackedFormat):
     endings = (".qweight", ".scales", ".qzeros")
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(N, K)."""
         columns, words = parts.take(".qweight", [(None, None)], torch.int32).shape
         group = columns if self.group_size is None else self.group_size
         if columns % max(1, group):
@@ -38,7 +37,6 @@ class Awq(PackedFormat):
         return words * 8, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored."""
         rows, columns = shape = self.shape(parts)
         values, zero = (_outputs(parts.tensors[ending], rows) for ending in (".qweight", ".qzeros"))
         scale = parts.tensors[".scales"].T.contiguous()

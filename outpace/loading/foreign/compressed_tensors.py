@@ -1,7 +1,7 @@
-"""compressed-tensors, as llm-compressor writes it: numbers packed into words, or one for each byte.
+"""Reads weights in the compressed-tensors format of llm-compressor: packed into words, or one byte each.
 
 `pack-quantized`: weight_packed int32 [N, K / n], n = 32 / bits numbers + 2^(bits - 1) in a word, the lowest bits first,
-the last word of a row filled up; weight_shape [2]; weight_zero_point int32 [N / n, groups] packed in the same way
+the last word of a row padded; weight_shape [2]; weight_zero_point int32 [N / n, groups] packed in the same way
 along the outputs. `int-quantized`, `float-quantized`, `naive-quantized`: weight [N, K] in int8 or float8_e4m3fn, zero
 points in int8. w = (q - zero) * scale.
 """
@@ -17,13 +17,14 @@ from outpace.loading.foreign.format import (
     ForeignWeight,
     PackedFormat,
     Parts,
+    Span,
     as_bytes,
     holds,
     in_groups,
     reorder_nibbles,
+    scale_of,
     unsigned,
 )
-from outpace.loading.foreign.scales import Span, scale_of
 from outpace.quant.scheme import Activations
 
 _G_IDX = ".weight_g_idx"
@@ -42,16 +43,15 @@ class PackQuantized(PackedFormat):
 
     @property
     def label(self) -> str:
-        """What the log calls it."""
         return f"compressed-tensors int{self.bits}"
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The shape cannot be told from padded words; the order says whether the weight can run as it is stored."""
+        """The shape, because words are padded, and the column order, because it decides whether the weight runs as
+        stored."""
         return (".weight_shape", _G_IDX)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(N, K)."""
         each = 32 // self.bits
         rows, columns = parts.take(".weight_shape", [(2,)], torch.int32, torch.int64).tolist()
         parts.take(".weight_packed", [(rows, -(-columns // each))], torch.int32)
@@ -64,7 +64,6 @@ class PackQuantized(PackedFormat):
         return rows, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored, its columns in the order of the groups."""
         rows, columns = shape = self.shape(parts)
         scale = scale_of(parts, ".weight_scale", self.span, shape, *FLOATS)
         block, group = self.span.of(parts, shape)
@@ -97,16 +96,14 @@ class Quantized(PackedFormat):
 
     @property
     def label(self) -> str:
-        """What the log calls it."""
         return f"compressed-tensors {'int8' if self.dtype == torch.int8 else 'fp8'}"
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The order of the columns says whether the weight can run as it is stored."""
+        """The column order, because it decides whether the weight runs as stored."""
         return (_G_IDX,)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(N, K)."""
         rows, columns = parts.take(".weight", [(None, None)], self.dtype).shape
         scale_of(parts, ".weight_scale", self.span, (rows, columns), *FLOATS)
         shapes = self.span.stored(parts, (rows, columns))
@@ -118,7 +115,6 @@ class Quantized(PackedFormat):
         return rows, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored, its columns in the order of the groups."""
         rows, columns = shape = self.shape(parts)
         scale = scale_of(parts, ".weight_scale", self.span, shape, *FLOATS)
         block, group = self.span.of(parts, shape)
@@ -126,7 +122,7 @@ class Quantized(PackedFormat):
         zero = None if stored is None else stored.float().half().reshape(scale.shape)
         values, order = parts.tensors[".weight"], _order(parts, columns, group)
         if order is not None:
-            values = values.view(torch.uint8)[:, order].view(self.dtype)  # fp8 has no indexing on every device
+            values = values.view(torch.uint8)[:, order].view(self.dtype)  # fp8 indexing is not supported on all devices
         if self.symmetric and zero is not None:
             if not holds(zero == 0):
                 raise parts.error("it has zero points, but config.json says that it is symmetric")
@@ -143,6 +139,6 @@ def _check_order(parts: Parts, columns: int, span: Span, act_order: bool) -> Non
 
 
 def _order(parts: Parts, columns: int, group: int) -> Tensor | None:
-    """The columns group by group; -1 in weight_g_idx means that nobody changed the order."""
+    """The columns group by group; None, or -1 in weight_g_idx: they are in order."""
     order = parts.tensors.get(_G_IDX)
     return None if order is None or bool((order == -1).any()) else in_groups(parts, order, columns, group)

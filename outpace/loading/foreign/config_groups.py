@@ -1,4 +1,4 @@
-"""The config of compressed-tensors: groups of layers by name, each with a format of its own."""
+"""Reads the config of compressed-tensors: groups of layers by name, each with its own format."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,7 @@ import torch
 
 from outpace.errors import ModelError
 from outpace.loading.foreign.compressed_tensors import PackQuantized, Quantized
-from outpace.loading.foreign.format import Format
-from outpace.loading.foreign.scales import CHANNEL, TENSOR, Span
+from outpace.loading.foreign.format import CHANNEL, TENSOR, Format, Span
 from outpace.loading.foreign.settings import Settings
 from outpace.quant.scheme import Activations
 
@@ -20,7 +19,7 @@ _USE = "use a checkpoint in pack-quantized, int-quantized or float-quantized"
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of one format."""
+    """Layers with the same format."""
 
     targets: tuple[str, ...]
     layout: Format
@@ -28,15 +27,15 @@ class Group:
 
 @dataclass(frozen=True)
 class ConfigGroups:
-    """All groups, and the layers that are in none."""
+    """All groups, and the layers that are not quantized."""
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
     activations: str | None
-    """What the config says about activations and the cache, in words; None: nothing."""
+    """What the config says about quantized activations and cache, in words; None: nothing."""
 
     def find(self, name: str, dtype: torch.dtype) -> tuple[str, Format] | None:
-        """The layer and the format of a stored tensor that is a quantized weight."""
+        """(layer, format) of a stored tensor that is a quantized weight; None: it is not."""
         packed = name.endswith(".weight_packed")
         if not packed and not (name.endswith(".weight") and dtype.itemsize == 1):
             return None
@@ -53,8 +52,9 @@ class ConfigGroups:
         return layer, layout
 
     def _layout(self, layer: str) -> Format:
-        """Of the group that names the layer, else of one that matches it, else of one for its class."""
-        for fits in (_exactly, _named, _by_class):
+        """The format of the group that names the layer, else that matches it, else that names its class."""
+        # only linears are stored in this format, so a target that is a class must be Linear
+        for fits in (str.__eq__, _named, lambda layer, target: target == "Linear"):
             for group in self.groups:
                 if any(fits(layer, target) for target in group.targets):
                     return group.layout
@@ -65,7 +65,7 @@ class ConfigGroups:
 
 
 def config_groups(settings: Settings) -> ConfigGroups:
-    """Read the groups; what changes the numbers and is not known here is refused."""
+    """Read the groups; unknown settings that change values are refused."""
     if (sparse := settings.part("sparsity_config").text_or("format", "dense")) != "dense":
         raise settings.refuse(f"sparsity {sparse!r}", "use a checkpoint without sparsity")
     if settings.part("transform_config").mapping("config_groups"):
@@ -75,10 +75,10 @@ def config_groups(settings: Settings) -> ConfigGroups:
         raise settings.refuse("a config without config_groups", "download the model's config.json again")
     whole = settings.text_or("format", "")
     groups = tuple(_group(part, name, whole) for name in part.values)
-    told = [_activations(part.part(name)) for name in part.values if isinstance(part.values[name], Mapping)]
+    notes = [_activations(part.part(name)) for name in part.values if isinstance(part.values[name], Mapping)]
     if settings.mapping("kv_cache_scheme"):
-        told.append("a quantized cache")
-    return ConfigGroups(groups, settings.texts("ignore"), ", ".join(sorted({each for each in told if each})) or None)
+        notes.append("a quantized cache")
+    return ConfigGroups(groups, settings.texts("ignore"), ", ".join(sorted({each for each in notes if each})) or None)
 
 
 def _group(part: Settings, name: str, whole: str) -> Group:
@@ -98,7 +98,7 @@ def _group(part: Settings, name: str, whole: str) -> Group:
 
 
 def _quantized_rows(group: Settings) -> Activations | None:
-    """What the rows of linears become, if one scale for each row will do; None: they stay as they are."""
+    """How activations are quantized, if one scale for each row suffices; None: they are not quantized."""
     found = group.part("input_activations")
     usual = found.text_or("strategy", "token").lower() in ("token", "tensor") and found.flag("symmetric", True)
     if not found.values or not usual or found.choice("num_bits", range(1, 17), 8) != 8:
@@ -120,13 +120,13 @@ def _layout(weights: Settings, activations: Activations | None, packed: bool) ->
         if not symmetric and span == TENSOR:
             raise weights.refuse("an asymmetric strategy 'tensor'", _USE)
         return PackQuantized(bits, span, symmetric, act_order)
-    weights.choice("num_bits", (8,) if kind == "float" else (4, 8))  # 4 bits have a byte each too
+    weights.choice("num_bits", (8,) if kind == "float" else (4, 8))  # 4-bit values also take one byte each
     dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
     return Quantized(dtype, span, symmetric, act_order, activations)
 
 
 def _span(weights: Settings) -> Span:
-    """Which weights share a scale."""
+    """The rows and columns that share a scale."""
     size = weights.values.get("group_size")
     guess = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.text_or("strategy", guess).lower()
@@ -158,21 +158,12 @@ def _check_pattern(target: str) -> None:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
             raise ModelError(
-                f"model: quantization_config.config_groups: targets: {target[:60]!r} is no pattern ({error}); download "
-                "the model's config.json again"
+                f"model: quantization_config.config_groups: targets: {target[:60]!r} is not a valid pattern "
+                f"({error}); download the model's config.json again"
             ) from error
-
-
-def _exactly(layer: str, target: str) -> bool:
-    return layer == target
 
 
 def _named(layer: str, target: str) -> bool:
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), layer) is not None
     return layer == target
-
-
-def _by_class(layer: str, target: str) -> bool:
-    """Only weights of linear layers are stored like this; a target without dots is the name of their class."""
-    return target == "Linear"

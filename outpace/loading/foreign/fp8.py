@@ -1,6 +1,6 @@
-"""fp8 with scales for blocks, rows or the whole tensor: DeepSeek's form, transformers' `fp8` and `fbgemm_fp8`, AutoFP8.
+"""Reads fp8 weights with scales for blocks, rows or the whole tensor: DeepSeek, `fp8` and `fbgemm_fp8` of transformers.
 
-weight float8_e4m3fn [N, K]; weight_scale_inv or weight_scale, by which it is multiplied, whatever the name says:
+weight float8_e4m3fn [N, K] is multiplied by weight_scale_inv or weight_scale (despite the name):
 [ceil(N / 128), ceil(K / 128)], [N, 1] or one number.
 """
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outpace.kernels.packed import Packed
-from outpace.loading.foreign.format import FLOATS, ForeignWeight, PackedFormat, Parts
-from outpace.loading.foreign.scales import CHANNEL, TENSOR, Span, scale_of
+from outpace.loading.foreign.format import CHANNEL, FLOATS, TENSOR, ForeignWeight, PackedFormat, Parts, Span, scale_of
 from outpace.quant.scheme import Activations
 
 _SCALES = ("_scale_inv", "_scale")
@@ -22,7 +21,7 @@ class Fp8(PackedFormat):
     """Settings of `quant_method: fp8` and `fbgemm_fp8`."""
 
     blocks: tuple[int, int] | None
-    """Rows and columns that share a scale; None: rows or the whole tensor, as the scales are shaped."""
+    """(rows, columns) that share a scale; None: a row or the whole tensor, by the shape of the scales."""
 
     activations: Activations | None = None
 
@@ -31,14 +30,12 @@ class Fp8(PackedFormat):
     makes = ""
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(N, K)."""
         rows, columns = parts.take("", [(None, None)], torch.float8_e4m3fn).shape
         ending = self._ending(parts)
         scale_of(parts, ending, self._span(parts, ending, (rows, columns)), (rows, columns), *_SCALE_DTYPES)
         return rows, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored."""
         shape, ending = self.shape(parts), self._ending(parts)
         span = self._span(parts, ending, shape)
         scale = scale_of(parts, ending, span, shape, *_SCALE_DTYPES)
@@ -55,5 +52,5 @@ class Fp8(PackedFormat):
         found = parts.tensors.get(ending)
         if found is None or found.numel() == 1:
             return TENSOR
-        columns = found.dim() == 2 and found.shape[0] == 1  # experts that are stored [K, N]
+        columns = found.dim() == 2 and found.shape[0] == 1  # experts that are stored as [K, N]
         return Span(None, 1) if columns else CHANNEL

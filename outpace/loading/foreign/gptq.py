@@ -1,6 +1,6 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it.
+"""Reads GPTQ weights in the layout of AutoGPTQ and GPTQModel.
 
-qweight int32 [K / n, N]: n = 32 / bits numbers of one output in a word, the lowest bits first. scales [groups, N],
+qweight int32 [K / n, N]: n = 32 / bits values of one output in a word, lowest bits first. scales [groups, N],
 qzeros int32 [groups, N / n] packed along the outputs, g_idx [K]: the group of each input column.
 w = (q - zero) * scale. Version 1 stores zero - 1, wrapped within its bits; version 2 stores zero.
 """
@@ -38,16 +38,14 @@ class Gptq(PackedFormat):
 
     @property
     def label(self) -> str:
-        """What the log calls it."""
         return f"GPTQ int{self.bits}"
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The order of the columns says whether the weight can run as it is stored."""
+        """The column order, because it decides whether the weight runs as stored."""
         return (".g_idx",)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(N, K)."""
         each = 32 // self.bits
         words, rows = parts.take(".qweight", [(None, None)], torch.int32).shape
         columns = words * each
@@ -62,7 +60,6 @@ class Gptq(PackedFormat):
         return rows, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored, its columns in the order of the groups."""
         rows, columns = shape = self.shape(parts)
         group = self._group(columns)
         scale = parts.tensors[".scales"].T.contiguous()

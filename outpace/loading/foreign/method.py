@@ -1,4 +1,4 @@
-"""What a checkpoint says about its quantization: which of its tensors are quantized weights, and in which format."""
+"""Reads a checkpoint's quantization_config: which tensors are quantized weights, and in which format."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from outpace.loading.foreign.settings import Settings
 from outpace.loading.strict_json import read_object
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
-"""Entries of config.json; the second is what older versions of compressed-tensors wrote."""
+"""Entries of config.json; older versions of compressed-tensors wrote the second."""
 OLD_GPTQ = "quantize_config.json"
-"""What AutoGPTQ wrote before transformers knew GPTQ."""
+"""File that AutoGPTQ wrote before transformers supported GPTQ."""
 Find = Callable[[str, torch.dtype], tuple[str, Format] | None]
-"""For the name and dtype of a stored tensor that is a quantized weight: what its name begins with, and its format."""
+"""(name, dtype) of a stored tensor -> (beginning of the name, format) if it is a quantized weight, else None."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A checkpoint's quantization."""
+    """The quantization method of a checkpoint."""
 
     find: Find
     activations: str | None = None
-    """What it says about activations and the cache, which stay as they are; None: nothing."""
+    """What it says about quantized activations and cache, in words; None: nothing."""
 
 
 def read_method(found: Mapping[str, Any]) -> Method:
-    """The method that a quantization_config describes; what cannot be read is refused by name, with the remedy."""
+    """The method of a quantization_config; unsupported ones are refused by name, with a remedy."""
     settings = Settings(found)
     name = settings.text("quant_method", "compressed-tensors" if "config_groups" in found else None)
     if name in _READERS:
@@ -44,7 +44,7 @@ def read_method(found: Mapping[str, Any]) -> Method:
 
 
 def stored_settings(folder: Path) -> Mapping[str, Any] | None:
-    """The quantization that the configs of a model folder describe, {} if it is none; None: there is no config."""
+    """The quantization_config of a model folder; {}: it has none; None: there is no config.json."""
     config = _object(folder / "config.json")
     for place in (config, config.get("text_config")):
         for key in CONFIG_KEYS:
@@ -61,7 +61,7 @@ def _object(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         return read_object(path, "config")
-    except ModelError:  # whoever needs this file says what is wrong with it
+    except ModelError:  # the reader that needs this file reports the error
         return {}
 
 
@@ -105,17 +105,9 @@ def _fp8(settings: Settings) -> Method:
         raise settings.refuse(f"fmt {fmt!r}", "use a checkpoint in e4m3")
     kind = settings.text("activation_scheme", "dynamic")
     blocks = settings.pair("weight_block_size")
-    # rows of blocks have a scale for every 128 columns, which our products do not: they stay as they are
+    # with blocks, activations have a scale for each 128 columns, which our kernels do not support: not quantized
     layout = Fp8(blocks, "fp8" if blocks is None else None)
     return Method(_of_dtype(layout), f"{kind} fp8 activations")
-
-
-def _fbgemm(settings: Settings) -> Method:
-    return Method(_of_dtype(Fp8(None, "fp8")), "dynamic fp8 activations")
-
-
-def _mxfp4(settings: Settings) -> Method:
-    return Method(_by_ending(Mxfp4()))
 
 
 def _compressed_tensors(settings: Settings) -> Method:
@@ -140,8 +132,8 @@ _READERS: Mapping[str, Callable[[Settings], Method]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "mxfp4": _mxfp4,
+    "fbgemm_fp8": lambda settings: Method(_of_dtype(Fp8(None, "fp8")), "dynamic fp8 activations"),
+    "mxfp4": lambda settings: Method(_by_ending(Mxfp4())),
     "compressed-tensors": _compressed_tensors,
 }
 _REMEDY = f"use the original weights, or a version in {', '.join(_READERS)}"

@@ -1,7 +1,7 @@
-"""mxfp4, as GPT-OSS stores its experts: 32 numbers of 4 bits (e2m1) share a power of two (e8m0).
+"""Reads mxfp4 weights, the format of GPT-OSS's experts: 32 4-bit values (e2m1) share a power of two (e8m0).
 
-For each expert blocks uint8 [N, K / 32, 16], two numbers in a byte, the low half first; scales uint8 [N, K / 32], the
-exponent + 127. No kind of `Packed` has these numbers. The model's own tensor is the transpose, [K, N].
+For each expert: blocks uint8 [N, K / 32, 16] with two values in a byte, low half first; scales uint8 [N, K / 32],
+exponent + 127. `Packed` cannot represent these values. The model's own tensor is the transpose, [K, N].
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,11 @@ class Mxfp4(Format):
     transposed = True
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        """(N, K)."""
         rows, groups, _ = parts.take("_blocks", [(None, None, 16)], torch.uint8).shape
         parts.take("_scales", [(rows, groups)], torch.uint8)
         return rows, groups * 32
 
     def dequantized(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The plain weight [N, K]."""
         rows, columns = self.shape(parts)
         blocks, scales = parts.tensors["_blocks"], parts.tensors["_scales"]
         table = torch.tensor((*_E2M1, *(-value for value in _E2M1)))

@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint as sources: each is made of its stored tensors when it is wanted."""
+"""Replaces the quantized weights of a checkpoint by sources that convert them when they are read."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -26,45 +26,37 @@ _OF_ACTIVATIONS = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class _Quantized(StoredWeight):
-    """A quantized weight, or one of a stack of experts."""
+    """A quantized weight, or one expert of a stack."""
 
     stem: str
     layout: Format
     sources: Mapping[str, Source]
-    """Of a stack those of all experts."""
+    """Of a stack: the tensors of all experts."""
     dtype: torch.dtype
-    """What it is converted to."""
+    """dtype after conversion."""
     words: str | None = None
     expert: int = 0
 
     @property
     def label(self) -> str:
-        """See `StoredWeight`."""
         return self.layout.label
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """See `StoredWeight`."""
         return self.layout.peeks
 
     @property
-    def told(self) -> str | None:
-        """See `StoredWeight`."""
-        return self.words
-
-    @property
     def nbytes(self) -> int:
-        """See `StoredWeight`."""
         return stored_bytes(self.sources) // (self.experts or 1)
 
     @property
     def experts(self) -> int | None:
-        """None: it is a single weight."""
+        """Number of experts in a stack; None: a single weight."""
         shape = self.sources[self.layout.endings[0]].shape
         return shape[0] if len(shape) == self.layout.dims + 1 else None
 
     def plain(self) -> Source:
-        """The weight without quantization. Its tensors are checked now, and read when it is wanted."""
+        """The source of the converted weight. Its tensors are checked now, and read later."""
         swap = (0, 1) if self.layout.transposed else None
         shape = self.layout.shape(self.parts(0, values=False))
         full = (shape[1], shape[0]) if swap else shape
@@ -76,7 +68,6 @@ class _Quantized(StoredWeight):
         return Source((experts, *full), self.dtype, tuple(pieces))
 
     def __call__(self) -> Tensor:
-        """See `StoredWeight`."""
         parts = self.parts(self.expert, values=True)
         for ending, tensor in parts.tensors.items():
             if tensor.dtype.itemsize > 1 and tensor.is_floating_point() and not tensor.isfinite().all():
@@ -84,25 +75,23 @@ class _Quantized(StoredWeight):
         return self.layout.dequantized(parts, self.dtype)
 
     def scheme(self, dtype: torch.dtype) -> Scheme | str:
-        """See `StoredWeight`."""
         if not isinstance(self.layout, PackedFormat):
-            return "no scheme has such numbers"
+            return "no scheme supports such numbers"
         weight = self.layout.packed(self.parts(0, values=False))
         if weight.columns is not None:
             return "its columns are not in the order of their groups (act-order)"
         return scheme_of(weight.packed, self.layout.activations) or "its groups have too few columns"
 
     def packed(self, tensors: Mapping[str, Tensor], scales: torch.dtype) -> Packed:
-        """See `StoredWeight`."""
         assert isinstance(self.layout, PackedFormat), "it has a scheme"
         return self.layout.packed(Parts(self.stem, tensors)).packed
 
     def parts(self, expert: int, *, values: bool) -> Parts:
-        """The stored tensors of one weight; without values they are on the meta device."""
+        """The stored tensors of one weight; on the meta device without `values`."""
         stem = self.stem if self.experts is None else f"{self.stem} (expert {expert})"
         found = self.sources if self.experts is None else self._of_expert(expert)
         tensors = {
-            ending: read(source) if values or ending in self.layout.peeks else _empty(source)
+            ending: read(source) if values or ending in self.layout.peeks else source.empty()
             for ending, source in found.items()
         }
         if self.experts is not None:
@@ -122,9 +111,9 @@ class _Quantized(StoredWeight):
 def plain_weights(
     weights: Weights, settings: Mapping[str, Any], wanted: Collection[str], dtype: torch.dtype
 ) -> Weights:
-    """The checkpoint with plain weights of `dtype` in place of the quantized ones that its config describes.
+    """The checkpoint with converted weights of `dtype` instead of the quantized ones that its config describes.
 
-    wanted: the names of the model's tensors. What does not fit its format is an error; no weight is read.
+    wanted: names of the model's tensors. Tensors that do not fit their format are an error; no weights are read.
     """
     with as_field(f"model: {weights.origin}", known_as="model"):
         method = read_method(settings)
@@ -148,12 +137,8 @@ def _quantized(sources: Mapping[str, Source], method: Method, dtype: torch.dtype
 
 
 def _of_no_use(name: str, source: Source, found: Collection[str]) -> bool:
-    """Scales of activations and the cache, and the biases of zeros that GPTQ gives to layers without a bias."""
+    """Whether it is a scale of activations or cache, or a zero bias that GPTQ adds to layers without bias."""
     if _OF_ACTIVATIONS.search(name):
         return True
     layer, _, leaf = name.rpartition(".")
     return leaf == "bias" and f"{layer}.weight" in found and not bool(read(source).any())
-
-
-def _empty(source: Source) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Entries of a quantization_config, each checked as it is read: the file is other people's."""
+"""Reads and validates the entries of a quantization_config."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Settings:
         return found
 
     def text_or(self, key: str, default: str) -> str:
-        """A string, which may be empty by default."""
+        """A string; missing or null: the default, which may be empty."""
         return self.text(key, default) if self.values.get(key) is not None else default
 
     def flag(self, key: str, default: bool) -> bool:
@@ -33,7 +33,7 @@ class Settings:
         return found
 
     def choice(self, key: str, known: Sequence[int], default: int | None = None) -> int:
-        """One of these numbers; any other is refused."""
+        """One of these numbers; others are refused."""
         found = self._get(key, default)
         if isinstance(found, bool) or not isinstance(found, int):
             raise self._wrong(key, found, "a number")
@@ -42,7 +42,7 @@ class Settings:
         return found
 
     def group_size(self, key: str, default: int | None) -> int | None:
-        """Columns that share a scale; -1 in the file, None here: all of a row."""
+        """Columns that share a scale; None (-1 in the file): the whole row."""
         found = self._get(key, default)
         if isinstance(found, bool) or not isinstance(found, int) or (found < 1 and found != -1):
             raise self._wrong(key, found, "-1 or a number above 0")
@@ -81,7 +81,7 @@ class Settings:
         return tuple(found)
 
     def refuse(self, what: str, remedy: str) -> ModelError:
-        """The error for what is understood, and not read."""
+        """The error for a setting that is known but not supported."""
         return ModelError(f"model: {self.where}: {what} is not supported; {remedy}")
 
     def _get(self, key: str, default: Any) -> Any:

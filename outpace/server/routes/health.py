@@ -1,7 +1,8 @@
-"""Is it alive, is it ready, what does it do: health, version, status, metrics."""
+"""Health, version, status, metrics."""
 
 from dataclasses import asdict, replace
 from statistics import median
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,10 +14,10 @@ from outpace.server.problems import ApiError
 from outpace.server.responses import ExpertStatus, Health, Status, Version
 from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import json_response
-from outpace.server.serving import Serving
+from outpace.server.services import Services
 
 SPLIT_FUSE_BOUND = 2.5
-"""A step with a prompt beside decodes should take at most so many times one without, see `outpace.scheduler`."""
+"""A step with prefill and decode should take at most this many times one of decode alone, see `outpace.scheduler`."""
 
 
 def step_limit_ms(status: EngineStatus) -> float | None:
@@ -27,7 +28,24 @@ def step_limit_ms(status: EngineStatus) -> float | None:
     return SPLIT_FUSE_BOUND * median(decodes)
 
 
-def router(serving: Serving) -> APIRouter:
+def _status(services: Services, in_flight: int) -> dict[str, Any]:
+    card, now = services.engine.card, services.engine.status()
+    about = {
+        "model": services.validator.names[0],
+        "max_model_len": card.max_model_len,
+        "sampling": card.sampling,
+        "in_flight": in_flight,
+        "dtype": card.dtype,
+        "quantization": card.quantization,
+        "device": card.device,
+    }
+    # `asdict` makes a copy of each step; as tuples they are arrays in JSON
+    numbers = {**asdict(replace(now, expert_load=[])), "step_limit_ms": step_limit_ms(now)}
+    del numbers["expert_load"]  # thousands of them, see /status/experts
+    return {**about, **numbers}
+
+
+def router(services: Services) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["Operation"])
 
@@ -38,7 +56,7 @@ def router(serving: Serving) -> APIRouter:
 
     async def ready() -> Response:
         """The engine works: while it is loaded, restarted or shut down this gives 503, and says which."""
-        status = serving.engine.status()
+        status = services.engine.status()
         if not status.ready:
             why = f": {status.why}" if status.why else ""
             raise ApiError(503, f"The engine is not ready{why}.", code="not_ready", retry=True)
@@ -59,25 +77,12 @@ def router(serving: Serving) -> APIRouter:
     @routes.get("/status", response_model=None, responses=answers(Status, "The numbers."))
     async def status(request: Request) -> Response:
         """The model, and the newest numbers of the engine."""
-        card, now = serving.engine.card, serving.engine.status()
-        about = {
-            "model": serving.validator.names[0],
-            "max_model_len": card.max_model_len,
-            "sampling": card.sampling,
-            "in_flight": request.app.state.running.total(),
-            "dtype": card.dtype,
-            "quantization": card.quantization,
-            "device": card.device,
-        }
-        # `asdict` makes a copy of each step; as tuples they are arrays in JSON
-        numbers = {**asdict(replace(now, expert_load=[])), "step_limit_ms": step_limit_ms(now)}
-        del numbers["expert_load"]  # thousands of them, see /status/experts
-        return json_response({**about, **numbers})
+        return json_response(_status(services, request.app.state.running.total()))
 
     @routes.get("/status/experts", response_model=None, responses=answers(ExpertStatus, "The load."))
     async def experts() -> Response:
         """Tokens of each expert of each layer since the start; a few seconds old at most while somebody asks."""
-        now = serving.engine.status()
+        now = services.engine.status()
         load = now.expert_load
         result: ExpertStatus = {
             "layers": now.expert_layers,
@@ -86,11 +91,11 @@ def router(serving: Serving) -> APIRouter:
         }
         return json_response(result)
 
-    if serving.options.metrics:
+    if services.options.metrics:
 
         @routes.get("/metrics", response_model=None, responses=answers(None, "The metrics.", content="text/plain"))
         async def metrics() -> Response:
             """Numbers for Prometheus."""
-            return Response(serving.metrics.render(), headers={"content-type": CONTENT_TYPE})
+            return Response(services.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return routes

@@ -6,6 +6,7 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,21 +14,23 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
+from outpace.server.engine import Delta, EngineRequest
 from outpace.server.fields import pieces
 from outpace.server.gone import until_gone
 from outpace.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from outpace.server.reply import Reply
 from outpace.server.responses import (
     ChatCompletion,
     Completion,
     EmbeddingEntry,
     EmbeddingList,
+    EmbeddingUsage,
     ModelEntry,
     ModelList,
 )
 from outpace.server.routes.documented import answers
-from outpace.server.serving import Serving
-from outpace.server.stream import Event, Reply, events_of_all, observed
-from outpace.server.validate import Work
+from outpace.server.services import Services
+from outpace.server.stream import deltas_of_request
 from outpace.server.write import CompletionWriter
 from outpace.server.write_chat import ChatWriter
 
@@ -44,16 +47,15 @@ def long_list(values: list[Any]) -> Any:
     return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces(values)) + b"]")
 
 
-def events(serving: Serving, works: Sequence[Work], name: str) -> AsyncGenerator[Event, None]:
-    """The events of a request, counted by the metrics."""
-    made = events_of_all(serving.engine, works, serving.tokens, name)
-    return observed(made, sum(len(work.prompt_token_ids) for work in works), serving.metrics)
+def deltas(services: Services, prompts: Sequence[EngineRequest], name: str) -> AsyncGenerator[Delta, None]:
+    """The deltas of a request, counted by the metrics."""
+    return deltas_of_request(services.engine, prompts, services.tokenizer, name, services.metrics)
 
 
-def router(serving: Serving) -> APIRouter:
+def router(services: Services) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
-    validator = serving.validator
+    validator = services.validator
 
     @routes.post(
         "/completions",
@@ -64,9 +66,9 @@ def router(serving: Serving) -> APIRouter:
         """Go on with each prompt."""
         request.state.user = body.user
         model, name = validator.model(body.model), f"cmpl-{uuid.uuid4().hex}"
-        works = await until_gone(request.receive, validator.completion(body))
-        writer = CompletionWriter(body, works, serving.tokens, model, name)
-        return Reply(events(serving, works, name), writer, stream=bool(body.stream))
+        prompts = await until_gone(request.receive, validator.completion(body))
+        writer = CompletionWriter(body, prompts, services.tokenizer, model, name)
+        return Reply(deltas(services, prompts, name), writer, stream=bool(body.stream))
 
     @routes.post(
         "/chat/completions",
@@ -77,61 +79,66 @@ def router(serving: Serving) -> APIRouter:
         """Answer a conversation."""
         request.state.user = body.user
         model, name = validator.model(body.model), f"chatcmpl-{uuid.uuid4().hex}"
-        work = await until_gone(request.receive, validator.chat(body))
-        style = serving.style if body.tools and body.tool_choice != "none" else "none"
-        writer = ChatWriter(body, work, serving.tokens, model, name, role=serving.options.response_role, style=style)
-        return Reply(events(serving, [work], name), writer, stream=bool(body.stream))
+        prompt = await until_gone(request.receive, validator.chat(body))
+        style = services.style if body.tools and body.tool_choice != "none" else "none"
+        writer = ChatWriter(
+            body, prompt, services.tokenizer, model, name, role=services.options.response_role, style=style
+        )
+        return Reply(deltas(services, [prompt], name), writer, stream=bool(body.stream))
 
     @routes.post("/embeddings", response_model=None, responses=answers(EmbeddingList, "A vector for each input."))
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """The hidden states of each input as one vector."""
         request.state.user = body.user
         model = validator.model(body.model)
-        works = await until_gone(request.receive, validator.embedding(body))
-        requests = [work.request(f"embd-{uuid.uuid4().hex}") for work in works]
-        vectors = await until_gone(request.receive, serving.engine.embed(requests))
-        count = sum(len(work.prompt_token_ids) for work in works)
+        prompts = await until_gone(request.receive, validator.embedding(body))
+        vectors = await until_gone(request.receive, services.engine.embed(prompts))
+        count = sum(len(prompt.prompt_token_ids) for prompt in prompts)
 
-        def make() -> Response:
-            result: EmbeddingList = {
-                "id": f"embd-{uuid.uuid4().hex}",
-                "object": "list",
-                "created": int(time.time()),
-                "data": [_entry(index, vector, body) for index, vector in enumerate(vectors)],
-                "model": model,
-                "usage": {
-                    "prompt_tokens": count,
-                    "total_tokens": count,
-                    "completion_tokens": 0,
-                    "prompt_tokens_details": None,
-                },
-            }
-            return json_response(result)
-
-        return make() if sum(map(len, vectors)) < _MANY else await serving.answers.run(make)
+        make = partial(_embedding_list, body, model, vectors, count)
+        return make() if sum(map(len, vectors)) < _MANY else await services.answers.run(make)
 
     @routes.get("/models", response_model=None, responses=answers(ModelList, "The names of the model."))
     async def models() -> Response:
         """What is served."""
-        result: ModelList = {"object": "list", "data": [_model(serving, name) for name in validator.names]}
+        result: ModelList = {"object": "list", "data": [_model(services, name) for name in validator.names]}
         return json_response(result)
 
     @routes.get("/models/{name:path}", response_model=None, responses=answers(ModelEntry, "The model."))
     async def model(name: str) -> Response:
         """One name of the model."""
-        return json_response(_model(serving, validator.model(name)))
+        return json_response(_model(services, validator.model(name)))
 
     return routes
 
 
-def _model(serving: Serving, name: str) -> ModelEntry:
-    card = serving.engine.card
+def _embedding_list(asked: EmbeddingRequest, model: str, vectors: Sequence[Sequence[float]], count: int) -> Response:
+    """count: tokens of all inputs."""
+    usage: EmbeddingUsage = {
+        "prompt_tokens": count,
+        "total_tokens": count,
+        "completion_tokens": 0,
+        "prompt_tokens_details": None,
+    }
+    result: EmbeddingList = {
+        "id": f"embd-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "data": [_entry(index, vector, asked) for index, vector in enumerate(vectors)],
+        "model": model,
+        "usage": usage,
+    }
+    return json_response(result)
+
+
+def _model(services: Services, name: str) -> ModelEntry:
+    card = services.engine.card
     return {
         "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "outpace",
-        "root": serving.validator.names[0],
+        "root": services.validator.names[0],
         "max_model_len": card.max_model_len,
     }
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from outpace.server.problems import ApiError
-from outpace.server.serving import Serving
+from outpace.server.services import Services
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -21,12 +21,12 @@ _HEADERS = {
 _DOCS_LINK = b'<a href="docs">API</a>'
 
 
-def router(serving: Serving) -> APIRouter:
+def router(services: Services) -> APIRouter:
     """The routes."""
     routes = APIRouter()
     folder = files("outpace.server").joinpath("web")
     contents = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()} if folder.is_dir() else {}
-    if not serving.options.docs and "index.html" in contents:
+    if not services.options.docs and "index.html" in contents:
         contents["index.html"] = contents["index.html"].replace(_DOCS_LINK, b"")
 
     @routes.get("/web/{name}", include_in_schema=False, response_model=None)
@@ -40,7 +40,7 @@ def router(serving: Serving) -> APIRouter:
     async def index() -> Response:
         return await file("index.html")
 
-    if serving.options.docs:
+    if services.options.docs:
 
         @routes.get("/docs", include_in_schema=False, response_model=None)
         async def docs() -> Response:

@@ -5,20 +5,20 @@ from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
 from outpace.server.protocol import DetokenizeRequest, TokenizeRequest
-from outpace.server.responses import DetokenizedText, TokenizerInfo, Tokens
+from outpace.server.responses import DetokenizedText, TokenizedText, TokenizerInfo
 from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import json_response, long_list
-from outpace.server.serving import Serving
+from outpace.server.services import Services
 
 _MANY = 4096  # tokens
 
 
-def router(serving: Serving) -> APIRouter:
+def router(services: Services) -> APIRouter:
     """The routes."""
     routes = APIRouter(route_class=StrictRoute, tags=["Text"])
-    validator, tokens = serving.validator, serving.tokens
+    validator, tokenizer = services.validator, services.tokenizer
 
-    @routes.post("/tokenize", response_model=None, responses=answers(Tokens, "The tokens."))
+    @routes.post("/tokenize", response_model=None, responses=answers(TokenizedText, "The tokens."))
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation as the model sees it."""
         validator.model(body.model)
@@ -33,19 +33,19 @@ def router(serving: Serving) -> APIRouter:
                 variables=body.chat_template_kwargs,
             )
             special = bool(body.add_special_tokens)
-        ids = await tokens.encode(pieces, add_special_tokens=special)
-        longest, named = serving.engine.card.max_model_len, bool(body.return_token_strs)
+        ids = await tokenizer.encode(pieces, add_special_tokens=special)
+        longest, named = services.engine.card.max_model_len, bool(body.return_token_strs)
 
         def make() -> Response:
-            result: Tokens = {
+            result: TokenizedText = {
                 "count": len(ids),
                 "max_model_len": longest,
                 "tokens": long_list(ids),
-                "token_strs": long_list(tokens.names(ids)) if named else None,
+                "token_strs": long_list(tokenizer.names(ids)) if named else None,
             }
             return json_response(result)
 
-        return make() if len(ids) < _MANY else await serving.answers.run(make)
+        return make() if len(ids) < _MANY else await services.answers.run(make)
 
     @routes.post("/detokenize", response_model=None, responses=answers(DetokenizedText, "The text."))
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -54,15 +54,15 @@ def router(serving: Serving) -> APIRouter:
         if len(body.tokens) < _MANY:
             validator.check_ids("tokens", body.tokens)
         else:
-            await serving.bodies.run(validator.check_ids, "tokens", body.tokens)
-        result: DetokenizedText = {"prompt": await tokens.decode(body.tokens)}
+            await services.bodies.run(validator.check_ids, "tokens", body.tokens)
+        result: DetokenizedText = {"prompt": await tokenizer.decode(body.tokens)}
         return json_response(result)
 
-    if serving.options.tokenizer_info:
+    if services.options.tokenizer_info:
 
         @routes.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo, "The tokenizer."))
         async def tokenizer_info() -> Response:
             """How texts become tokens, and the chat template."""
-            return json_response(tokens.info(serving.engine.card.max_model_len, validator.chat_template))
+            return json_response(tokenizer.info(services.engine.card.max_model_len, validator.chat_template))
 
     return routes

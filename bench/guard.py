@@ -1,0 +1,225 @@
+"""Ten minutes of the figures that matter, compared with the last ones of the same device in history.jsonl.
+
+Every figure is a ratio of the limit that is measured in the same run. A part in which one falls is measured once more,
+and the better one counts. Exit code 0: none fell by more than 5 % (starts: 25 %); 1: one did, or could not be measured;
+2: bad options or a broken history. The run is added to history.jsonl, and its picture is drawn.
+"""
+
+import argparse
+import datetime
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import outpace
+from bench import history, report, runtime
+from bench.history import Figure, Past, Run, Verdict
+from bench.plans import TINY, Sizes
+from bench.report import CONSOLE, Found, Report, Row
+from bench.runtime import DEFAULTS, SHARED, Bench
+from outpace.errors import InputError
+from outpace.kernels.limits import device_name
+from outpace.kernels.triton_stub import HAS_TRITON, triton
+
+MEASURES = {"throughput": SHARED["throughput"], **DEFAULTS}
+"""Parts that share one start of a model."""
+PARTS = (*MEASURES, "splitfuse", "start", "few-long")
+Plan = Mapping[str, Sequence[str]]
+PLAN: Plan = {
+    "llama-3.1-8b": ("throughput", "long-prompts", "batches", "prefill", "splitfuse", "start"),
+    "qwen3-0.6b": ("throughput",),
+    "qwen2.5-7b": ("batches",),
+    "gemma-2-2b": ("batches", "start"),
+    "llama-3.2-1b": ("batches",),
+    "attention": ("few-long",),
+}
+"""Parts of each model."""
+TINY_PLAN: Plan = {"tiny": tuple(part for part in PARTS if part != "few-long"), "attention": ("few-long",)}
+FULL = Sizes(batches=(1, 8), prefills=(8192,))
+AGAIN_UNTIL = 400.0  # seconds after which nothing is measured a second time
+
+
+@dataclass(kw_only=True)
+class Guard(Report):
+    """A run, what it is compared with, and its line in history.jsonl."""
+
+    runs: Sequence[Run]
+    """The earlier ones."""
+    run: Run
+    past: Mapping[str, Past]
+    band: float | None
+    accept: bool
+    parts: list[str] = field(default_factory=list)
+    """Those that have run."""
+
+    def measure(self, plan: Plan, sizes: Sizes) -> None:
+        """Every part of a plan, with the options of `LLM` that are the default."""
+        for model, parts in plan.items():
+            bench, longest = Bench(model, sizes=sizes), runtime.longest(model, sizes.max_model_len)
+            shared = {part: MEASURES[part] for part in parts if part in MEASURES}
+            runtime.share_start(bench, model, shared, {"max_model_len": longest}, self)
+            others: dict[str, Callable[[], Found]] = {
+                "splitfuse": partial(bench.splitfuse, self.speed, {}),
+                "start": partial(bench.start, {}),
+                "few-long": partial(runtime.few_long, self.speed, sizes),
+            }
+            for part in [part for part in parts if part in others]:
+                self.part(f"{model}: {part}", others[part])
+
+    def part(self, what: str, measure: Callable[[], Found]) -> None:
+        """Measure, and write the line anew: a run may be ended from outside."""
+        rows = list[Row]()
+        super().part(what, partial(self._twice_if_worse, what, measure, rows))
+        self.parts.append(what)
+        figures = {**self.run.figures, **history.figures_of(what, rows)}
+        verdicts = [] if self.accept else history.compare(figures, self.past, self.band)
+        self.run = replace(self.run, figures=figures, fell=[each.name for each in verdicts if each.kind == "fell"])
+        if figures:
+            history.write(self.folder / history.NAME, [*self.runs, self.run])
+
+    def _twice_if_worse(self, what: str, measure: Callable[[], Found], rows: list[Row]) -> Found:
+        """Measure a part, and once more if a figure fell. `rows` gets what counts."""
+        rows[:], details = measure()
+        now = history.compare(history.figures_of(what, rows), self.past, self.band)
+        worse = [each for each in now if each.kind == "fell"]
+        if worse and time.perf_counter() - self.begin < AGAIN_UNTIL:
+            self.say(f"{what}: once more, since {worse[0].name} fell by {-(worse[0].change or 0):.1%}")
+            again, details = measure()
+            rows[:] = history.better(rows, again)
+        return rows, details
+
+    def verdicts(self) -> list[Verdict]:
+        """What has become of each figure, those of the last run that are missing included."""
+        now, names = self.run.figures, history.expected(self.runs, self.device)
+        found = history.compare(now, self.past, self.band)
+        return [*found, *history.missing(now, self.past, names, self.parts)]
+
+
+def show(verdicts: Sequence[Verdict]) -> None:
+    """Print all figures beside those that they are compared with."""
+    rows = [
+        {
+            "figure": each.name,
+            "now": _text(each.now),
+            "of limit": "-" if each.now is None else each.now.ratio,
+            "before": _text(each.before and each.before.figure),
+            "of its limit": "-" if each.before is None else each.before.figure.ratio,
+            "of": "-" if each.before is None else each.before.run.commit,
+            "change": "-" if each.change is None else f"{each.change:+.1%}",
+            "verdict": each.kind,
+        }
+        for each in verdicts
+    ]
+    report.show("guard", rows)
+
+
+def _text(figure: Figure | None) -> str:
+    return "-" if figure is None else f"{figure.figure:.6g} {figure.unit}"
+
+
+def problems(verdicts: Sequence[Verdict], failures: Sequence[str], band: float | None) -> list[str]:
+    """Why the exit code is 1, a sentence each."""
+    found = [f"{what} could not be measured" for what in failures]
+    for each in verdicts:
+        if each.kind == "fell" and each.now and each.before:
+            now, (before, run) = each.now, each.before
+            found.append(
+                f"{each.name} fell by {-(each.change or 0):.1%} (allowed: {history.band_of(now.part, band):.0%}): "
+                f"{_text(now)}, {now.ratio:.3f} of its limit; it was {_text(before)}, {before.ratio:.3f} ({run.commit})"
+            )
+        elif each.kind == "missing" and each.before:
+            found.append(f"{each.name} was not measured; it was {_text(each.before.figure)} ({each.before.run.commit})")
+    return found
+
+
+def commit() -> str:
+    """The commit that is checked out, with + if files differ from it; unknown where git cannot say."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=report.RESULTS, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    try:
+        name = git("rev-parse", "--short", "HEAD")
+        return name + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = report.parser(__doc__)
+    options.add_argument("--models", help=f"of {', '.join(PLAN)} (attention: few-long); default: all")
+    options.add_argument("--only", help=f"parts, of {', '.join(PARTS)}; default: all")
+    options.add_argument("--history", type=Path, default=report.RESULTS / history.NAME, help="runs to compare with")
+    options.add_argument("--reference", metavar="RUN", help="compare with this run: a commit or a date of the history")
+    options.add_argument("--band", type=float, help="share by which a ratio may fall, e.g. 0.05")
+    options.add_argument("--accept", action="store_true", help="what fell becomes the reference; exit code 0")
+    options.add_argument("--commit", help="what this run is called; default: the commit that is checked out")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the guard itself on a CPU")
+    return options
+
+
+def chosen_plan(plan: Plan, models: str | None, only: str | None) -> Plan:
+    """The part of a plan that is asked for."""
+    names = plan if models is None else models.split(",")
+    parts = PARTS if only is None else only.split(",")
+    for option, asked, there in (("models", names, plan), ("only", parts, PARTS)):
+        if unknown := [each for each in asked if each not in there]:
+            raise InputError(f"{option}: there is no {', '.join(unknown)}; there are {', '.join(there)}")
+    found = {model: [part for part in plan[model] if part in parts] for model in names}
+    if not any(found.values()):
+        raise InputError(f"only: none of these models has the parts {', '.join(parts)}")
+    return found
+
+
+def main() -> int:
+    """Measure, compare, write; the exit code."""
+    options = parser()
+    asked = options.parse_args()
+    device = device_name(report.DEVICE)
+    if asked.band is not None and not 0 < asked.band < 1:
+        options.error(f"--band: must be between 0 and 1, got {asked.band}")
+    try:
+        plan = chosen_plan(TINY_PLAN if asked.tiny else PLAN, asked.models, asked.only)
+        runs = history.read(asked.history)
+        past = history.references(runs, device, asked.reference)
+    except InputError as error:
+        options.error(f"--{error}")
+    if not past:
+        CONSOLE.print(f"no run on {device} in {asked.history} yet: this one is the first, and becomes the reference")
+    run, chosen = begun(asked.commit or commit(), device), {"band": asked.band, "accept": asked.accept}
+    guard = Guard("guard", asked.out, save=False, runs=runs, run=run, past=past, **chosen)
+    rates = {"read_bandwidth_gb_s": guard.speed.bandwidth / 1e9, "matmul_gflop_s": guard.speed.flops / 1e9}
+    guard.run = replace(guard.run, speed=rates)
+    guard.measure(plan, TINY if asked.tiny else FULL)
+    history.plot([run for run in (*runs, guard.run) if run.device == device], asked.out / f"history_{device}.png")
+    verdicts = guard.verdicts()
+    show(verdicts)
+    return finish(problems(verdicts, guard.failures, asked.band), accept=asked.accept)
+
+
+def begun(name: str, device: str) -> Run:
+    """A run without figures yet."""
+    compiler = triton.__version__ if HAS_TRITON else "none"
+    versions = {"outpace": outpace.__version__, "torch": torch.__version__, "triton": compiler}
+    return Run(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), name, device, versions, {}, {})
+
+
+def finish(wrong: Sequence[str], *, accept: bool) -> int:
+    """Print how it ended; the exit code."""
+    for each in wrong:
+        CONSOLE.print(("accepted: " if accept else "WORSE: ") + each, soft_wrap=True)
+    if not wrong:
+        CONSOLE.print("nothing fell")
+    return 1 if wrong and not accept else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

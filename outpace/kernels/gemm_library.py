@@ -1,0 +1,49 @@
+"""Which of NVIDIA's libraries multiplies matrices while a step is captured."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+LT_ROWS = range(25, 240)
+"""Rows at which a step of the 8B takes 2 to 6 % less with cuBLASLt than with cuBLAS on an H200 (docs/log.md)."""
+SWITCHING = threading.Lock()
+"""Held while standard error is redirected: two threads would each save and restore what the other one set."""
+
+
+@contextmanager
+def gemm_library(rows: int) -> Iterator[None]:
+    """Have torch multiply with the library that is faster for so many rows.
+
+    torch has one choice for the whole process, so this is for the time of a capture: a graph keeps the kernels that
+    were chosen.
+    """
+    if rows not in LT_ROWS or torch.version.cuda is None:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    _prefer("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def _prefer(library: str) -> None:
+    """Choose a library without torch's C++ warning that the choice is experimental.
+
+    The warning is written to file descriptor 2, past Python's `warnings` and `sys.stderr`, and torch has no switch for
+    it. So the descriptor points to /dev/null for the time of this one call, which computes nothing. What other threads
+    write to standard error meanwhile is lost.
+    """
+    with SWITCHING:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 2)
+            torch.backends.cuda.preferred_blas_library(library)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(nowhere)
