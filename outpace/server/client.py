@@ -237,6 +237,8 @@ class EngineClient:
             self._end(failure.number, error=error_of(failure.kind, failure.message))
         for number in news.cancelled:
             self._end(number)
+        if news.last:  # before a caller who got an error can ask whether the engine is ready
+            self.lose("the engine process ended")
 
     def _submit(self, request: EngineRequest) -> Mailbox:
         if self.lost.is_set() or not self._loads.claim(request):

@@ -112,6 +112,8 @@ class News(msgspec.Struct, array_like=True, tag=True):
     """It has heard a `Ping`."""
     expert_load: list[list[int]] | None = None
     """Tokens of each expert since the start, by layer."""
+    last: bool = False
+    """The engine cannot go on: its process is about to end."""
 
 
 ToWorker = Start | Add | Learn | Unlearn | Cancel | Ping | Look

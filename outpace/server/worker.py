@@ -53,6 +53,10 @@ class Worker:
     def _busy(self) -> bool:
         return self._engine.has_unfinished_requests
 
+    @property
+    def _broken(self) -> bool:
+        return self._failures >= MAX_FAILURES
+
     def ready(self, startup_seconds: dict[str, float]) -> Ready:
         """The message that the model is loaded."""
         status = replace(self._fixed, startup_seconds=startup_seconds)
@@ -61,13 +65,14 @@ class Worker:
 
     def run(self) -> int:
         """Work until the other side goes (0) or the engine cannot go on (1)."""
-        while not self._channel.closed and self._failures < MAX_FAILURES:
+        while not self._channel.closed and not self._broken:
             self.turn()
         self._channel.drain(LAST_WORDS)
         if self._channel.free:
+            self._unsent.news.last = self._broken
             self._publish()
             self._channel.drain(LAST_WORDS)
-        return int(self._failures >= MAX_FAILURES)
+        return int(self._broken)
 
     def turn(self) -> None:
         """Read messages, take one step, send what is new. Sleeps while there is nothing to do."""
@@ -80,7 +85,7 @@ class Worker:
             self._step()
         elif idle and self._engine.is_behind:
             self._engine.catch_up()
-        if self._channel.free:
+        if self._channel.free and not self._broken:  # `run` sends the last frame
             self._publish()
 
     def _handle(self, message: ToWorker) -> None:
@@ -201,7 +206,7 @@ class Worker:
         if (idle and not self._idle_sent) or (not idle and now - self._status_at > STATUS_EVERY):
             news.status = self._status()
             self._status_at, self._idle_sent = now, idle
-        said = news.deltas or news.failures or news.vectors or news.cancelled or news.status or news.pong
+        said = news.deltas or news.failures or news.vectors or news.cancelled or news.status or news.pong or news.last
         if said or news.expert_load is not None:
             self._unsent.news = News()
             self._channel.send(news)
