@@ -138,7 +138,8 @@ class EngineStatus:
     the client and the supervisor fill in what only they know, and routes and metrics read it."""
 
     ready: bool = False
-    """Whether the engine takes requests; set by the client, as are `last_steps` and `expert_load`."""
+    """Whether the engine takes requests. The client fills it in, and `running`, `waiting`, `last_steps`,
+    `startup_seconds` and `expert_load`."""
     running: int = 0
     """Sequences in its steps."""
     waiting: int = 0

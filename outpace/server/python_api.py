@@ -22,6 +22,7 @@ import httpx
 from outpace.config import AskedConfig
 from outpace.errors import ConfigError, EngineDead, InputError, ModelError, OutpaceError, Overloaded, StateError
 from outpace.mii import Response
+from outpace.server.checks import check_policy
 from outpace.server.given import split_options
 from outpace.server.options import ServerConfig
 
@@ -162,7 +163,9 @@ class Server(Client):
     def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
         _, llm, server = split_options(options)  # errors are raised before anything starts
         config = ServerConfig(**server)
-        if AskedConfig.of(llm).nodes.node_rank:
+        asked = AskedConfig.of(llm)
+        check_policy(asked)
+        if asked.nodes.node_rank:
             raise ConfigError("node_rank: node 0 alone serves; on other machines run `outpace serve` there")
         keys = config.all_api_keys()
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)

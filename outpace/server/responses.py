@@ -318,8 +318,8 @@ _ABOUT: Mapping[str, Any] = {
 }
 _NUMBERS: Mapping[str, Any] = {each.name: each.type for each in fields(EngineStatus) if each.name != "expert_load"}
 _STATUS: Mapping[str, Any] = {name: (kind, ...) for name, kind in {**_ABOUT, **_NUMBERS}.items()}
-Status: Any = create_model("Status", **_STATUS)
-"""Answer of /status: the model and the numbers of `EngineStatus`, but those of experts, which are thousands."""
+Status: Any = create_model("Status", __doc__="Answer of /status: the model, and numbers of its engine.", **_STATUS)
+"""The numbers of `EngineStatus`, but those of experts, which are thousands."""
 
 
 class ExpertStatus(TypedDict):

@@ -263,7 +263,7 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 return f"ended with code {await process.wait()}"
-        return "closed its socket"
+        return "gave up, and has not ended yet"
 
     def _bury(self, worker: _Worker, reason: str) -> None:
         """Fail the requests of a worker, and keep its totals."""

@@ -48,6 +48,7 @@ class Worker:
         self._failures = 0  # in a row
         self._status_at = self._load_at = 0.0  # when they were last sent
         self._idle_sent = True  # the status that was sent last is that of an idle engine
+        self._last_sent = False
 
     @property
     def _busy(self) -> bool:
@@ -66,13 +67,20 @@ class Worker:
     def run(self) -> int:
         """Work until the other side goes (0) or the engine cannot go on (1)."""
         while not self._channel.closed and not self._broken:
-            self.turn()
-        self._channel.drain(LAST_WORDS)
-        if self._channel.free:
-            self._unsent.news.last = self._broken
-            self._publish()
-            self._channel.drain(LAST_WORDS)
+            try:
+                self.turn()
+            except Exception:
+                logger.exception("the engine cannot go on")
+                self._failures = MAX_FAILURES
+        self._say_the_last()
         return int(self._broken)
+
+    def _say_the_last(self) -> None:
+        """Send what is left, in several frames if it is more than one holds."""
+        more = True
+        while more and not self._channel.closed:
+            self._channel.drain(LAST_WORDS)
+            more = self._channel.free and self._publish()
 
     def turn(self) -> None:
         """Read messages, take one step, send what is new. Sleeps while there is nothing to do."""
@@ -85,7 +93,7 @@ class Worker:
             self._step()
         elif idle and self._engine.is_behind:
             self._engine.catch_up()
-        if self._channel.free and not self._broken:  # `run` sends the last frame
+        if self._channel.free and not self._broken:  # `run` sends the last frames
             self._publish()
 
     def _handle(self, message: ToWorker) -> None:
@@ -195,8 +203,8 @@ class Worker:
         self._queued.pop(number, None)
         self._unsent.fail(number, kind, message)
 
-    def _publish(self) -> None:
-        """Send what is new, if anything is."""
+    def _publish(self) -> bool:
+        """Send what is new; whether there was anything."""
         news, now = self._unsent.collect(), time.monotonic()
         idle = not self._busy
         if idle and not self._idle_sent and now - self._load_at > LOAD_EVERY:
@@ -206,10 +214,12 @@ class Worker:
         if (idle and not self._idle_sent) or (not idle and now - self._status_at > STATUS_EVERY):
             news.status = self._status()
             self._status_at, self._idle_sent = now, idle
-        said = news.deltas or news.failures or news.vectors or news.cancelled or news.status or news.pong or news.last
-        if said or news.expert_load is not None:
+        news.last = self._broken and not self._last_sent and not self._unsent.changed
+        self._last_sent |= news.last
+        if said := news != News():
             self._unsent.news = News()
             self._channel.send(news)
+        return said
 
     def _expert_load(self, *, wait: bool) -> list[list[int]] | None:
         """Counts of the experts that were asked for and have arrived."""

@@ -50,7 +50,8 @@ def for_rust(pattern: str, where: str) -> str:
         elif not inside:
             depth += (letter == "(") - (letter == ")")
             if letter == "\\" or depth < 0:
-                raise InputError(f"{where}: the regular expression has a {letter} without a counterpart")
+                wrong = "ends with a \\" if letter == "\\" else "has a ) without a ("
+                raise InputError(f"{where}: the regular expression {wrong}")
             made.append(letter)
             inside = begun = letter == "["
             place += 1

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,13 @@ import pytest
 from starlette.responses import PlainTextResponse
 from transformers import PreTrainedTokenizerFast
 
+from outpace.errors import EngineDead, EngineUnavailable
 from outpace.server import client as client_module
 from outpace.server import supervisor as supervisor_module
 from outpace.server.client import EngineClient
 from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard, StepRecord
 from outpace.server.exit_codes import FINISHED, INTERRUPTED, NOT_STARTED
-from outpace.server.messages import Add, Cancel, Frames, News, Ping, Ready, Start, frame
+from outpace.server.messages import Add, Cancel, Failure, Frames, News, Ping, Ready, Start, frame
 from outpace.server.placeholder import Placeholder
 from outpace.server.routes.health import step_limit_ms
 from outpace.server.supervisor import Healing, Supervisor
@@ -266,51 +267,75 @@ async def test_restarting_and_draining_are_told_apart(worker: Path) -> None:
 # An answer that is not needed any more
 
 
-async def test_an_unwanted_answer_is_cancelled_alone() -> None:
-    ours, theirs = socket.socketpair()
-    client, reader, sent = EngineClient(), Frames(), []
-    card = ModelCard("fake", 64, 97, (), "float32", "cpu", 0)
+class Told:
+    """The other end of a client's socket, where the test is the worker."""
 
-    async def read(kind: Any) -> Any:
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket, self._reader, self._sent = sock, Frames(), list[Any]()
+
+    async def read(self, kind: Any) -> Any:
+        """The next message of this kind."""
         loop = asyncio.get_running_loop()
         while True:
-            for body in reader.feed(await loop.sock_recv(theirs, 1 << 16)):
-                sent.append(decode(body))
-            if sent and isinstance(sent[-1], kind):
-                return sent[-1]
+            for body in self._reader.feed(await loop.sock_recv(self._socket, 1 << 16)):
+                self._sent.append(msgspec.msgpack.decode(body, type=Start | Add | Cancel | Ping))
+            if self._sent and isinstance(self._sent[-1], kind):
+                return self._sent[-1]
 
-    async def say(message: Any) -> None:
-        await asyncio.get_running_loop().sock_sendall(theirs, frame(message))
+    async def say(self, message: Any) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
 
-    def decode(body: bytes) -> Any:
-        return msgspec.msgpack.decode(body, type=Start | Add | Cancel | Ping)
 
-    theirs.setblocking(False)
+@asynccontextmanager
+async def told() -> AsyncIterator[tuple[EngineClient, Told]]:
+    """A client that is open, and its worker."""
+    ours, theirs = socket.socketpair()
+    client, worker = EngineClient(), Told(theirs)
     opening = asyncio.create_task(client.open(ours, Start(None, {}, 30)))
-    await read(Start)
-    await say(Ready(card, EngineStatus(num_blocks=16), 8))
+    await worker.read(Start)
+    await worker.say(Ready(ModelCard("fake", 64, 97, (), "float32", "cpu", 0), EngineStatus(num_blocks=16), 8))
     await opening
-    asked = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(n=2))
-    deltas = client.generate(asked)
-    first = asyncio.create_task(anext(deltas))
-    number = (await read(Add)).number
-    await say(News([Delta(0, [7], times=(0.5, 0.25), number=number), Delta(1, [8], number=number)]))
-    assert (await first).times == (0.5, 0.25)
-    asked.unwanted.add(0)
-    assert (await anext(deltas)).index == 1
-    assert await read(Cancel) == Cancel(number, 0)
-    rest = asyncio.create_task(anext(deltas))
-    await say(News([Delta(0, [], finish_reason=FinishReason.STOP, number=number), Delta(1, [9], number=number)]))
-    assert (await rest).token_ids == [9]
-    end = asyncio.create_task(anext(deltas, None))
-    await say(News([Delta(1, [3], finish_reason=FinishReason.LENGTH, number=number)]))
-    last = await end
-    assert last is not None
-    assert last.finish_reason is FinishReason.LENGTH
-    assert await anext(deltas, None) is None
-    assert client.in_flight == 0
+    yield client, worker
     await client.close()
     theirs.close()
+
+
+async def test_nobody_finds_an_engine_ready_whose_last_error_came() -> None:
+    async with told() as (client, worker):
+        asked = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams())
+        first = asyncio.create_task(anext(client.generate(asked)))
+        number = (await worker.read(Add)).number
+        await worker.say(News(failures=[Failure(number, "dead", "the step failed")], last=True))
+        with pytest.raises(EngineDead, match="the step failed"):
+            await first
+        assert not client.status().ready
+        with pytest.raises(EngineUnavailable, match="not running"):
+            await anext(client.generate(asked))
+
+
+async def test_an_unwanted_answer_is_cancelled_alone() -> None:
+    async with told() as (client, worker):
+        read, say = worker.read, worker.say
+        asked = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(n=2))
+        deltas = client.generate(asked)
+        first = asyncio.create_task(anext(deltas))
+        number = (await read(Add)).number
+        await say(News([Delta(0, [7], times=(0.5, 0.25), number=number), Delta(1, [8], number=number)]))
+        assert (await first).times == (0.5, 0.25)
+        asked.unwanted.add(0)
+        assert (await anext(deltas)).index == 1
+        assert await read(Cancel) == Cancel(number, 0)
+        rest = asyncio.create_task(anext(deltas))
+        await say(News([Delta(0, [], finish_reason=FinishReason.STOP, number=number), Delta(1, [9], number=number)]))
+        assert (await rest).token_ids == [9]
+        end = asyncio.create_task(anext(deltas, None))
+        await say(News([Delta(1, [3], finish_reason=FinishReason.LENGTH, number=number)]))
+        last = await end
+        assert last is not None
+        assert last.finish_reason is FinishReason.LENGTH
+        assert await anext(deltas, None) is None
+        assert client.in_flight == 0
 
 
 # The limit of a step

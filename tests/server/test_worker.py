@@ -627,6 +627,38 @@ def test_a_broken_device_is_given_up_at_once(drive: Drive, monkeypatch: pytest.M
     assert [failure.kind for each in driven.news() for failure in each.failures] == ["dead"]
 
 
+@pytest.mark.parametrize("where", ["step", "catch_up", "_status"])
+def test_what_is_complete_is_told_before_a_broken_worker_ends(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Even if it takes several frames, and wherever the error comes from."""
+    limit_logprobs(monkeypatch, 3 * VOCAB)
+    driven = drive(max_logprobs=-1)
+    driven.ask(1, PROMPT[:1], 10, logprobs=-1, ignore_eos=True)
+    driven.ask(2, PROMPT[:2], 10, logprobs=-1, ignore_eos=True)
+    with monkeypatch.context() as held:
+        held.setattr(Channel, "free", False)
+        driven.turns(30)  # both are complete, and nothing is sent
+    driven.ask(3, PROMPT, 2)
+
+    def broken(*_: Any) -> Any:
+        monkeypatch.undo()
+        limit_logprobs(monkeypatch, 3 * VOCAB)
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    if where == "catch_up":
+        monkeypatch.setattr(LLMEngine, "is_behind", True)
+    monkeypatch.setattr(driven.worker if where == "_status" else driven.engine, where, broken)
+    assert driven.worker.run() == 1
+    news = driven.news()
+    found = [delta for each in news for delta in each.deltas]
+    for number in (1, 2):
+        parts = [delta for delta in found if delta.number == number]
+        assert sum(len(part.token_ids) for part in parts) == 10
+        assert parts[-1].finish_reason is FinishReason.LENGTH
+    assert [each.last for each in news] == [False] * (len(news) - 1) + [True]
+
+
 def test_an_error_while_queueing_fails_the_request_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = drive()
     monkeypatch.setattr(driven.engine, "submit", lambda group: 1 / 0)
