@@ -239,7 +239,7 @@ class LLM:
         return [group.output for group in groups]
 
     def _in_order(self, groups: list[Group]) -> list[Group]:
-        """More requests than may wait come to the scheduler in the order that it would have them in."""
+        """The order in which the scheduler would take them: not all may wait there at once."""
         if self.config.scheduler.policy == "arrival":
             return groups
         firsts = [(group.answers[0].request, group) for group in groups]

@@ -72,15 +72,15 @@ class StepSizes:
 
     def tokens(self, num_streamed: int) -> int:
         """Most tokens of the next step."""
-        return (
-            min(self.max_streamed_tokens, self.max_num_batched_tokens) if num_streamed else self.max_num_batched_tokens
-        )
+        return self.max_streamed_tokens if num_streamed else self.max_num_batched_tokens
 
     def paced_tokens(self, most: int, running: List[Sequence], waiting: List[Sequence]) -> int:
         """Token budget, at most `most`, of a step that spreads prompts over the steps."""
         if not self.paced:
             return most
-        if len(running) + len(waiting) > self.max_num_seqs:  # slots are short: fill them soon
+        everyone = (*running, *waiting)
+        # slots are short, so fill them soon, or somebody is more urgent than others and must not be paced with them
+        if len(everyone) > self.max_num_seqs or len({each.order.priority for each in everyone}) > 1:
             return min(most, self.max_streamed_tokens)  # a larger step would have fewer decodes beside its prompts
         wanted = pace(running, waiting)
         return most if wanted is None else min(most, next((size for size in self.padded if size >= wanted), wanted))
@@ -104,7 +104,7 @@ def pace(running: List[Sequence], waiting: List[Sequence]) -> int | None:
     prompts += waiting
     if not prompts:
         return None
-    longest = max(each.num_missing for each in (*running, *waiting))
+    longest = max(1, *(each.num_missing for each in (*running, *waiting)))
     last = longest + min(OVERTIME[0] * longest, OVERTIME[1])
     tokens, rate = 0, 0.0
     for each in prompts:

@@ -188,6 +188,17 @@ def test_paced_steps_are_as_large_as_what_they_are_padded_to() -> None:
     sim.drain()
 
 
+def test_an_urgent_prompt_is_not_spread_over_the_steps_of_others() -> None:
+    sim = paced([(60, 400)] * 4)
+    for _ in range(20):
+        sim.step()
+    urgent = sim.add(600, max_tokens=10, priority=-1, streamed=False)
+    steps = [sim.step() for _ in range(3)]
+    computed = [entry.num_new_tokens for step in steps for entry in step.sequences if entry.request_id == urgent]
+    assert sum(computed) > 600
+    sim.drain()
+
+
 @pytest.mark.parametrize(
     ("why", "more"),
     [
