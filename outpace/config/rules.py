@@ -35,6 +35,10 @@ def _names_checkpoint(config: "InferenceConfig") -> bool:
     return config.checkpoint is not None or config.checkpoint_config.checkpoint_dir is not None
 
 
+def _tunes(config: "InferenceConfig") -> bool:
+    return (config.kernels or {}).get("linear") == "tuned"
+
+
 _PAGES = ("kv", "kv_files", "kv_offloading_size", "host_pages")
 """Fields of `offload` for pages, not weights."""
 _WEIGHTS = ("auto", "device_memory", "host_memory", "cpu_offload_gb")
@@ -76,6 +80,8 @@ COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
     "kernels: they run in fused layers; give replace_with_kernel_inject=True, or remove it": lambda c: (
         bool(c.kernels) and not (c.replace_with_kernel_inject or c.injection_policy)
     ),
+    "kernels.linear='tuned' with offload or zero: the products of streamed layers are not tuned; remove "
+    "one": lambda c: _tunes(c) and places_weights(c),
     "triangular_masking: it concerns fused layers; give replace_with_kernel_inject=True, or remove it": lambda c: (
         not c.triangular_masking and not (c.replace_with_kernel_inject or c.injection_policy)
     ),
@@ -168,6 +174,8 @@ INFERENCE_COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
     "enable_cuda_graph with keep_module_on_host: a graph needs the module on the GPU; turn one of them off": lambda c: (
         c.enable_cuda_graph and c.keep_module_on_host
     ),
+    "kernels.linear='tuned' without enable_cuda_graph: products are tuned for graphs; give enable_cuda_graph=True, or "
+    "remove it": lambda c: _tunes(c) and not c.enable_cuda_graph,
     "graph_output and max_cuda_graphs concern CUDA graphs: give enable_cuda_graph=True, or remove them": lambda c: (
         not c.enable_cuda_graph and changed(c, "graph_output", "max_cuda_graphs")
     ),
@@ -219,6 +227,8 @@ LLM_COMPOSITIONS: Mapping[str, Callable[["LLMConfig"], bool]] = {
     "min_out_tokens: LLM takes it for each request; remove it, and give SamplingParams(min_tokens=...)": lambda c: (
         changed(c, "min_out_tokens")
     ),
+    "kernels.linear='tuned' with enforce_eager=True or enable_cuda_graph=False: products are tuned for graphs; remove "
+    "one": lambda c: _tunes(c) and (c.enforce_eager is True or c.enable_cuda_graph is False),
     "enforce_eager and enable_cuda_graph have the same value and opposite meanings; give one": lambda c: (
         c.enforce_eager is not None and c.enforce_eager == c.enable_cuda_graph
     ),

@@ -97,7 +97,7 @@ class Target:
             names = ", ".join(dict.fromkeys(part.name for part in self.recipe.parts))
             raise ModelError(
                 f"quant: {names} holds NaN or infinity, which cannot be quantized; check the weights, or "
-                "exclude it with quant.weight.post_init_quant"
+                "name other weights in quant.weight.post_init_quant"
             )
         self.give_all(made)
 

@@ -31,6 +31,7 @@ MEMORY = 0.1  # most of the free memory that a step may take; the rest is for pa
 DECODES = 32  # decodes in the step for which the chunk is sized
 CHUNK_STEPS = 2.3  # how much longer a chunk makes that step (8B on an H200: 384 tokens, 10 ms instead of 4.5)
 LEAST_CHUNK = 128
+RUNS = 3  # of each step that is timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,8 @@ class Times:
         """Seconds that one more token adds."""
         if not self.quarter:
             return self.full / self.tokens
-        return max(0.0, self.full - self.quarter) / (self.tokens - self.tokens // 4)
+        measured = (self.full - self.quarter) / (self.tokens - self.tokens // 4)
+        return min(max(0.0, measured), self.full / self.tokens)  # a step without tokens takes no less than nothing
 
     def of(self, tokens: int) -> float:
         """Seconds of a step of `tokens`: linear through the two timed steps."""
@@ -79,9 +81,8 @@ def choose_limits(model: BatchModel, config: LLMConfig, max_model_len: int) -> L
     """The largest step as asked for, or a first guess."""
     seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if tokens is None:
-        guess = (
-            GPU_TOKENS if model.streaming is None else MICRO_TOKENS
-        )  # a smaller step takes as long as copying the layers
+        # with streamed layers a smaller step takes as long: as long as copying the layers
+        guess = GPU_TOKENS if model.streaming is None else MICRO_TOKENS
         tokens = max(seqs, guess if model.device.type == "cuda" else CPU_TOKENS)
     return Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=max_model_len)
 
@@ -225,11 +226,12 @@ def _affordable(step: Callable[[], object], tokens: int, device: torch.device) -
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step that has run before: the second of two runs."""
-    begin = 0.0
-    for _ in range(2):
+    """Seconds of a step: the least of a few runs after the first, since whatever else runs adds to them."""
+    took = []
+    for _ in range(1 + RUNS):
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
         step()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
+        torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - begin)
+    return min(took[1:])

@@ -3,7 +3,6 @@
 Each direction between the device and host memory is a lane of two alternating streams, each with a staging buffer:
 while one gathers or scatters the pieces of its blocks, the other's blocks are on the link. Few batches are launched
 ahead, so that a long queue of copies does not delay the launch of a step. On a CPU copies are done at once.
-once.
 """
 
 import queue

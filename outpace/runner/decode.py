@@ -20,9 +20,7 @@ from outpace.runner.step_graphs import CHUNK_SIZES, FEW, Shape, shapes
 
 ROOM = 1024  # least tokens per sequence to allocate pages for, so that a longer call seldom allocates again
 STEP_TOKENS = 8192  # most tokens of a prefill step: longer prompts run in chunks
-GRAPH_TOKENS = (
-    2048  # most tokens of a prefill in a graph: longer ones keep the GPU busy without a graph and without padding
-)
+GRAPH_TOKENS = 2048  # most tokens of a prefill in a graph: longer ones keep the GPU busy, and are not padded
 
 
 class PagedDecoder:

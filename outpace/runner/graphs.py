@@ -52,10 +52,8 @@ class ForwardGraphs:
 
     def _add(self, key: Hashable, args: Any, kwargs: Any) -> bool:
         """Capture a graph for this signature; False: that failed."""
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # later calls may run outside inference mode and write to them
+        # later calls may run outside inference mode and write to them
+        with torch.inference_mode(False), torch.no_grad():
             static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
         while len(self._graphs) >= self._limit:
             self._graphs.popitem(last=False)

@@ -118,7 +118,7 @@ def host_page_bytes(config: LLMConfig) -> int:
 
 
 def on_host(gib: float, model: BatchModel) -> int:
-    """This rank's share of `total` bytes of host memory."""
+    """This rank's share of so many GiB of host memory, in bytes."""
     return int(gib * GIB) // everyone(model).size
 
 

@@ -60,13 +60,17 @@ class Runner:
         copies: Copies | None = None,
         salt: int = 0,
         graphs_later: Iterable[Shape] = (),
+        *,
+        pads: bool = False,
     ) -> None:
-        """graphs_later: shapes whose graphs are captured when a step first needs them."""
+        """graphs_later: shapes whose graphs are captured when a step first needs them. pads: whether steps larger than
+        all graphs are padded too."""
         self._model = model
         self._pages = pages
         self._copies = copies
         self._limits = limits
         self._salt = salt
+        self._pads = pads
         self._stage = model.stage
         self._leads = model.ranks.rank == 0 and model.stage.is_last
         """Whether this rank samples and reports tokens; the other ranks run the same steps with it."""
@@ -232,9 +236,10 @@ class Runner:
         return Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
 
     def _shape_without_graph(self, count: int, num_tokens: int, *, fresh: bool) -> Shape:
-        """Pad steps larger than all graphs too: Triton compiles other kernels for sizes not divisible by 16."""
+        """Triton compiles other kernels for sizes not divisible by 16, so that padding saves compiling."""
         size = min(-(-num_tokens // PADDED) * PADDED, self._limits.max_num_batched_tokens)
-        if fresh or num_tokens == count or not len(self.graphs) or not PADDED < num_tokens <= size:
+        pads = self._pads and not fresh and len(self.graphs) > 0
+        if not pads or num_tokens == count or not PADDED < num_tokens <= size:
             return Shape.of(count, num_tokens, fresh=fresh)
         few = min(FEW, self._limits.max_num_seqs)
         return Shape(size, few, "chunks") if count <= few else Shape(size, self._limits.max_num_seqs, "mixed")

@@ -1,7 +1,7 @@
 """Start-up of a runner: choose limits, compile, measure memory, allocate pages with the rest, capture graphs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -83,7 +83,7 @@ def start_runner(model: BatchModel, config: LLMConfig, max_model_len: int, salt:
         if copies is not None:
             copies.host.bind(pages)
             copies.warm_up()
-        runner = Runner(model, pages, limits, copies, salt)
+        runner = Runner(model, pages, limits, copies, salt, pads=True)
     with _timed(seconds, "graphs"):
         _capture(model, runner, wanted)
     started = Started(runner, budget, num_blocks, 0, seconds=seconds)
@@ -130,8 +130,9 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, seconds: dict
     Kernels that are not in the cache are compiled by processes first. Meanwhile products are tuned, before memory is
     measured, since they need some. With other ranks a few shapes run one by one, in the same order on all ranks.
     """
+    guess = limits.max_num_batched_tokens
     if config.scheduler.max_num_batched_tokens is None:  # the budget has not been chosen yet
-        most = max(limits.max_num_batched_tokens, min(model.max_tokens, MICRO_TOKENS))
+        most = max(guess, min(model.max_tokens, MICRO_TOKENS))
         limits = replace(limits, max_num_batched_tokens=most)
     wanted = _graph_shapes(model, config, limits) or _eager_shapes(model, limits)
     if not wanted:
@@ -160,15 +161,27 @@ def _compile(model: BatchModel, config: LLMConfig, limits: Limits, seconds: dict
         waited = compile_ahead((lambda: _choose_once(own.warm_up(picked[0])), *steps), meanwhile=tune)
     seconds["kernels found"] -= waited + seconds["products"]
     seconds["kernels compiled"] = waited
-    with _timed(seconds, "kernels loaded"), ThreadPoolExecutor(len(picked) + 1 if model.reentrant else 1) as threads:
-        runs = [threads.submit(lambda shape: runner().warm_up(shape), shape) for shape in picked]
-        choices = [threads.submit(_sample_once, runs[0].result(), params) for params in SAMPLED]
-        for run in runs:
-            run.result()
+    with _timed(seconds, "kernels loaded"):
+        with ThreadPoolExecutor(len(picked) + 1 if model.reentrant else 1) as threads:
+            runs = [threads.submit(_logits, runner, shape) for shape in picked]
+            made = (run.result() for run in runs)
+            first = next((each for each in made if each is not None), None)
+            choices = [] if first is None else [threads.submit(_sample_once, first, params) for params in SAMPLED]
         for choice in choices:
             choice.result()
-        for shape in others:
-            own.warm_up(shape)
+        failed = [shape for shape, run in zip(picked, runs, strict=True) if run.result() is None]
+        for shape in (*failed, *others):
+            if _logits(lambda: own, shape) is None and shape.num_tokens <= guess:
+                own.warm_up(shape)  # raises the error
+
+
+def _logits(runner: Callable[[], Runner], shape: Shape) -> torch.Tensor | None:
+    """Run a step of this shape; None: it needs more memory than is free."""
+    try:
+        return runner().warm_up(shape)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
 
 
 def _of_each_kind(wanted: tuple[Shape, ...]) -> list[Shape]:

@@ -808,6 +808,16 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
         "give one",
     ),
     ({"offload": {"slots": 2}}, ("offload.slots", "offload.device_memory"), "remove them"),
+    (
+        {"kernel_inject": True, "kernels": {"linear": "tuned"}},
+        ("kernels.linear", "enable_cuda_graph"),
+        "give enable_cuda_graph=True",
+    ),
+    (
+        {"kernel_inject": True, "kernels": {"linear": "tuned"}, "offload": "auto"},
+        ("kernels.linear", "offload"),
+        "remove one",
+    ),
     ({"offload": "auto", "keep_module_on_host": True}, ("keep_module_on_host", "offload"), "give one"),
     ({"offload": {"kv": "1GB"}}, ("offload.kv", "kv_files"), "use LLM"),
     (

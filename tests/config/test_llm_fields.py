@@ -255,6 +255,7 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"min_out_tokens": 3}, ("min_out_tokens",), "SamplingParams"),
     ({"enforce_eager": False, "enable_cuda_graph": False}, ("enforce_eager", "enable_cuda_graph"), "give one"),
     ({"enforce_eager": True, "enable_cuda_graph": True}, ("enforce_eager", "enable_cuda_graph"), "give one"),
+    ({"kernels": {"linear": "tuned"}, "enforce_eager": True}, ("kernels.linear", "enforce_eager"), "remove one"),
     ({"max_num_batched_tokens": 255}, ("max_num_batched_tokens", "max_num_seqs"), "lower max_num_seqs"),
     ({"num_blocks": 4, "cpu_cache_space": 2}, ("cache.num_blocks", "cache.cpu_cache_space"), "give one"),
     ({"gpu_memory_utilization": 0.5}, ("cache.gpu_memory_utilization",), "give cache.cpu_cache_space instead"),
