@@ -143,6 +143,16 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_names_in_the_recipes_exist() -> None:
+    """Files, and `Class.member` of the file that was named last before it."""
+    where = ""
+    for name in re.findall(r"`([\w./]+)`", (ROOT / "CONTRIBUTING.md").read_text()):
+        if "/" in name and name.endswith(".py"):
+            where = (ROOT / name).read_text()
+        elif member := re.fullmatch(r"[A-Z][a-z]\w+\.(\w+)", name):
+            assert re.search(rf"\b{member[1]}\b", where), name
+
+
 def test_the_index_has_every_page() -> None:
     assert set(re.findall(r"\]\((\w[\w-]*\.md)\)", DOCS["README.md"])) == DOCS.keys() - {"README.md"}
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from outpace.errors import ConfigError
 from outpace.kernels.routing import Routing
 
 Reader = Callable[[Any, int], Any]
@@ -158,16 +159,19 @@ class Policy:
     """pre: x += f(norm(x)) · post: x = norm(x + f(x)) · sandwich: x += norm(f(norm(x))) · parallel: both from one x ·
     normed: x = n + f(n) with n = norm(x) · scaled: x += residual * f(norm(x))."""
     norm: Literal["rms", "layer"] = "rms"
+    """Of all norms of the layer and the last one of the model."""
     norm_offset: float = 0.0
-    """Added to the weights of norms: Gemma stores weight - 1."""
+    """Added to the weights of RMS norms: Gemma stores weight - 1."""
     round_before_weight: bool = True
     """Llama rounds the normed value to the model's dtype before the weight; Gemma after it."""
     norm_eps: float | None = None
     """None: read from the norms."""
     attn_norm: str
+    """The norm before attention; with placement "post" the one after its sum."""
     mlp_norm: str | None = None
-    """None with placement "parallel": attention and MLP share a norm."""
+    """Likewise of the MLP. None with placement "parallel": attention and MLP share a norm."""
     attn_out_norm: str | None = None
+    """With placement "sandwich": the norm of what attention adds."""
     mlp_out_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
@@ -189,7 +193,7 @@ class Policy:
     transposed: bool = False
     """Weights are stored [in, out]."""
     interleaved: bool = False
-    """Rotary pairs are neighbours (GPT-J), not halves of the head."""
+    """Rotary pairs are neighbours (GPT-J), not halves of the head, and so they are in the model's cos and sin."""
     rotary_twice: bool = True
     """The model's cos and sin hold each value twice, for both of a pair; GPT-OSS holds it once."""
     rotary_table: str | None = None
@@ -205,7 +209,9 @@ class Policy:
     sinks: str | None = None
     """Attention sinks: a parameter with one more logit for each head, without a value."""
     causal: bool = True
+    """False: an encoder's layer."""
     returns_tuple: bool = False
+    """Hugging Face's layer returns a tuple."""
     readers: Mapping[str, Reader] = field(default_factory=dict)
     """How to read the settings that this family keeps in another place."""
     variant: Callable[[Any], Mapping[str, Any]] = lambda config: {}
@@ -213,6 +219,14 @@ class Policy:
     model: ModelRoles | None = None
     """None: an encoder, without paged decoding."""
     refuses: Refusal = lambda config: None
+    """Why a config cannot be fused; None: it can."""
+
+    def __post_init__(self) -> None:
+        if self.norm == "layer" and self.norm_offset:
+            raise ConfigError(
+                f"policy: norm_offset={self.norm_offset} is for norm='rms'; layer norms have no offset here, "
+                "so leave such a model without a policy"
+            )
 
     def once(self, table: Tensor) -> Tensor:
         """cos or sin of the model [..., R] with each value once [..., R / 2]."""

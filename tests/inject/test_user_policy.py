@@ -101,6 +101,11 @@ def test_a_path_to_what_is_no_linear() -> None:
         engine({LlamaDecoderLayer: replace(MINE, down="mlp")})
 
 
+def test_an_offset_that_would_have_no_effect() -> None:
+    with pytest.raises(ConfigError, match=r"norm_offset=1\.0 is for norm='rms'"):
+        replace(MINE, norm="layer", norm_offset=1.0)
+
+
 @pytest.mark.parametrize("key", ["LlamaDecoderLayer", int, None], ids=["a name", "int", "None"])
 def test_keys_are_classes_of_layers(key: Any) -> None:
     with pytest.raises(ConfigError, match="injection_policy: keys are classes of layers, got "):

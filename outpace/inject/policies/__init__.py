@@ -1,4 +1,4 @@
-"""The policies that come with Outpace, one file per family."""
+"""The policies that come with Outpace, a file for each group of related families."""
 
 from collections.abc import Mapping
 from typing import NoReturn
