@@ -12,21 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.cluster_model import (
-    BETWEEN,
-    MIXED,
-    NODE,
-    PIPELINE,
-    RATES,
-    WORK,
-    Layout,
-    Model,
-    Rates,
-    Replica,
-    choose,
-    layouts,
-)  # fmt: skip
-from bench.scaling import DENSE, DOCS, WEIGHTS, Measured
+from bench.cluster_model import BETWEEN, NODE, PIPELINE, RATES, WORK, Model, Rates, Replica, choose, layouts
+from bench.scaling import DOCS, WEIGHTS, Measured
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b")
 NODES = (1, 10, 100, 1000)
@@ -72,19 +59,15 @@ class Cluster:
         return 1e9 * self.replica.gb * min(NODE, self.replica.layout.gpus)
 
     @property
-    def core_seconds(self) -> float:
-        """Of routers, for each output token: an event each, and its part of a request."""
-        return self.rates.event + self.rates.request / self.replica.work.new
-
-    @property
     def rate(self) -> float:
         """Output tokens/s, on average over failures."""
         return self.replicas * self.available * self.replica.rate
 
     @property
     def routers_needed(self) -> int:
-        """Router processes, each a core, at full load."""
-        return math.ceil(self.replicas * self.replica.rate * self.core_seconds)
+        """Router processes, each a core, at full load: an output token is an event and a part of a request."""
+        core_seconds = self.rates.event + self.rates.request / self.replica.work.new
+        return math.ceil(self.replicas * self.replica.rate * core_seconds)
 
     @property
     def dollars(self) -> float:
@@ -93,7 +76,6 @@ class Cluster:
 
     @property
     def failures_a_day(self) -> float:
-        """Expected."""
         return self.nodes * NODE / self.rates.mtbf * 86400
 
     @property
@@ -109,7 +91,6 @@ class Cluster:
         return count
 
     def row(self) -> dict[str, Any]:
-        """For a table."""
         each = self.replica
         return {
             "model": each.model, "weights": each.weights, "layout": str(each.layout), "nodes": self.nodes,
@@ -131,10 +112,6 @@ class Choice:
     first_token: float
     """Seconds, of a prompt alone."""
 
-    def cluster(self, nodes: int) -> Cluster:
-        """Of the best."""
-        return Cluster(nodes, self.best)
-
     def within(self, between: float) -> Replica | None:
         """The cheapest with no more seconds between tokens than these."""
         quick = [each for each in self.every if each.between <= between]
@@ -155,10 +132,11 @@ def choices(model: Model) -> list[Choice]:
 
 def tables(found: Sequence[Choice]) -> str:
     """Of the document, in Markdown."""
-    return "\n\n".join((_rates_table(found), _nodes_table(found), _stages_table(found))) + "\n"
+    some = (_rates_table(found), _nodes_table(found), _stages_table(found))
+    return "\n\n".join("\n".join(lines) for lines in some) + "\n"
 
 
-def _rates_table(found: Sequence[Choice]) -> str:
+def _rates_table(found: Sequence[Choice]) -> list[str]:
     nodes = [f"{nodes:,} node{'s' * (nodes > 1)}" for nodes in NODES]
     heads = ("model", "layout", "requests", "first token, between, ms", *nodes)
     rows = []
@@ -168,31 +146,31 @@ def _rates_table(found: Sequence[Choice]) -> str:
         rows.append((
             f"{best.model}, {best.weights}", best.layout, best.batch,
             f"{1e3 * each.first_token:.0f}, {1e3 * best.between:.0f}",
-            *(_rate(each.cluster(nodes).rate) for nodes in NODES), f"{each.cluster(1000).dollars:.2f}",
+            *(_rate(Cluster(nodes, best).rate) for nodes in NODES), f"{Cluster(1000, best).dollars:.2f}",
             ", ".join(f"{name} {share:.0%}" for name, share in shares), f"{cheapest.layout}, {cheapest.dollars:.2f}",
         ))  # fmt: skip
-    return _table((*heads, "$ a million", "a GPU's time", "without the limit: layout, $"), rows)
+    return report.markdown((*heads, "$ a million", "a GPU's time", "without the limit: layout, $"), rows)
 
 
-def _nodes_table(found: Sequence[Choice]) -> str:
+def _nodes_table(found: Sequence[Choice]) -> list[str]:
     some = [each for each in found if each.best.weights == "bf16"]
     names = ", ".join(each.best.model.rpartition("-")[0 if "qwen" in each.best.model else 2] for each in some)
     rows = []
     for nodes in NODES:
-        each = [choice.cluster(nodes) for choice in some]
+        each = [Cluster(nodes, choice.best) for choice in some]
         cores = ", ".join(f"{one.routers_needed:,}" for one in each)
         starts = ", ".join(f"{one.first_start:,.0f}" for one in each)
         rows.append((f"{nodes:,}", f"{each[0].failures_a_day:.3f}", each[0].spares, cores, starts))
     heads = ("nodes", "failures a day", "spare nodes", f"router cores: {names}", f"first start of all, s: {names}")
-    return _table(heads, rows)
+    return report.markdown(heads, rows)
 
 
-def _stages_table(found: Sequence[Choice]) -> str:
+def _stages_table(found: Sequence[Choice]) -> list[str]:
     rows = [
         (f"{each.best.model}, {each.best.weights}", *(_stage(each.by_stages.get(pp)) for pp in PIPELINE))
         for each in found
     ]
-    return _table(("model", *(f"PP {pp}" for pp in PIPELINE)), rows)
+    return report.markdown(("model", *(f"PP {pp}" for pp in PIPELINE)), rows)
 
 
 def _stage(replica: Replica | None) -> str:
@@ -200,11 +178,6 @@ def _stage(replica: Replica | None) -> str:
         return "-"
     waits = f" ({replica.shares['waiting for stages']:.1%})" if replica.layout.pp > 1 else ""
     return f"TP {replica.layout.tp}: {replica.rate_of_gpu:,.0f}{waits}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
 def _rate(rate: float) -> str:
@@ -241,25 +214,15 @@ def plot(found: Sequence[Choice], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def checks(model: Model) -> list[dict[str, Any]]:
-    """What was measured on one GPU, beside what the same arithmetic says."""
-    rows = []
-    for what, key, name, weights in (("runtime", f"{DENSE}: full-load", DENSE, "bf16"), *MIXED):
-        rate, work = model.run(what, key)
-        said = model.replica(name, weights, Layout(), work).rate
-        rows.append({"run": key, "measured tokens/s": rate, "simulated": said, "ratio": said / rate})
-    return rows
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate everything."""
     options = report.parser(__doc__)
-    options.add_argument("--results", type=Path, default=report.RESULTS, help="folder with what was measured")
     options.add_argument("--docs", action="store_true", help="write the tables and the picture of docs/scaling.md anew")
-    asked = options.parse_args()
-    model = Model(Measured(asked.results))
+    asked = options.parse_args(arguments)
+    model = Model(Measured(report.RESULTS))
     found = choices(model)
-    rows = [each.cluster(nodes).row() for each in found for nodes in NODES if each.cluster(nodes).replicas]
+    clusters = [Cluster(nodes, each.best) for each in found for nodes in NODES]
+    rows = [each.row() for each in clusters if each.replicas]
     notes = {
         "workload": f"{WORK.prompt} prompt and {WORK.new} new tokens, at most {1e3 * BETWEEN:.0f} ms between tokens",
         "factor of one GPU": model.factor,
@@ -268,7 +231,7 @@ def main() -> None:
         **{f"assumed: {name}": value for name, value in asdict(RATES).items()},
     }
     shares = {f"{each.best.model}, {each.best.weights}": each.best.shares for each in found}
-    report.save("cluster", "h200", rows, notes, asked.out, {"shares": shares, "checks": checks(model)})
+    report.save("cluster", "h200", rows, notes, asked.out, {"shares": shares, "checks": model.checks()})
     plot(found, report.picture("cluster", "h200", "simulated", asked.out))
     if asked.docs:
         report.write_into(DOCS / "scaling.md", BEGIN, END, tables(found))

@@ -6,11 +6,11 @@ factor makes one GPU with the 8B exactly as fast as it was measured to be. docs/
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from bench import scaling
-from bench.scaling import DENSE, MEMORY, MOE, RESERVED, Measured, Share, collectives, experts_read
+from bench.scaling import DENSE, MEMORY, MOE, RESERVED, Measured, Share, collectives, experts_read, share_of
 from outpace.bench.shapes import SHAPES, rank_shape
 from outpace.offload.cards import DISK
 from outpace.offload.numbers import Experts, Work
@@ -156,12 +156,6 @@ class Replica:
         shares = {name.replace("_", "-"): busy * seconds for name, seconds in self.parts._asdict().items()}
         return {**shares, "waiting for stages": max(0.0, 1 - sum(shares.values()))}
 
-    @property
-    def binds(self) -> str:
-        """What takes most of the time; and KV room, where memory holds no more requests."""
-        most = max(self.shares, key=self.shares.__getitem__)
-        return f"{most}, KV room" if self.batch + self.layout.pp > self.room else most
-
 
 class Model:
     """Predicts replicas from what was measured."""
@@ -171,8 +165,9 @@ class Model:
 
     def replica(self, model: str, weights: str, layout: Layout, work: Work = WORK, most: int = MOST) -> Replica:
         """One replica with as many requests as fit, but at most so many in a micro-batch."""
-        share = _share(model, weights, layout.tp)
-        room = self._room(share, layout, work)
+        share = share_of(model, weights, layout.tp)
+        left = MEMORY - RESERVED - share.held_bytes / layout.pp
+        room = max(0, int(left / (share.kv_bytes / layout.pp) / (work.prompt + work.new)))
         each = min(most, room // layout.pp)
         parts = self.parts(model, weights, layout, each, work).times(1 / self.factor)
         send = self.send(share.hidden, round(each * (1 + work.prompt / work.new)), layout)
@@ -183,7 +178,7 @@ class Model:
         self, model: str, weights: str, layout: Layout, requests: float, work: Work, prompts: bool = True
     ) -> Parts:
         """A micro-batch on the slowest stage: a token of each request, and the prompt tokens that arrive meanwhile."""
-        share, experts = _share(model, weights, layout.tp), SHAPES[model].get("num_experts", 0)
+        share, experts = share_of(model, weights, layout.tp), SHAPES[model].get("num_experts", 0)
         batch, speed, reading = max(1, round(requests)), self.measured.speed, self.measured.reading
         read = share.read_bytes + share.layers * _experts(model, layout.tp, batch) * share.expert_bytes
         reads, products = read / speed.bandwidth, requests * share.token_flops / speed.flops
@@ -195,14 +190,14 @@ class Model:
             weights=0.0 if bound else reading * reads,
             products=(reading * products if bound else 0.0) + prompt,
             cache=reading * requests * context * share.kv_bytes / speed.bandwidth,
-            fixed=share.layers * _fixed(self.measured, experts > 0, weights, batch),
+            fixed=share.layers * self.measured.fixed(experts > 0, weights, batch),
             all_reduce=self.all_reduce(share, layout.tp, batch),
         )
         return whole.times(-(-share.layers // layout.pp) / share.layers)
 
     def prompt_token(self, model: str, weights: str, tp: int) -> float:
         """Seconds of one prompt token in a large step on `tp` GPUs, its part of the all-reduces included."""
-        share = _share(model, weights, tp)
+        share = share_of(model, weights, tp)
         reduced = 2 * share.layers * self._reduced(2 * share.hidden, tp)
         reach = self.experts_reach if share.expert_bytes else self.prompts_reach[weights]
         return _prompt_flops(model, weights, tp) / (self.measured.speed.flops * reach) + reduced
@@ -228,7 +223,7 @@ class Model:
         chunks = -(-prompt // chunk)
         decode = self.parts(model, weights, layout, 1, WORK, prompts=False).total
         stage = decode + prompt / chunks * self.prompt_token(model, weights, layout.tp) / layout.pp
-        sends = (layout.pp - 1) * self.send(_share(model, weights, layout.tp).hidden, prompt // chunks, layout)
+        sends = (layout.pp - 1) * self.send(share_of(model, weights, layout.tp).hidden, prompt // chunks, layout)
         return chunks * stage / (1 - bubble(layout.pp, chunks)) / self.factor + sends
 
     @cached_property
@@ -265,37 +260,26 @@ class Model:
         measured = self.measured.needed("runtime", f"{DENSE}: full-load")[1]["output_throughput"]
         return float(measured) * self.parts(DENSE, "bf16", Layout(), MOST, WORK).total / MOST
 
-    def _room(self, share: Share, layout: Layout, work: Work) -> int:
-        """Requests whose keys and values fit beside the weights of a stage."""
-        left = MEMORY - RESERVED - share.held_bytes / layout.pp
-        return max(0, int(left / (share.kv_bytes / layout.pp) / (work.prompt + work.new)))
-
-
-@cache
-def _share(model: str, weights: str, tp: int) -> Share:
-    return Share.of(rank_shape(model, tp), weights, SHAPES[model].get("num_experts", 0))
+    def checks(self) -> list[dict[str, Any]]:
+        """What was measured on one GPU, beside what the same arithmetic says."""
+        rows = []
+        for what, key, name, weights in (("runtime", f"{DENSE}: full-load", DENSE, "bf16"), *MIXED):
+            rate, work = self.run(what, key)
+            said = self.replica(name, weights, Layout(), work).rate
+            rows.append({"run": key, "measured tokens/s": rate, "simulated": said, "ratio": said / rate})
+        return rows
 
 
 def _prompt_flops(model: str, weights: str, tp: int = 1) -> float:
     """Of a prompt token, which needs no logits."""
-    share = _share(model, weights, tp)
+    share = share_of(model, weights, tp)
     return share.token_flops - 2 * share.hidden * rank_shape(model, tp)["vocab_size"]
 
 
-@cache
-def _fixed(measured: Measured, experts: bool, weights: str, batch: int) -> float:
-    """Read once: it is in several files."""
-    return measured.fixed(experts, weights, batch)
-
-
-@cache
 def _experts(model: str, tp: int, batch: int) -> float:
     """Experts of a layer that the busiest rank reads; where nearly all are read, ranks differ little."""
-    shape = SHAPES[model]
-    total, top_k = shape.get("num_experts", 0), shape.get("num_experts_per_tok", 0)
-    if not total:
-        return 0.0
-    if batch > 64:
+    total, top_k = (SHAPES[model].get(key, 0) for key in ("num_experts", "num_experts_per_tok"))
+    if total and batch > 64:
         return Experts(total, top_k, {}).touched(batch) / tp
     return experts_read(total, top_k, tp, batch)[1]
 

@@ -36,6 +36,8 @@ SCHEMES: Mapping[str, Mapping[str, Any]] = {
 }
 BASE = "Hugging Face, fp32"
 REQUESTS = 32  # at once
+TURNS = 4
+PROMPT, NEW = 512, 32  # tokens whose prefill is measured, and that are decoded
 Run = Callable[[Sequence[Sequence[int]], int], object]
 """(prompts, new tokens): answers, greedily."""
 
@@ -88,10 +90,10 @@ Works = Mapping[tuple[str, str], tuple[Run, Sequence[Sequence[int]], int]]
 """By who and what: how to run it, prompts, new tokens."""
 
 
-def best_seconds(works: Works, turns: int, clock: Callable[[], float]) -> dict[tuple[str, str], float]:
+def best_seconds(works: Works, clock: Callable[[], float]) -> dict[tuple[str, str], float]:
     """The best of several turns of each piece of work; one turn before them warms up."""
     best = dict.fromkeys(works, float("inf"))
-    for turn in range(turns + 1):
+    for turn in range(TURNS + 1):
         for name, (run, prompts, new) in works.items():
             begin = clock()
             run(prompts, new)
@@ -100,27 +102,23 @@ def best_seconds(works: Works, turns: int, clock: Callable[[], float]) -> dict[t
     return best
 
 
-def measure_many(
-    theirs: Run, llm: Run, new: int, turns: int, clock: Callable[[], float]
-) -> dict[str, dict[str, float]]:
+def measure_many(theirs: Run, llm: Run, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
     """Output tokens/s of one request at a time, and of many at once."""
     prompts = [range(100 + number, 130 + 3 * number) for number in range(REQUESTS)]
-    works: Works = {(BASE, "alone"): (theirs, prompts[:2], new), ("LLM", "alone"): (llm, prompts[:1], new)}
-    best = best_seconds({**works, ("LLM", "many"): (llm, prompts, new)}, turns, clock)
-    found = {BASE: 2 * new / best[BASE, "alone"], "LLM, one request": new / best["LLM", "alone"]}
-    return {"output": {**found, f"LLM, {REQUESTS} at once": REQUESTS * new / best["LLM", "many"]}}
+    works: Works = {(BASE, "alone"): (theirs, prompts[:2], NEW), ("LLM", "alone"): (llm, prompts[:1], NEW)}
+    best = best_seconds({**works, ("LLM", "many"): (llm, prompts, NEW)}, clock)
+    found = {BASE: 2 * NEW / best[BASE, "alone"], "LLM, one request": NEW / best["LLM", "alone"]}
+    return {"output": {**found, f"LLM, {REQUESTS} at once": REQUESTS * NEW / best["LLM", "many"]}}
 
 
-def measure_schemes(
-    runs: Mapping[str, Run], prompt: int, new: int, turns: int, clock: Callable[[], float]
-) -> dict[str, dict[str, float]]:
+def measure_schemes(runs: Mapping[str, Run], clock: Callable[[], float]) -> dict[str, dict[str, float]]:
     """Decode and prefill tokens/s of one request by each."""
-    short, long = [range(100, 132)], [range(1000, 1000 + prompt)]
-    parts = {"one": (short, 1), "more": (short, 1 + new), "first": (long, 1)}
-    best = best_seconds({(name, part): (runs[name], *parts[part]) for name in runs for part in parts}, turns, clock)
+    short, long = [range(100, 132)], [range(1000, 1000 + PROMPT)]
+    parts = {"one": (short, 1), "more": (short, 1 + NEW), "first": (long, 1)}
+    best = best_seconds({(name, part): (runs[name], *parts[part]) for name in runs for part in parts}, clock)
     return {
-        "decode": {name: new / (best[name, "more"] - best[name, "one"]) for name in runs},
-        "prefill": {name: prompt / best[name, "first"] for name in runs},
+        "decode": {name: NEW / (best[name, "more"] - best[name, "one"]) for name in runs},
+        "prefill": {name: PROMPT / best[name, "first"] for name in runs},
     }
 
 
@@ -135,38 +133,33 @@ def cpu_model() -> str:
     return f"{fields.get('model name', 'unknown')} ({', '.join(flags)})"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the table."""
     parser = report.parser(__doc__)
     parser.add_argument("plan", nargs="?", choices=("cpu", "cpu_quant"), default="cpu")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose prefill is measured")
-    parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
-    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--cpu-time", action="store_true", help="count seconds of this process, not of the clock")
     parser.add_argument("--gguf", type=Path, help="the file that llama.cpp runs, if xllamacpp is installed")
-    parser.add_argument("--only", nargs="*", choices=SCHEMES, default=list(SCHEMES))
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
     path, clock = default_model_path(), time.process_time if asked.cpu_time else time.perf_counter
     theirs = hugging_face(path)
     if asked.plan == "cpu":
-        found = measure_many(theirs, ours(path, {}), asked.new, asked.turns, clock)
+        found = measure_many(theirs, ours(path, {}), clock)
     else:
-        runs = {BASE: theirs, **{f"Outpace, {name}": ours(path, SCHEMES[name]) for name in asked.only}}
+        runs = {BASE: theirs, **{f"Outpace, {name}": ours(path, options) for name, options in SCHEMES.items()}}
         if asked.gguf is not None:
             runs["Outpace, the same file as it is"] = ours(asked.gguf, {"quant": {"scheme": "stored"}})
             runs[f"llama.cpp, {asked.gguf.suffixes[0].strip('.')}"] = llama_cpp(asked.gguf, asked.threads)
-        found = measure_schemes(runs, asked.prompt, asked.new, asked.turns, clock)
+        found = measure_schemes(runs, clock)
     rows = [
         row(f"{name}: {what}", rate, "tok/s", None, (BASE, rates[BASE]))
         for what, rates in found.items()
         for name, rate in rates.items()
     ]
     notes = {
-        "cpu": cpu_model(), "model": Path(path).name, "threads": asked.threads, "turns": asked.turns,
-        "seconds": "of the process" if asked.cpu_time else "of the clock",
-        "prompt, new tokens": f"{asked.prompt}, {asked.new}",
+        "cpu": cpu_model(), "model": Path(path).name, "threads": asked.threads, "turns": TURNS,
+        "seconds": "of the process" if asked.cpu_time else "of the clock", "prompt, new tokens": f"{PROMPT}, {NEW}",
     }  # fmt: skip
     report.save(asked.plan, limits.device_name(torch.device("cpu")), rows, notes, asked.out)
     report.show(asked.plan, rows)

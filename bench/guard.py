@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 
 import outpace
-from bench import history, report, runtime
+from bench import history, report
 from bench.history import Figure, Past, Run, Verdict
 from bench.plans import TINY, Sizes
 from bench.report import CONSOLE, Found, Report, Row
-from bench.runtime import DEFAULTS, SHARED, Bench
+from bench.runtime import ALONE, DEFAULTS, SHARED, Bench, Measure
 from outpace.errors import InputError
-from outpace.kernels.limits import device_name
+from outpace.kernels.limits import Speed, device_name, measure_speed
 from outpace.kernels.triton_stub import HAS_TRITON, triton
 
-MEASURES = {"throughput": SHARED["throughput"], **DEFAULTS}
-"""Parts that share one start of a model."""
-PARTS = (*MEASURES, "splitfuse", "start", "few-long")
+MEASURES: dict[str, Measure] = {"throughput": SHARED["throughput"], **DEFAULTS}
+"""Parts that share one start of a model, with the defaults of `LLM`."""
+PARTS = (*MEASURES, *(part for part in ALONE if part != "deterministic"))
 Plan = Mapping[str, Sequence[str]]
 PLAN: Plan = {
     "llama-3.1-8b": ("throughput", "long-prompts", "batches", "prefill", "splitfuse", "start"),
@@ -61,16 +61,9 @@ class Guard(Report):
     def measure(self, plan: Plan, sizes: Sizes) -> None:
         """Every part of a plan, with the options of `LLM` that are the default."""
         for model, parts in plan.items():
-            bench, longest = Bench(model, sizes=sizes), runtime.longest(model, sizes.max_model_len)
-            shared = {part: MEASURES[part] for part in parts if part in MEASURES}
-            runtime.share_start(bench, model, shared, {"max_model_len": longest}, self)
-            others: dict[str, Callable[[], Found]] = {
-                "splitfuse": partial(bench.splitfuse, self.speed, {}),
-                "start": partial(bench.start, {}),
-                "few-long": partial(runtime.few_long, self.speed, sizes),
-            }
-            for part in [part for part in parts if part in others]:
-                self.part(f"{model}: {part}", others[part])
+            bench = Bench(model, self, sizes)
+            bench.share_start({part: MEASURES[part] for part in parts if part in MEASURES}, bench.plain)
+            bench.start_alone(parts)
 
     def part(self, what: str, measure: Callable[[], Found]) -> None:
         """Measure, and write the line anew: a run may be ended from outside."""
@@ -84,7 +77,7 @@ class Guard(Report):
             history.write(self.folder / history.NAME, [*self.runs, self.run])
 
     def _twice_if_worse(self, what: str, measure: Callable[[], Found], rows: list[Row]) -> Found:
-        """Measure a part, and once more if a figure fell. `rows` gets what counts."""
+        """Measure a part, and once more if a figure fell. `rows` gets what counts, even if the second time fails."""
         rows[:], details = measure()
         now = history.compare(history.figures_of(what, rows), self.past, self.band)
         worse = [each for each in now if each.kind == "fell"]
@@ -96,9 +89,8 @@ class Guard(Report):
 
     def verdicts(self) -> list[Verdict]:
         """What has become of each figure, those of the last run that are missing included."""
-        now, names = self.run.figures, history.expected(self.runs, self.device)
-        found = history.compare(now, self.past, self.band)
-        return [*found, *history.missing(now, self.past, names, self.parts)]
+        found = history.compare(self.run.figures, self.past, self.band)
+        return [*found, *history.missing(self.run, self.past, self.runs, self.parts)]
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
@@ -179,10 +171,10 @@ def chosen_plan(plan: Plan, models: str | None, only: str | None) -> Plan:
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, compare, write; the exit code."""
     options = parser()
-    asked = options.parse_args()
+    asked = options.parse_args(arguments)
     device = device_name(report.DEVICE)
     if asked.band is not None and not 0 < asked.band < 1:
         options.error(f"--band: must be between 0 and 1, got {asked.band}")
@@ -194,31 +186,25 @@ def main() -> int:
         options.error(f"--{error}")
     if not past:
         CONSOLE.print(f"no run on {device} in {asked.history} yet: this one is the first, and becomes the reference")
-    run, chosen = begun(asked.commit or commit(), device), {"band": asked.band, "accept": asked.accept}
-    guard = Guard("guard", asked.out, save=False, runs=runs, run=run, past=past, **chosen)
-    rates = {"read_bandwidth_gb_s": guard.speed.bandwidth / 1e9, "matmul_gflop_s": guard.speed.flops / 1e9}
-    guard.run = replace(guard.run, speed=rates)
+    speed, given = measure_speed(report.DEVICE, report.DTYPE), {"band": asked.band, "accept": asked.accept}
+    run = begun(asked.commit or commit(), device, speed)
+    guard = Guard("guard", asked.out, speed, device, save=False, runs=runs, run=run, past=past, **given)
     guard.measure(plan, TINY if asked.tiny else FULL)
     history.plot([run for run in (*runs, guard.run) if run.device == device], asked.out / f"history_{device}.png")
     verdicts = guard.verdicts()
     show(verdicts)
-    return finish(problems(verdicts, guard.failures, asked.band), accept=asked.accept)
+    wrong = problems(verdicts, guard.failures, asked.band)
+    for each in wrong or ["nothing fell"]:
+        CONSOLE.print(("accepted: " if asked.accept else "WORSE: ") * bool(wrong) + each, soft_wrap=True)
+    return 1 if wrong and not asked.accept else 0
 
 
-def begun(name: str, device: str) -> Run:
+def begun(name: str, device: str, speed: Speed) -> Run:
     """A run without figures yet."""
     compiler = triton.__version__ if HAS_TRITON else "none"
     versions = {"outpace": outpace.__version__, "torch": torch.__version__, "triton": compiler}
-    return Run(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), name, device, versions, {}, {})
-
-
-def finish(wrong: Sequence[str], *, accept: bool) -> int:
-    """Print how it ended; the exit code."""
-    for each in wrong:
-        CONSOLE.print(("accepted: " if accept else "WORSE: ") + each, soft_wrap=True)
-    if not wrong:
-        CONSOLE.print("nothing fell")
-    return 1 if wrong and not accept else 0
+    rates = {"read_bandwidth_gb_s": speed.bandwidth / 1e9, "matmul_gflop_s": speed.flops / 1e9}
+    return Run(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), name, device, versions, rates, {})
 
 
 if __name__ == "__main__":

@@ -133,12 +133,6 @@ def references(runs: Sequence[Run], device: str, named: str | None = None) -> di
     return found
 
 
-def expected(runs: Sequence[Run], device: str) -> set[str]:
-    """Names of the figures in the newest run of a device."""
-    own = [run for run in runs if run.device == device]
-    return set(own[-1].figures) if own else set()
-
-
 def band_of(part: str, band: float | None = None) -> float:
     """Share by which the ratio of a figure of this part may fall."""
     return band if band is not None else BANDS.get(part.rsplit(": ", 1)[-1], BAND)
@@ -157,12 +151,10 @@ def compare(now: Mapping[str, Figure], past: Mapping[str, Past], band: float | N
     return found
 
 
-def missing(
-    now: Mapping[str, Figure], past: Mapping[str, Past], names: Iterable[str], parts: Iterable[str]
-) -> list[Verdict]:
-    """Figures that the last run had and this one has not, although it ran their parts."""
-    ran = set(parts)
-    gone = [name for name in names if name not in now and name in past and past[name].figure.part in ran]
+def missing(run: Run, past: Mapping[str, Past], runs: Sequence[Run], parts: Sequence[str]) -> list[Verdict]:
+    """Figures that the last run on the device had and this one has not, although it ran their parts."""
+    (last,) = [each.figures for each in runs if each.device == run.device][-1:] or [{}]
+    gone = [name for name in last if name not in run.figures and name in past and past[name].figure.part in parts]
     return [Verdict(name, "missing", None, past[name]) for name in sorted(gone)]
 
 

@@ -4,6 +4,7 @@ A case has inputs to rotate among, so that the L2 cache holds none of them, the 
 candidates of a sweep: other tiles, each checked against the result that is wanted.
 """
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,10 +84,10 @@ class Model:
 
     @classmethod
     def of(cls, text: str) -> "Model":
-        """From a name."""
+        """The type of an option."""
         name, _, ranks = text.partition(":")
         if name not in SHAPES or (ranks and not ranks.isdigit()):
-            raise ValueError(f"{text} is not NAME or NAME:RANKS with a name of {', '.join(SHAPES)}")
+            raise argparse.ArgumentTypeError(f"{text} is not NAME or NAME:RANKS with a name of {', '.join(SHAPES)}")
         return cls(text, rank_shape(name, int(ranks)) if ranks else SHAPES[name])
 
     @property

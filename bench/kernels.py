@@ -6,9 +6,11 @@ data, so that neither launch gaps nor the L2 cache are measured. --sweep tries o
 shows the best; what wins goes into the tile tables of outpace/kernels.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ ROWS: Mapping[str, Sequence[int]] = {
     "invariant": (1, 16, 64, 256, 2048), "tuned": (32, 64, 128, 192, 232, 256, 512, 2048),
 }  # fmt: skip
 SCHEMES: Mapping[str, Sequence[str]] = {"experts": ("none",), "packed": tuple(KINDS)}
+BEST = 8  # rows shown of each case of a sweep
 GRAPH_MS = 2.0  # of work in a graph, beside which its own launch is lost
 
 Calls = Sequence[Callable[[], object]]
@@ -96,53 +99,48 @@ def time_case(case: Case, rates: Mapping[str, float], *, sweep: bool) -> list[di
 
 
 def _tried(way: Way, case: Case) -> None:
-    try:
+    with contextlib.suppress(Exception):  # told when it is timed
         way.run(*case.inputs[0])
-    except Exception as problem:  # told when it is timed
-        del problem
 
 
 def measure(
-    models: Sequence[str], parts: Sequence[str], rows: Sequence[int], kinds: Sequence[str], best: int, folder: Path
+    models: Sequence[Model], parts: Sequence[str], rows: Sequence[int], kinds: Sequence[str], sweep: bool, folder: Path
 ) -> None:
-    """Time what is asked for and write the table; best: candidates shown of each case, 0: there is no sweep."""
+    """Time what is asked for and write the table; of each case of a sweep the best are shown."""
     rates = {"read": 1e10, "copy": 1e10, "product": 1e11}
     if DEVICE.type == "cuda":
         rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
     found, device = list[dict[str, Any]](), limits.device_name(DEVICE)
     notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
-    for model, part in [(Model.of(name), part) for name in models for part in parts]:
+    for model, part in product(models, parts):
         work = Work(rows or ROWS.get(part, ()), kinds or SCHEMES.get(part, ()))
         for case in PARTS[part](model, work):
-            new = [{"model": model.name, **row} for row in time_case(case, rates, sweep=best > 0)]
+            new = [{"model": model.name, **row} for row in time_case(case, rates, sweep=sweep)]
             found += new
-            if best and new:
+            if sweep and new:
                 usual = {way.name for way in case.ways}
-                report.show(
-                    f"{model.name}, {case.kernel}", [*new[:best], *(r for r in new[best:] if r["way"] in usual)]
-                )
+                rest = [row for row in new[BEST:] if row["way"] in usual]
+                report.show(f"{model.name}, {case.kernel}", new[:BEST] + rest)
             report.save("kernels", device, found, notes, folder)
             torch.cuda.empty_cache()
     report.show("kernels", found)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure from the command line."""
     parser = report.parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME[:RANKS]", help="shapes, or a rank's")
+    models = [Model.of(name) for name in MODELS]
+    help_of_models = "shapes, or one rank of them"
+    parser.add_argument(
+        "--models", nargs="+", type=Model.of, default=models, metavar="NAME[:RANKS]", help=help_of_models
+    )
     usual = ["streaming", "attention", "gemv", "experts"]
     parser.add_argument("--only", nargs="+", choices=PARTS, default=usual, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--rows", nargs="+", type=int, default=[], metavar="N", help="tokens of a product")
     parser.add_argument("--kinds", nargs="+", choices=("none", *KINDS), default=[], metavar="KIND", help="of weights")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
-    parser.add_argument("--best", type=int, default=8, metavar="N", help="of a sweep: rows shown of each case")
-    asked = parser.parse_args()
-    try:
-        _ = [Model.of(name) for name in asked.models]
-    except ValueError as error:
-        parser.error(f"--models: {error}")
-    best = max(1, asked.best) if asked.sweep else 0
-    measure(asked.models, asked.only, asked.rows, asked.kinds, best, asked.out)
+    asked = parser.parse_args(arguments)
+    measure(asked.models, asked.only, asked.rows, asked.kinds, asked.sweep, asked.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bench import report
@@ -161,23 +161,19 @@ def rows_of(tier: dict[str, Any], off: dict[str, Any], rate: float, experiment: 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure with the tier and without, and write both."""
     options = report.parser(__doc__)
-    options.add_argument("--model", default=Experiment.model, help="a shape, or a model")
     options.add_argument("--tiny", action="store_true", help="a tiny model and few conversations, on a CPU")
-    options.add_argument("--host-memory", type=int, help="bytes of host memory for pages; for an 8B it is known")
     sizes = ("conversations", "length", "fit", "others")
     for name in sizes:
         options.add_argument(f"--{name}", type=int, default=getattr(Experiment, name))
     given = options.parse_args(arguments)
-    experiment = Experiment(given.model)
-    experiment = TINY if given.tiny else replace(experiment, **{name: getattr(given, name) for name in sizes})
-    to, rate, host_bytes = Report("kv_tier", given.out), limits.link_bandwidth(DEVICE), given.host_memory
-    host_bytes = host_bytes or experiment.host_bytes
+    experiment = TINY if given.tiny else Experiment(**{name: getattr(given, name) for name in sizes})
+    to, rate = Report("kv_tier", given.out), limits.link_bandwidth(DEVICE)
     to.say("with the tier")
-    tier, second = measure(experiment, to.speed, host_bytes)
+    tier, second = measure(experiment, to.speed, experiment.host_bytes)
     to.say("without it")
     off, _ = measure(experiment, to.speed, None, second)
     what = f"{experiment.conversations} of {experiment.length} tokens, of which {experiment.fit} fit"
-    to.notes = {"conversations": what, "link GB/s": rate / 1e9, "host memory GiB": host_bytes / GIB}
+    to.notes = {"conversations": what, "link GB/s": rate / 1e9, "host memory GiB": experiment.host_bytes / GIB}
     to.details = {"tier": tier, "off": off}
     to.add("kv_tier", rows_of(tier, off, rate, experiment))
     to.show()

@@ -9,8 +9,6 @@ it is kept in a folder of this run, which a start that is not measured fills. Th
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -94,14 +92,9 @@ def read_speed(files: list[Path], threads: int, ring: torch.Tensor) -> float:
 
 def start(model: Path, kernels: str, options: Mapping[str, Any] | None = None) -> tuple[dict[str, float], Any]:
     """A start in a process of its own: seconds by part, and what else there is to know."""
-    caches = {"TRITON_CACHE_DIR": model.parent / kernels, "PYTHONPYCACHEPREFIX": model.parent / "bytecode"}
-    environment = os.environ | {name: str(folder) for name, folder in caches.items()}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [sys.executable, "-c", START, str(model), json.dumps(options or {})]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    parts, details = json.loads(done.stdout.strip().splitlines()[-1])
+    caches = {"TRITON_CACHE_DIR": str(model.parent / kernels), "PYTHONPYCACHEPREFIX": str(model.parent / "bytecode")}
+    environment = {**caches, "PYTHONDONTWRITEBYTECODE": ""}  # empty: it is written
+    parts, details = report.child("-c", START, str(model), json.dumps(options or {}), environment=environment)
     return parts, details
 
 
@@ -133,12 +126,12 @@ def measure(model: Path, to: Report, schemes: Sequence[str]) -> None:
         to.add(scheme, rows, {**parts, **known})
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Write a folder with random weights, and start from it."""
     parser = report.parser(__doc__)
     parser.add_argument("--quantization", default="", help="schemes, each loaded once more: int8,int4,fp8")
     parser.add_argument("--shape", default="llama-3.1-8b", help="shape of the model")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     to = Report("loading", asked.out, notes={"model": asked.shape, "bytecode": "present, as after an install"})
     with tempfile.TemporaryDirectory(prefix="outpace-loading-") as folder:
         model: Any = shapes.build(asked.shape, torch.bfloat16, DEVICE)

@@ -15,12 +15,8 @@ What the planner predicts stands beside each run. Each case is a process of its 
 the link, the disk and the device.
 """
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,23 +63,28 @@ class Case:
     work: tuple[tuple[int, int, int], ...]
     """Requests, prompt tokens, new tokens: one run each."""
     quantization: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `LLM` besides those that follow from the work."""
 
     @property
     def config(self) -> Any:
-        """Of the model."""
+        """Of Hugging Face."""
         return config_of({**ALL_SHAPES[self.shape], "num_hidden_layers": self.layers})
 
     @property
     def vocab(self) -> int:
-        """Tokens that there are."""
+        """Token ids are below this."""
         return int(ALL_SHAPES[self.shape]["vocab_size"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `LLM`: places for the largest run."""
+        return {"max_model_len": 1024, "max_num_seqs": max(count for count, *_ in self.work), **self.more}
 
 
 ALL_AWAY = {"cpu_offload_gb": 1e6}
-SMALL = {"max_model_len": 1024}
-FEW = {"max_num_seqs": 8, "max_num_batched_tokens": 1024}
-LONG = {"max_model_len": 32768, "max_num_seqs": 1, "max_num_batched_tokens": 4096}
+AWAY_40 = {**ALL_AWAY, "device_memory": "40GB"}
+LONG = {"max_model_len": 32768, "max_num_batched_tokens": 4096}
 ALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
     **SHAPES,
     "1.6 GB": {
@@ -95,47 +96,48 @@ ALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 PART = 0.2  # of a model that may be in a CPU's memory
 CASES: Mapping[str, Sequence[Case]] = {
     "host": (
-        Case("70B x 40, bf16", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
-             options={**SMALL, "max_num_seqs": 96, "max_num_batched_tokens": 8192}),
+        Case("70B x 40, bf16", "llama-3.1-70b", 40, AWAY_40, ((8, 64, 8), (96, 512, 32)),
+             more={"max_num_batched_tokens": 8192}),
     ),
     "int4": (
-        Case("70B x 40, int4", "llama-3.1-70b", 40, {**ALL_AWAY, "device_memory": "40GB"}, ((8, 64, 8), (96, 512, 32)),
-             "int4", {**SMALL, "max_num_seqs": 96, "max_num_batched_tokens": 8192}),
+        Case("70B x 40, int4", "llama-3.1-70b", 40, AWAY_40, ((8, 64, 8), (96, 512, 32)), "int4",
+             {"max_num_batched_tokens": 8192}),
     ),
     "disk": (
         Case("8B x 12, bf16, disk", "llama-3.1-8b", 12, {"device_memory": "6GB", "host_memory": "1.6GB"},
-             ((8, 64, 5),), options={**SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 1024}),
+             ((8, 64, 5),), more={"max_num_batched_tokens": 1024}),
     ),
     "context": (
         Case("8B, 32k tokens, pages on the device", "llama-3.1-8b", 32, {"device_memory": "40GB"}, ((1, 32000, 8),),
-             options=LONG),
+             more=LONG),
         Case("8B, 32k tokens, pages of most layers in host memory", "llama-3.1-8b", 32,
-             {"device_memory": "20GB", "host_pages": "6GB"}, ((1, 32000, 8),), options=LONG),
+             {"device_memory": "20GB", "host_pages": "6GB"}, ((1, 32000, 8),), more=LONG),
     ),
     "plan": (
-        Case("8B, bf16, all away, alone", "llama-3.1-8b", 32, ALL_AWAY, ((1, 128, 32),), options={**SMALL, **FEW}),
-        Case("8B, bf16, half stays", "llama-3.1-8b", 32, {"device_memory": "16GB"}, ((32, 512, 32),),
-             options={**SMALL, "max_num_seqs": 32}),
+        Case("8B, bf16, all away, alone", "llama-3.1-8b", 32, ALL_AWAY, ((1, 128, 32),),
+             more={"max_num_seqs": 8, "max_num_batched_tokens": 1024}),
+        Case("8B, bf16, half stays", "llama-3.1-8b", 32, {"device_memory": "16GB"}, ((32, 512, 32),)),
     ),
     "frozen": (
-        Case("8B, int8, all away", "llama-3.1-8b", 32, ALL_AWAY, ((64, 256, 32),), "int8",
-             {**SMALL, "max_num_seqs": 64}),
-        Case("8B, bf16, most stays", "llama-3.1-8b", 32, {"device_memory": "18GB"}, ((16, 512, 64),),
-             options={**SMALL, "max_num_seqs": 16}),
-        Case("70B x 20, bf16, some stay", "llama-3.1-70b", 20, {"device_memory": "30GB"}, ((16, 256, 16),),
-             options={**SMALL, "max_num_seqs": 16}),
+        Case("8B, int8, all away", "llama-3.1-8b", 32, ALL_AWAY, ((64, 256, 32),), "int8"),
+        Case("8B, bf16, most stays", "llama-3.1-8b", 32, {"device_memory": "18GB"}, ((16, 512, 64),)),
+        Case("70B x 20, bf16, some stay", "llama-3.1-70b", 20, {"device_memory": "30GB"}, ((16, 256, 16),)),
         Case("8B x 16, bf16, host and disk", "llama-3.1-8b", 16, {"device_memory": "6GB", "host_memory": "4GB"},
-             ((8, 128, 8),), options={**SMALL, **FEW}),
+             ((8, 128, 8),), more={"max_num_batched_tokens": 1024}),
     ),
     "cpu": (
         Case("1.6 GB on a CPU, disk", "1.6 GB", 24, {"host_memory": 0}, ((1, 16, 12),),
-             options={"max_model_len": 64, "max_num_seqs": 1, "device": "cpu"}),
+             more={"max_model_len": 64, "device": "cpu"}),
     ),
     "tiny": (
-        Case("tiny", "tiny", 6, {"device_memory": 260_000}, ((3, 8, 4),),
-             options={**SMALL, "max_num_seqs": 4, "num_blocks": 16}),
+        Case("tiny", "tiny", 6, {"device_memory": 260_000}, ((3, 8, 4),), more={"max_num_seqs": 4, "num_blocks": 16}),
     ),
 }  # fmt: skip
+ONE_CASE = """
+import json, sys
+from bench.offload import CASES, measure
+print(json.dumps(measure(CASES[sys.argv[1]][int(sys.argv[2])])))
+"""
 
 
 def random_model(case: Case) -> build.Found:
@@ -264,23 +266,16 @@ def predicted(case: Case, work: tuple[int, int, int], facts: Mapping[str, Any], 
 
 def in_a_process(part: str, number: int) -> Found:
     """One case in a process of its own."""
-    command = [sys.executable, "-m", "bench.offload", "--case", f"{part}:{number}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    rows, facts = json.loads(done.stdout.strip().splitlines()[-1])
+    rows, facts = report.child("-c", ONE_CASE, part, str(number))
     return rows, facts
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is asked for."""
     options = report.parser(__doc__)
     names = report.names(CASES)
     options.add_argument("--only", type=names, default="host,int4,disk", help=f"parts, of {', '.join(CASES)}")
-    options.add_argument("--case", help=argparse.SUPPRESS)
-    asked = options.parse_args()
-    if asked.case:
-        part, number = asked.case.split(":")
-        sys.stdout.write("\n" + json.dumps(measure(CASES[part][int(number)])) + "\n")
-        return
+    asked = options.parse_args(arguments)
     to = Report("offload", asked.out)
     for part in asked.only:
         for number, case in enumerate(CASES[part]):

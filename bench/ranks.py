@@ -9,6 +9,7 @@ measured is a whole decode step through `LLM` at contexts of 1,024 tokens, besid
 
 import argparse
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -45,13 +46,13 @@ def measure_steps(model: str, ranks: int, scheme: str, speed: Speed) -> Found:
     return rows, {"model": model, "ranks": ranks, "scheme": scheme, "batches": found}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is asked for."""
     options = report.parser(__doc__)
     options.add_argument("--ranks", type=lambda text: [rank_of(each) for each in text.split(",")], default=RANKS)
     options.add_argument("--schemes", default="none", help="as of scripts/bench quantization: none,fp8+fp8")
     options.add_argument("--seconds", type=float, default=140.0, help="when to begin nothing more")
-    asked = options.parse_args()
+    asked = options.parse_args(arguments)
     to = Report("ranks_steps", asked.out)
     for scheme in asked.schemes.split(","):
         for model, ranks in asked.ranks:

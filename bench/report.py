@@ -3,9 +3,11 @@
 import argparse
 import datetime
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,15 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
+def child(*arguments: str, environment: Mapping[str, str] | None = None) -> Any:
+    """The JSON that a Python process of its own prints in its last line; `environment` is added to ours."""
+    command, variables = [sys.executable, *arguments], os.environ | (environment or {})
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 @dataclass
 class Report:
     """What has been measured so far, and where it goes."""
@@ -115,6 +126,10 @@ class Report:
             rates = {"read bandwidth TB/s": self.speed.bandwidth / 1e12, "bf16 TFLOP/s": self.speed.flops / 1e12}
             save(self.what, self.device, self.rows, rates | self.notes, self.folder, self.details)
 
+    def picture(self, name: str) -> Path:
+        """Where a picture of these results goes."""
+        return picture(self.what, self.device, name, self.folder)
+
     def show(self) -> None:
         """Print all rows as a table."""
         show(self.what, self.rows)
@@ -138,13 +153,14 @@ def save(
         content["details"] = dict(details)
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [f"# {what} on {device}, {date}", "", *(f"- {key}: {text(value)}" for key, value in notes.items()), ""]
-    stem.with_suffix(".md").write_text("\n".join([*lines, *markdown(rows)]) + "\n")
+    lines += markdown([*rows[0]], (each.values() for each in rows))
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> list[str]:
     """The lines of a table."""
-    lines = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
-    return [*lines, *(f"| {' | '.join(map(text, row.values()))} |" for row in rows)]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return [*lines, *(f"| {' | '.join(map(text, row))} |" for row in rows)]
 
 
 def write_into(path: Path, begin: str, end: str, text: str) -> None:
@@ -154,7 +170,7 @@ def write_into(path: Path, begin: str, end: str, text: str) -> None:
 
 
 def picture(what: str, device: str, name: str, folder: Path) -> Path:
-    """Where a picture of these results goes."""
+    """Where a picture of some results goes."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{what}_{device}_{datetime.date.today().isoformat()}_{name}.png"
 

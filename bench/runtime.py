@@ -7,8 +7,6 @@ the parts.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,7 @@ from typing import Any
 from bench import kernels, report
 from bench.kernel_cases import attend
 from bench.plans import EXPERTS, PLANS, TINY, Others, Sizes, ways
-from bench.report import DEVICE, Found, Report, Row, row
+from bench.report import Found, Report, Row, row
 from outpace.bench.figures import SPLIT, WHOLE
 from outpace.bench.latency import decode_step, first_token, latency
 from outpace.bench.plot import plot_splitfuse, plot_steps, plot_throughput
@@ -31,8 +29,6 @@ from outpace.bench.splitfuse import splitfuse
 from outpace.bench.subject import Subject, started
 from outpace.bench.throughput import sweep, throughput
 from outpace.bench.workload import SEED, Item, Workload, uniform
-from outpace.kernels import limits
-from outpace.kernels.limits import Speed
 
 START_TARGETS = {"empty": 10.0, "full": 5.0}
 """Seconds that a start should take at most. A start has no physical limit, so this stands in its place."""
@@ -50,14 +46,57 @@ class Bench:
     """A model in one way, and the measures of its parts."""
 
     model: str
+    to: Report
+    sizes: Sizes = field(default_factory=Sizes)
     way: str = ""
     """What stands in the rows behind the model's name: implementation of experts, scheme."""
-    sizes: Sizes = field(default_factory=Sizes)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `LLM`."""
     others: Others = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What parts are called in the results."""
+        return f"{self.model}{f', {self.way}' * bool(self.way)}"
+
+    @property
+    def many(self) -> dict[str, Any]:
+        """Options with as many places as throughput has requests."""
+        return {"max_num_seqs": self.sizes.requests, "max_model_len": longest(self.model, 4096), **self.options}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Options with the defaults of `LLM`, but for the longest request."""
+        return {"max_model_len": longest(self.model, self.sizes.max_model_len), **self.options}
+
+    def measure(self, parts: Sequence[str]) -> None:
+        """The parts that are asked for."""
+        if first := {name: run for name, run in SHARED.items() if name in parts}:
+            self.share_start({"ready": Bench.ready, **first}, self.many)
+        self.share_start({name: run for name, run in DEFAULTS.items() if name in parts}, self.plain)
+        self.start_alone(parts)
+
+    def share_start(self, measures: Mapping[str, "Measure"], options: Mapping[str, Any]) -> None:
+        """Measure parts that share one start of the model."""
+        if not measures:
+            return
+        self.to.say(f"{self.title}: starting")
+        try:
+            with started(self.model, speed=self.to.speed, **options) as subject:
+                for name, run in measures.items():
+                    self.to.part(f"{self.title}: {name}", partial(run, self, subject))
+        except Exception as error:  # it could not be started; each part looks after itself
+            self.to.failed(f"{self.title}: {', '.join(measures)}", error)
+
+    def start_alone(self, parts: Sequence[str]) -> None:
+        """Measure those of the parts that share no start."""
+        for name, run in ALONE.items():
+            if name in parts:
+                self.to.part(f"{self.title}: {name}", partial(run, self))
 
     def row(self, what: str, figure: float, unit: str, limit: float | None = None, key: str | None = None) -> Row:
         """A row of this model."""
-        other = self.others.get((self.model, self.way, key or what)) if on_h200() else None
+        other = self.others.get((self.model, self.way, key or what)) if self.to.device == "h200" else None
         return row(f"{self.model}: {self.way}{', ' * bool(self.way)}{what}", figure, unit, limit, other)
 
     def ready(self, subject: Subject) -> Found:
@@ -116,10 +155,10 @@ class Bench:
         rows = [self.row(f"{what}, host", found["host_us_per_step"], "us")]
         return [*rows, self.row(f"{what}, GPU busy", found["gpu_busy"] or 0.0, "of the time")], found
 
-    def sweep(self, subject: Subject, picture: Path) -> Found:
+    def sweep(self, subject: Subject) -> Found:
         """Throughput against latency."""
         points = list(sweep(subject, _source(subject, self.sizes.workload), self.sizes.levels, SEED))
-        plot_throughput(points, subject.cost, subject.speed, picture)
+        plot_throughput(points, subject.cost, subject.speed, self.to.picture(f"{self.model}_sweep"))
         found = zip(self.sizes.levels, points, strict=True)
         return [each for level, point in found for each in self._rates(f"{level} in flight", point)], points
 
@@ -150,15 +189,15 @@ class Bench:
         rows = [self.row(f"first token of {n}", each["ttft_ms"], "ms", each["limit_ms"]) for n, each in found.items()]
         return rows, found
 
-    def splitfuse(self, speed: Speed, options: Mapping[str, Any], picture: Path | None = None) -> Found:
+    def splitfuse(self) -> Found:
         """Decodes beside long prompts. The limit of P95 is that of a step of decodes alone."""
-        sizes = self.sizes.experiment
-        with started(self.model, speed=speed, **sizes.options(), **options) as subject:
+        sizes, speed = self.sizes.experiment, self.to.speed
+        with started(self.model, speed=speed, **sizes.options(), **self.options) as subject:
             found, cost, least = splitfuse(subject, sizes), subject.cost, None
         if cost is not None:
             least = 1e3 * cost.decode_seconds(sizes.decoders, sizes.decoder_prompt, speed)
-        if picture is not None:
-            plot_splitfuse(found, picture)
+        if self.to.save:
+            plot_splitfuse(found, self.to.picture("splitfuse"))
         rows = []
         for way, percent in product((SPLIT, WHOLE), (50, 95, 99)):
             limit = least if (way, percent) == (SPLIT, 95) else None
@@ -167,21 +206,21 @@ class Bench:
         rows.append(self.row("P95 of whole prompts to that of SplitFuse", found["p95_itl_ratio"], "times"))
         return [*rows, self.row("tokens/s of SplitFuse to whole", found["throughput_ratio"], "times")], found
 
-    def deterministic(self, speed: Speed, options: Mapping[str, Any], most: int = 64) -> Found:
+    def deterministic(self) -> Found:
         """What it costs that no token depends on its batch."""
-        rates, details = [], {}
+        rates, details, count = [], {}, 64
         for chosen in (False, True):
-            given = {**options, "max_num_seqs": most, "deterministic": chosen}
-            with started(self.model, speed=speed, **given) as subject:
+            given = {**self.many, "max_num_seqs": count, "deterministic": chosen}
+            with started(self.model, speed=self.to.speed, **given) as subject:
                 source = _source(subject, self.sizes.workload)
-                found = throughput(subject, source.draw(most, SEED), source.warm_up(most, SEED))
+                found = throughput(subject, source.draw(count, SEED), source.warm_up(count, SEED))
             details[f"deterministic={chosen}"] = found
             rates.append(found["output_throughput"])
-        what = f"{most} at a time"
+        what = f"{count} at a time"
         rows = [self.row(what, rates[0], "tok/s"), self.row(f"{what}, deterministic", rates[1], "tok/s")]
         return [*rows, self.row(f"{what}, deterministic to not", rates[1] / rates[0], "times")], details
 
-    def start(self, options: Mapping[str, Any]) -> Found:
+    def start(self) -> Found:
         """Seconds until ready in a process of its own, with empty kernel caches and then with full ones.
 
         Imports and making the weights are not counted.
@@ -189,27 +228,43 @@ class Bench:
         rows, details = [], {}
         with tempfile.TemporaryDirectory() as cache:
             for state, target in START_TARGETS.items():
-                took = details[state] = seconds_of_start(self.model, options, Path(cache))
+                took = details[state] = seconds_of_start(self.model, self.options, Path(cache))
                 seconds, key = took["all"] - took["load"], "ready" if state == "empty" else None
                 rows.append(self.row(f"ready, kernel cache {state}", seconds, "s", target, key))
         return rows, details
 
+    def few_long(self) -> Found:
+        """Decode attention over a few long contexts among many short ones, beside the time to read keys and values.
 
-SHARED: Mapping[str, Callable[[Bench, Subject], Found]] = {
+        The keys of a launch do not fit in the L2 cache. What is planned for the batch is shared, as in a step.
+        """
+        (few, long), (many, short) = self.sizes.few, self.sizes.many
+        seqs = [(1, short)] * many
+        for place in range(few):  # evenly among the short ones
+            seqs.insert(place * (many + few) // few, (1, long))
+        case = attend(self.sizes.heads, seqs + [(0, 0)] * (self.sizes.slots - len(seqs)))
+        took = kernels.seconds_of([partial(case.ways[0].run, *each) for each in case.inputs])
+        limit = case.amount / self.to.speed.bandwidth
+        details = {"seconds": took, "limit_seconds": limit, "bytes": case.amount}
+        return [self.row(f"{few} x {long} + {many} x {short} keys", took * 1e3, "ms", limit * 1e3)], details
+
+
+Measure = Callable[[Bench, Subject], Found]
+SHARED: Mapping[str, Measure] = {
     "throughput": Bench.throughput, "latency": Bench.latency, "decode": Bench.decode, "profile": Bench.profile,
-    "full-load": Bench.full_load,
+    "full-load": Bench.full_load, "sweep": Bench.sweep,
 }  # fmt: skip
 """Parts that share one start with as many places as throughput has requests."""
-DEFAULTS: Mapping[str, Callable[[Bench, Subject], Found]] = {
+DEFAULTS: Mapping[str, Measure] = {
     "long-prompts": Bench.long_prompts, "batches": Bench.batches, "prefill": Bench.prefill,
 }  # fmt: skip
 """Parts that share one start with the defaults of `LLM`."""
-PARTS = (*SHARED, "sweep", *DEFAULTS, "splitfuse", "deterministic", "start", "few-long")
-
-
-def on_h200() -> bool:
-    """Whether what others reach on an H200 may stand beside what is measured here."""
-    return limits.device_name(DEVICE) == "h200"
+ALONE: Mapping[str, Callable[[Bench], Found]] = {
+    "splitfuse": Bench.splitfuse, "deterministic": Bench.deterministic, "start": Bench.start,
+    "few-long": Bench.few_long,
+}  # fmt: skip
+"""Parts with a start, or several, of their own."""
+PARTS = (*SHARED, *DEFAULTS, *ALONE)
 
 
 def _source(subject: Subject, workload: Workload) -> Any:
@@ -223,68 +278,9 @@ def longest(model: str, wanted: int) -> int:
 
 def seconds_of_start(model: str, options: Mapping[str, Any], cache: Path) -> dict[str, float]:
     """What a start in a new process took, in parts; whatever it compiles or measures is kept in `cache`."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache / "triton"), "OUTPACE_CACHE": str(cache / "outpace")}
-    command = [sys.executable, "-c", START, model, json.dumps(dict(options))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    parts: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    environment = {"TRITON_CACHE_DIR": str(cache / "triton"), "OUTPACE_CACHE": str(cache / "outpace")}
+    parts: dict[str, float] = report.child("-c", START, model, json.dumps(dict(options)), environment=environment)
     return parts
-
-
-def few_long(speed: Speed, sizes: Sizes) -> Found:
-    """Decode attention over a few long contexts among many short ones, beside the time to read their keys and values.
-
-    The keys of a launch do not fit in the L2 cache. What is planned for the batch is shared, as in a step.
-    """
-    (few, long), (many, short) = sizes.few, sizes.many
-    seqs = [(1, short)] * many
-    for place in range(few):  # evenly among the short ones
-        seqs.insert(place * (many + few) // few, (1, long))
-    case = attend(sizes.heads, seqs + [(0, 0)] * (sizes.slots - len(seqs)))
-    took = kernels.seconds_of([partial(case.ways[0].run, *each) for each in case.inputs])
-    limit, what = case.amount / speed.bandwidth, f"attention: {few} x {long} + {many} x {short} keys"
-    details = {"seconds": took, "limit_seconds": limit, "bytes": case.amount}
-    return [row(what, took * 1e3, "ms", limit * 1e3)], details
-
-
-def measure(bench: Bench, parts: Sequence[str], options: Mapping[str, Any], most: int, to: Report) -> None:
-    """The parts of a model in one way."""
-    title = f"{bench.model}{f', {bench.way}' * bool(bench.way)}"
-    picture = partial(report.picture, to.what, to.device, folder=to.folder)
-    first: dict[str, Callable[[Bench, Subject], Found]] = {**SHARED}
-    first["sweep"] = partial(Bench.sweep, picture=picture(name=f"{bench.model}_sweep"))
-    many = {"max_num_seqs": bench.sizes.requests, "max_model_len": longest(bench.model, most), **options}
-    plain = {"max_model_len": longest(bench.model, bench.sizes.max_model_len), **options}
-    if wanted := {name: run for name, run in first.items() if name in parts}:
-        share_start(bench, title, {"ready": Bench.ready, **wanted}, many, to)
-    share_start(bench, title, {name: run for name, run in DEFAULTS.items() if name in parts}, plain, to)
-    others: dict[str, Callable[[], Found]] = {
-        "splitfuse": partial(bench.splitfuse, to.speed, options, picture(name="splitfuse")),
-        "deterministic": partial(bench.deterministic, to.speed, many),
-        "start": partial(bench.start, options),
-    }
-    for name in [name for name in others if name in parts]:
-        to.part(f"{title}: {name}", others[name])
-
-
-def share_start(
-    bench: Bench,
-    title: str,
-    measures: Mapping[str, Callable[[Bench, Subject], Found]],
-    options: Mapping[str, Any],
-    to: Report,
-) -> None:
-    """Parts that share one start of a model."""
-    if not measures:
-        return
-    to.say(f"{title}: starting")
-    try:
-        with started(bench.model, speed=to.speed, **options) as subject:
-            for name, run in measures.items():
-                to.part(f"{title}: {name}", partial(run, bench, subject))
-    except Exception as error:  # it could not be started; each part looks after itself
-        to.failed(f"{title}: {', '.join(measures)}", error)
 
 
 def draw_steps(model: str, labels: Sequence[str], to: Report) -> None:
@@ -298,34 +294,33 @@ def draw_steps(model: str, labels: Sequence[str], to: Report) -> None:
             least = {batch: each["outpace"]["limit"]["decode_tokens_per_second"] for batch, each in steps.items()}
             lines[f"limit of {label}"] = {batch: 1e3 / rate for batch, rate in least.items()}
     if lines:
-        plot_steps(lines, f"{model} on {to.device}", report.picture(to.what, to.device, model, to.folder))
+        plot_steps(lines, f"{model} on {to.device}", to.picture(model))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is asked for. The first word is the name of a plan."""
-    what = sys.argv[1] if sys.argv[1:] and sys.argv[1] in PLANS else "runtime"
+    given = sys.argv[1:] if arguments is None else arguments
+    what = given[0] if given and given[0] in PLANS else "runtime"
     plan, options = PLANS[what], report.parser(__doc__)
     options.add_argument("plan", nargs="?", choices=PLANS, default="runtime")
     options.add_argument("--models", default=plan.models, help="shapes, or models")
     options.add_argument("--only", type=report.names(PARTS), default=plan.parts, help=f"parts: {', '.join(PARTS)}")
     options.add_argument("--experts", type=report.names(EXPERTS), default=plan.experts, help="implementations")
     options.add_argument("--schemes", default=plan.schemes, help="of quantization: none,int8,int4,fp8,fp8+fp8, ...")
-    options.add_argument("--max-model-len", type=int, default=4096, help="most tokens of a request")
     options.add_argument("--options", type=report.json_object, default={}, help="others of LLM, as JSON")
     options.add_argument("--tiny", action="store_true", help="little work, to try it on a CPU")
-    asked = options.parse_args()
+    asked = options.parse_args(given)
     to = Report(what, asked.out)
     if asked.options:
         to.notes["options of LLM"] = json.dumps(asked.options)
-    sizes = TINY if asked.tiny else plan.sizes
-    found = ways(asked.experts, asked.schemes.split(","))
+    sizes, found = TINY if asked.tiny else plan.sizes, ways(asked.experts, asked.schemes.split(","))
     for model in asked.models.split(","):
-        for label, given in found.items():
-            bench = Bench(model, label, sizes, plan.others)
-            measure(bench, asked.only, {**given, **asked.options}, asked.max_model_len, to)
+        for way, chosen in found.items():
+            bench = Bench(model, to, sizes, way, {**chosen, **asked.options}, plan.others)
+            bench.measure([part for part in asked.only if part != "few-long"])
         draw_steps(model, list(found), to)
     if "few-long" in asked.only:
-        to.part("attention: few-long", partial(few_long, to.speed, sizes))
+        Bench("attention", to, sizes).measure(["few-long"])
     to.show()
 
 

@@ -111,6 +111,8 @@ def experts_read(total: int, top_k: int, ranks: int, batch: int) -> tuple[float,
 
     Every expert is as likely as any other; the mean of many draws.
     """
+    if not total:
+        return 0.0, 0.0
     draw = np.random.default_rng(0).random((DRAWS, batch, total), dtype=np.float32)
     chosen = np.zeros((DRAWS, total), dtype=bool)
     places = np.argpartition(draw, top_k - 1, axis=2)[:, :, :top_k].reshape(DRAWS, -1)
@@ -126,24 +128,26 @@ class Step(NamedTuple):
     floor: float
 
 
+@cache
+def newest(folder: Path, what: str, key: str) -> tuple[dict[str, Any], Any] | None:
+    """The newest H200 results of a kind that have this part: the whole file, and the part."""
+    for path in sorted(folder.glob(f"{what}_h200_*.json"), reverse=True):
+        content = json.loads(path.read_text())
+        found = content.get("details", {})
+        if key in found and found[key] and "error" not in found[key]:
+            return content, found[key]
+    return None
+
+
 @dataclass(frozen=True)
 class Measured:
     """What results say."""
 
     folder: Path
 
-    def details(self, what: str, key: str) -> tuple[dict[str, Any], Any] | None:
-        """The newest H200 results of a kind that have this part: the whole file, and the part."""
-        for path in sorted(self.folder.glob(f"{what}_h200_*.json"), reverse=True):
-            content = json.loads(path.read_text())
-            found = content.get("details", {})
-            if key in found and found[key] and "error" not in found[key]:
-                return content, found[key]
-        return None
-
     def needed(self, what: str, key: str) -> tuple[dict[str, Any], Any]:
-        """The same, where nothing can be predicted without it."""
-        if (found := self.details(what, key)) is None:
+        """Results without which nothing can be predicted."""
+        if (found := newest(self.folder, what, key)) is None:
             raise SystemExit(f"{self.folder}: no results {what}_h200_*.json have {key!r}; measure them first")
         return found
 
@@ -156,21 +160,16 @@ class Measured:
     @cached_property
     def reading(self) -> float:
         """What a step takes for each second of its floor: the slope of a line through two models of one run."""
-        name = f"{DENSE}: latency"
         content, _ = self.needed("runtime", f"{SMALL}: latency")
-        large, small = (_step(content["details"][key]) for key in (name, f"{SMALL}: latency"))
-        layers = [SHAPES[model]["num_hidden_layers"] for model in (DENSE, SMALL)]
-        (x1, y1), (x0, y0) = (
-            (step.floor / count, step.took / count) for step, count in zip((large, small), layers, strict=True)
-        )
+        steps = {model: _step(content["details"][f"{model}: latency"]) for model in (DENSE, SMALL)}
+        layers = {model: SHAPES[model]["num_hidden_layers"] for model in steps}
+        (x1, y1), (x0, y0) = ((step.floor / layers[model], step.took / layers[model]) for model, step in steps.items())
         return (y1 - y0) / (x1 - x0)
 
     def whole(self, model: str, weights: str) -> dict[int, Step]:
         """Steps of a whole model on one GPU, by batch."""
-        what, key = ("moe", f"{model}, triton: decode")
-        if model == DENSE:
-            what, key = ("quantization", f"{model}, {WEIGHTS[weights]}: decode")
-        _, found = self.needed(what, key)
+        what, way = ("quantization", WEIGHTS[weights]) if model == DENSE else ("moe", "triton")
+        _, found = self.needed(what, f"{model}, {way}: decode")
         return {int(batch): _step(each) for batch, each in found.items()}
 
     def fixed(self, moe: bool, weights: str, batch: int) -> float:
@@ -194,7 +193,7 @@ class Measured:
         if ranks == 1 and model == DENSE:
             return self.whole(model, weights)[batch].took
         name = f"{model}, one of {ranks} ranks, {WEIGHTS[weights]}: steps"
-        if (found := self.details("ranks_steps", name)) is None or str(batch) not in found[1]["batches"]:
+        if (found := newest(self.folder, "ranks_steps", name)) is None or str(batch) not in found[1]["batches"]:
             return None
         return float(found[1]["batches"][str(batch)]["step_ms"]) / 1e3
 
@@ -253,17 +252,21 @@ class Prediction(NamedTuple):
         return f"{steps[0]:.2f}–{steps[1]:.2f} ms, {rates[0]:,.0f}–{rates[1]:,.0f}/s"
 
     def row(self) -> dict[str, Any]:
-        """For a table."""
         rate = 1e3 * self.batch / self.step
         return {**self._asdict(), "step": self.step, "tokens/s": rate, "tokens/s a GPU": rate / self.ranks}
 
 
+@cache
+def share_of(model: str, weights: str, ranks: int) -> Share:
+    """What one rank of a model holds and reads."""
+    return Share.of(rank_shape(model, ranks), weights, SHAPES[model].get("num_experts", 0))
+
+
 def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int) -> Prediction:
     """The step of one model."""
-    whole = SHAPES[model]
-    experts = whole.get("num_experts", 0)
-    share, speed = Share.of(rank_shape(model, ranks), weights, experts), measured.speed
-    mean, most = experts_read(experts, whole["num_experts_per_tok"], ranks, batch) if experts else (0.0, 0.0)
+    experts, top_k = (SHAPES[model].get(key, 0) for key in ("num_experts", "num_experts_per_tok"))
+    share, speed = share_of(model, weights, ranks), measured.speed
+    mean, most = experts_read(experts, top_k, ranks, batch)
     floor = share.floor(batch, most, speed)
     took, source = measured.rank(model, ranks, weights, batch), "measured"
     if took is None:
@@ -346,13 +349,12 @@ def _draw(axis: Any, some: Sequence[Prediction], label: str, colour: str) -> Non
         axis.plot(ranks, [each.floor for each in some], "--", color=colour, alpha=0.5, label=f"{label}, floor")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Predict everything."""
     options = report.parser(__doc__)
-    options.add_argument("--results", type=Path, default=report.RESULTS, help="folder with what was measured")
     options.add_argument("--docs", action="store_true", help="write the tables and the picture of docs/scaling.md anew")
-    asked = options.parse_args()
-    measured = Measured(asked.results)
+    asked = options.parse_args(arguments)
+    measured = Measured(report.RESULTS)
     found = predictions(measured)
     notes: dict[str, Any] = {
         "read bandwidth TB/s": measured.speed.bandwidth / 1e12,

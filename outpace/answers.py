@@ -35,7 +35,7 @@ class Answer:
     text: Detokenizer | None
 
     def add(self, token: int, reason: FinishReason | None, logprobs: TokenLogprobs | None) -> FinishReason | None:
-        """Append a token, which the scheduler says is the last if there is a `reason`; the reason if it is the last."""
+        """Append a token. reason: set if the scheduler ends the request here. Returns why the answer ends, or None."""
         completion, params = self.completion, self.request.params
         completion.token_ids.append(token)
         if logprobs is not None and completion.logprobs is not None:
@@ -52,7 +52,7 @@ class Answer:
         return reason
 
     def end(self, reason: FinishReason) -> None:
-        """No more tokens will come."""
+        """Set why the answer ended, and complete its text."""
         self.completion.finish_reason = reason
         if self.text is not None:
             self.text.finish()
@@ -70,21 +70,20 @@ class Group:
     tokenizer: PreTrainedTokenizerBase | None
     answers: list[Answer] = field(default_factory=list)
     held: list[Answer] = field(default_factory=list)
-    """Answers that begin once the first has computed what they share."""
+    """Answers that start when the first one has computed the prompt, which they share."""
     arrival: int = 0
     """Its place in the queue, which all its answers keep."""
     check: Callable[[str], StructureCheck] | None = None
     """Checks what the grammar does not enforce."""
 
     def lose(self) -> None:
-        """A step failed: no answer will grow any more."""
+        """Abort the answers that have not ended, because a step failed."""
         for answer in self.answers:
             if answer.completion.finish_reason is None:
                 answer.end(FinishReason.ABORT)
 
     def add_prompt_logprobs(self, found: Mapping[int, TokenLogprobs]) -> None:
-        """Take in log-probabilities of tokens of the prompt, by position."""
-        assert self.output.prompt_logprobs is not None, "they were not asked for"
+        assert self.output.prompt_logprobs is not None, "asked for"
         for position, entry in found.items():
             self.output.prompt_logprobs[position] = with_texts(entry, self.tokenizer)
 
@@ -106,7 +105,7 @@ def make_group(
     grammar: CompiledGrammar | None = None,
     watch: WatchLogits | None = None,
 ) -> Group:
-    """A prompt with n answers, none of them begun."""
+    """A prompt with n answers, none of them started."""
     _check_types(request_id, prompt_token_ids, params, priority, cache_salt)
     _check_caller(caller, weight, streamed, pooling)
     if grammar is not None and not (eos_token_ids or params.stop_token_ids):
@@ -165,7 +164,7 @@ def _check_caller(caller: object, weight: object, streamed: object, pooling: obj
 
 
 def with_texts(logprobs: TokenLogprobs, tokenizer: PreTrainedTokenizerBase | None) -> TokenLogprobs:
-    """The same with the text of each token."""
+    """Log-probabilities with the text of each token added."""
     if tokenizer is None:
         return logprobs
     texts = token_texts(tokenizer, list(logprobs))
@@ -174,7 +173,7 @@ def with_texts(logprobs: TokenLogprobs, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _of_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of n answers: each has a seed of its own, and the first tells of the prompt for all."""
+    """The parameters of one of n answers: each has its own seed, and only the first returns prompt_logprobs."""
     if params.n == 1:
         return params
     seed = None if params.seed is None else (params.seed + index) % 2**64

@@ -1,10 +1,9 @@
-"""InferenceEngine: somebody's module, made ready to run, and still usable as that module."""
+"""InferenceEngine: makes the user's module ready to run; it can still be used like that module."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -29,7 +28,7 @@ _SEEDING = threading.Lock()  # seeded calls of a process take turns: Hugging Fac
 
 
 class InferenceEngine(nn.Module):
-    """The model, converted and placed, behind `engine(...)` and `engine.generate(...)`.
+    """A converted model on its device, called with `engine(...)` and `engine.generate(...)`.
 
     Attributes the engine does not have are the model's own: `engine.config`, `engine.get_input_embeddings()`, ...
     The model is changed in place, not copied.
@@ -53,24 +52,23 @@ class InferenceEngine(nn.Module):
         self._fused = isinstance(prepared.injection, Fused)
         self._profiler = Profiler(self._device)
         self.streaming = prepared.streaming
-        """Layers that do not stay on the device; None: all do."""
+        """Layers that are streamed to the device; None: all layers stay there."""
         self._graphs = self._make_graphs(config)
         self._fast = self._make_fast(prepared, config)
         self.eval()
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
         return self._device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return self._dtype
 
     @property
     def generation_config(self) -> Any:
-        """The model's own, and set there."""
+        """The generation config of the model; setting it changes the model's."""
         return self._alive().generation_config
 
     @generation_config.setter
@@ -79,7 +77,7 @@ class InferenceEngine(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, from a captured CUDA graph where that is turned on. Inputs are moved to its device."""
+        """Call the model, with CUDA graphs if they are turned on. Inputs are moved to its device."""
         module = self._alive()
         self._refuse_attentions(kwargs.get("output_attentions"))
         if self._graphs is None:
@@ -99,7 +97,7 @@ class InferenceEngine(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's `generate`, with its arguments and results; a prompt may be padded on either side.
 
-        `seed=` makes one call repeatable, before the config's; torch's global generator is left as it was.
+        seed: makes this call repeatable; it overrides the config's seed. torch's global generator does not change.
         """
         module = self._alive()
         seed = kwargs.pop("seed", None)
@@ -136,7 +134,8 @@ class InferenceEngine(nn.Module):
         if seed is None:
             yield
             return
-        with _SEEDING, torch.random.fork_rng(self._cuda_devices()):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with _SEEDING, torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             yield
 
@@ -145,7 +144,7 @@ class InferenceEngine(nn.Module):
             raise NotSupported("output_attentions: fused layers keep no attention weights; leave kernel injection off")
 
     def profile_model_time(self, use_cuda_events: bool = True, *, modules: bool = False) -> None:
-        """Take times of every forward and generate from now on; `modules`: of every submodule too."""
+        """Measure the time of every forward and generate from now on. modules: also of every submodule."""
         graphs = self._graphs is not None
         self._profiler.start(self._alive(), use_cuda_events=use_cuda_events, modules=modules, graphs=graphs)
 
@@ -158,7 +157,7 @@ class InferenceEngine(nn.Module):
         (console or Console()).print(self._profiler.table())
 
     def destroy(self) -> None:
-        """Let go of the model, the graphs and their memory. The engine cannot be used afterwards."""
+        """Free the model, the graphs and their memory. The engine cannot be used afterwards."""
         self._profiler.stop()
         if self._graphs is not None:
             self._graphs.clear()
@@ -172,9 +171,7 @@ class InferenceEngine(nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.destroy()
 
     def __getattr__(self, name: str) -> Any:
@@ -194,16 +191,13 @@ class InferenceEngine(nn.Module):
     def _here(self, value: Any) -> Any:
         return moved(value, self._device)
 
-    def _cuda_devices(self) -> list[torch.device]:
-        return [self._device] if self._device.type == "cuda" else []
-
     def _make_graphs(self, config: InferenceConfig) -> ForwardGraphs | None:
         if not config.enable_cuda_graph:
             return None
         if self.streaming is not None and not self.streaming.capturable:
             raise ConfigError(
                 "enable_cuda_graph: layers that come from a file, from memory that is not page-locked, or with experts "
-                "that are fetched when they are chosen cannot be part of a graph; leave it out, or give more memory"
+                "that are fetched when they are chosen cannot be part of a graph; remove it, or give more memory"
             )
         if self.info.graphs_itself:
             chosen("cuda graphs", "local", "a submodule captures its own; the engine runs eager around it")

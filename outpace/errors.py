@@ -20,7 +20,7 @@ class InputError(OutpaceError, ValueError):
 
 
 class StateError(OutpaceError, RuntimeError):
-    """A call that cannot work now: the engine is destroyed, or profiling was not turned on."""
+    """A call that cannot work in this state: the engine is destroyed, or profiling is not turned on."""
 
 
 class Overloaded(OutpaceError, RuntimeError):
@@ -28,11 +28,11 @@ class Overloaded(OutpaceError, RuntimeError):
 
 
 class EngineDead(OutpaceError, RuntimeError):
-    """The engine failed or its process ended under the request; the same call can work later."""
+    """The engine failed or its process ended during the request; the same call can work later."""
 
 
 class EngineUnavailable(EngineDead):
-    """There is no engine at this moment, and nothing was begun; the same call can work later."""
+    """There is no engine at this moment, so the request was not started; the same call can work later."""
 
 
 class ModelError(OutpaceError, ValueError):
@@ -40,19 +40,19 @@ class ModelError(OutpaceError, ValueError):
 
 
 class DownloadError(OutpaceError, RuntimeError):
-    """Something had to be fetched and could not be, or was not what it should be."""
+    """A download failed, or the file has a wrong checksum."""
 
 
 class OffloadError(OutpaceError, RuntimeError):
-    """Weights or pages that live outside the device could not be written, read, or were not what they should be."""
+    """Weights or pages in host memory or files could not be written or read, or have a wrong checksum."""
 
 
 class NotSupported(OutpaceError, NotImplementedError):
-    """Outpace does not do this, and says so instead of doing something else."""
+    """Outpace does not support this."""
 
 
 class NotSupportedYet(NotSupported):
-    """A field that is understood, whose capability a later release brings."""
+    """A known field that this release does not support yet."""
 
     def __init__(self, field: str, capability: str) -> None:
         super().__init__(f"{field}: {capability} is not in this release yet; leave {field} at its default")

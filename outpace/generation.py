@@ -1,4 +1,4 @@
-"""What `generate` checks and rearranges before Hugging Face's loop runs, and undoes after it."""
+"""Checks and prepares the arguments of `generate`, and restores the caller's prompt in the result."""
 
 import functools
 import inspect
@@ -27,9 +27,9 @@ class Call:
     setting: Callable[[str], Any]
     """A generation setting as Hugging Face resolves it."""
     mask: torch.Tensor | None = None
-    """Which tokens of a decoder's prompt count, given or seen from its padding; None: all."""
+    """Which tokens of a decoder's prompt are not padding, as given or by the pad token; None: all."""
     prompt: torch.Tensor | None = None
-    """The caller's right-padded prompt, where it had to be moved to the right."""
+    """The caller's right-padded prompt, if its padding was moved to the left."""
 
     def restore(self, output: Any) -> Any:
         """The output with the caller's own prompt in front of the new tokens."""
@@ -44,7 +44,7 @@ class Call:
 def check_call(
     module: nn.Module, info: ModelInfo, config: InferenceConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Call:
-    """Refuse what cannot work, before anything is allocated; pad on the left what was padded on the right."""
+    """Refuse what cannot work, before anything is allocated; move right padding to the left."""
     if not info.can_generate:
         raise NotSupported(f"generate: {type(module).__name__} is not a generative model; call the engine itself")
     named = _by_name(module, args, kwargs)
@@ -93,7 +93,7 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @functools.cache
 def _positional(generate: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's arguments; a method's own first one is left out."""
+    """The names of a function's arguments, without `self`."""
     given = inspect.signature(generate).parameters.items()
     return tuple(name for name, each in given if each.kind != each.VAR_KEYWORD and name != "self")
 
@@ -152,7 +152,7 @@ def _check_mask(named: Mapping[str, Any], prompt: torch.Tensor | None) -> torch.
 def _check_length(
     named: Mapping[str, Any], given: torch.Tensor | None, settings: _Settings, info: ModelInfo, config: InferenceConfig
 ) -> None:
-    """Prompt plus new tokens must fit, whichever way each of them was given."""
+    """Raise if prompt and new tokens do not fit, however each of them was given."""
     prompt = _prompt_length(named, given, info)
     name, total = _total_length(prompt, settings, info)
     limit = config.max_out_tokens
@@ -178,7 +178,7 @@ def _check_length(
 
 
 def _total_length(prompt: int, settings: _Settings, info: ModelInfo) -> tuple[str, int]:
-    """The longest the sequence may get, and the setting that says so; Hugging Face's rules."""
+    """The setting that limits the sequence, and the most tokens it allows, by Hugging Face's rules."""
     for name in ("max_new_tokens", "max_length"):
         value = settings.get(name)
         if value is None:
@@ -211,9 +211,9 @@ def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor
 def _pad_left(
     named: dict[str, Any], ids: torch.Tensor | None, mask: torch.Tensor | None
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Decoders continue from the last column: move padding that stands there to the front.
+    """Move right padding to the left, because decoders continue from the last column.
 
-    The arguments, and the ids as they were where they had to be moved.
+    Returns the arguments, and the original ids if they were moved.
     """
     prompt = _prompt(named, ids)
     if mask is None or prompt is None or named.get("past_key_values") is not None or mask.shape != prompt.shape[:2]:

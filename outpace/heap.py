@@ -1,4 +1,4 @@
-"""Memory that this process does not use any more, given back to the system. No torch: every process may do this."""
+"""Returns freed memory to the system. Imports no torch, so that every process can use it."""
 
 import ctypes
 import sys
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 
 def give_memory_back() -> None:
-    """Return what is free to the system: glibc keeps gigabytes for threads that once needed them."""
+    """Return free memory to the system: otherwise glibc keeps gigabytes for threads that once needed them."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -39,7 +38,7 @@ Prompt = str | list[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": [...]}, perhaps with a "cache_salt"."""
 Message = dict[str, Any]
 
-LOST = "the request was lost when a step that another thread took failed; ask again"
+LOST = "the request was lost, because a step failed in another thread; send it again"
 
 
 class LLM:
@@ -70,12 +69,12 @@ class LLM:
         """What the start took, by part."""
         self._numbers = itertools.count()
         self._lock = Turns()  # one thread takes a step; every request is in it
-        self._tokenizing = threading.Lock()  # steps need not wait for somebody's long prompt
+        self._tokenizing = threading.Lock()  # steps do not wait while a long prompt is tokenized
         logger.info("ready: %s", by_part(self.startup_seconds, parts.weight_bytes))
 
     @property
     def engine(self) -> LLMEngine:
-        """What runs the requests, for those who drive it: `add_request`, `step`, `abort`."""
+        """The engine that runs the requests, for callers of `add_request`, `step` and `abort`."""
         if self._engine is None:
             raise StateError("the LLM is shut down; make a new one")
         return self._engine
@@ -128,7 +127,7 @@ class LLM:
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt: the mean or the last of its hidden states, of length 1 unless told otherwise."""
+        """One vector for each prompt: the mean or the last of its hidden states, scaled to length 1 if `normalize`."""
         params, groups = SamplingParams(max_tokens=0), []
         for prompt in _as_prompts(prompts):
             groups.append(self._make(prompt, params, pooling=pooling, streamed=False))
@@ -138,7 +137,7 @@ class LLM:
     def prompt_logits(
         self, prompts: Sequence[list[int]], watch: Callable[[int, int, torch.Tensor], None], *, use_tqdm: bool = True
     ) -> None:
-        """Compute prompts, of token ids, and hand out the logits of every position, without keeping them.
+        """Compute prompts of token ids, and pass the logits of every position to `watch`, without keeping them.
 
         `watch(prompt, position, logits)` is called while the steps run: row i of logits [T, V], on the model's device,
         predicts the token at `position + i` of that prompt. A piece comes again if its request was preempted.
@@ -160,7 +159,7 @@ class LLM:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise InputError(f"messages[{position}]: expected a dict with role and content, got {message!r}")
         if refused := {"tokenize", "return_dict", "return_tensors"} & template.keys():
-            raise InputError(f"{min(refused)}: token ids are returned as a list; leave it out")
+            raise InputError(f"{min(refused)}: token ids are returned as a list; remove it")
         options = {"add_generation_prompt": True, **template, "tokenize": True, "return_dict": True}
         try:
             encoded: Any = tokenizer.apply_chat_template(messages, **options)
@@ -177,13 +176,13 @@ class LLM:
         return self._follow(self._make(prompt, params))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no parameters are given: the model's generation config, see `generation_config`."""
+        """The parameters of requests without any: the model's generation config, see `generation_config`."""
         return self.engine.default_sampling_params
 
     def expert_load(self) -> torch.Tensor:
-        """Tokens that each expert has had since the start, [layers that have experts, experts], int64.
+        """Tokens of each expert since the start, [layers with experts, experts], int64.
 
-        [0, 0] for a model without experts. It waits for the step that runs.
+        [0, 0] for a model without experts. Waits for the running step.
         """
         if (stages := self.engine.ranks.config.pipeline_parallel.pp_size) > 1:
             raise NotSupported(
@@ -194,11 +193,10 @@ class LLM:
             return torch.zeros(0, 0, dtype=torch.int64) if experts is None else experts.read()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
         return self._need_tokenizer("get_tokenizer")
 
     def shutdown(self) -> None:
-        """Let go of the model, the pages and the graphs, and end the other ranks. Requests that run are lost."""
+        """Free the model, the pages and the graphs, and end the other ranks. Running requests are lost."""
         with self._lock:
             engine, self._engine = self._engine, None
             if engine is not None:
@@ -209,9 +207,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _make(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Group:
@@ -247,7 +243,7 @@ class LLM:
         return [group for _, group in firsts]
 
     def _follow(self, group: Group) -> Iterator[RequestOutput]:
-        """The output of a request whenever it has grown, whoever took the steps."""
+        """Yield the output of a request whenever it has grown; other threads may run the steps."""
         output, seen, epoch = group.output, 0, self.engine.epoch
         try:
             with self._lock:
@@ -272,7 +268,7 @@ class LLM:
         self.engine.step()
 
     def _check_kept(self, groups: list[Group]) -> None:
-        """Nobody here aborts a request that is waited for: one that was aborted was lost."""
+        """Raise if a request was aborted: nobody aborts a request that is waited for, so it was lost."""
         if any(each.finish_reason is FinishReason.ABORT for group in groups for each in group.output.outputs):
             self.engine.ranks.check()
             raise StateError(LOST)

@@ -39,18 +39,18 @@ class LLMEngine:
     def __init__(
         self, parts: PagedParts, tokenizer: PreTrainedTokenizerBase | None = None, ranks: Ranks | None = None
     ) -> None:
-        """ranks: the way to those that run the same steps, see `load_ranked`; the engine ends them with itself."""
+        """ranks: the other ranks, see `load_ranked`; the engine ends them when it ends."""
         self.tokenizer = tokenizer
         self.ranks = ranks or Ranks(parts.config)
         self._parts = parts
         self._config = parts.config
         whole = parts.model.stage.count == 1
         self.experts = ExpertLoad.of(parts.module, parts.device) if whole else None
-        """Tokens of each expert; None: the model has none, or is in stages, of which each has its own."""
+        """Tokens of each expert; None: the model has no experts, or several stages, which count their own."""
         with starting(self.ranks, parts.streaming):
             self._started = start_runner(parts.model, parts.config, parts.max_model_len, secrets.randbits(63))
         self.close = weakref.finalize(self, let_go, self.ranks, parts.streaming)
-        """Ends the other ranks, if there are any, and what streams layers; so does the end of the engine."""
+        """Ends the other ranks and the streaming of layers; so does garbage collection of the engine."""
         if self.experts is not None:
             self.experts.clear()
         self._runner = self._started.runner
@@ -60,44 +60,42 @@ class LLMEngine:
         self._compiling = threading.Lock()
         self._overlap = parts.device.type == "cuda" if asked is None else asked
         self.totals = Totals()
-        """What has been scheduled; it goes on after an error."""
+        """Counters of what was scheduled; an error does not reset them."""
         self.epoch = 0
-        """How often a step has failed: requests of an earlier epoch are gone."""
+        """Number of failed steps: requests of an earlier epoch are lost."""
         self._begin()
 
     @property
     def startup_seconds(self) -> dict[str, float]:
-        """What the start of the runner took, by part."""
         return self._started.seconds
 
     @property
     def streaming(self) -> Streaming | None:
-        """Layers that do not stay on the device; None: all do."""
+        """Layers that are streamed to the device; None: all layers stay there."""
         return self._parts.streaming
 
     @property
     def step_seconds(self) -> float | None:
-        """What a step should take at most while a request is streamed; None: its tokens were not chosen for a time."""
+        """Most seconds of a step while a request is streamed; None: the step size was not chosen by time."""
         return self._started.budget.step_seconds
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a request."""
         return self._started.limits.max_model_len
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens that the model knows; None: it does not say."""
+        """Size of the vocabulary; None: unknown."""
         return self._parts.vocab_size
 
     @property
     def scheduler(self) -> Scheduler:
-        """Who runs and who waits."""
+        """The scheduler of running and waiting requests."""
         return self._scheduler
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """What the model's generation config sets of SamplingParams, see the option `generation_config`."""
+        """The SamplingParams that the model's generation config sets, see the option `generation_config`."""
         return self._parts.sampling
 
     @property
@@ -148,7 +146,7 @@ class LLMEngine:
         return bool(self._runner.deferred)
 
     def catch_up(self) -> None:
-        """Do a piece of what the start has left for later, a tenth of a second at most: while there are no requests."""
+        """Do a part of the deferred start-up work, at most a tenth of a second. Call it while there are no requests."""
         self._runner.catch_up(idle=True)
 
     def make(
@@ -159,9 +157,9 @@ class LLMEngine:
         grammar: CompiledGrammar | None = None,
         **options: Any,
     ) -> Group:
-        """Check a request and put it together. Nothing is queued; options are those of `make_group`.
+        """Check a request and make it, without queueing it. Options are those of `make_group`.
 
-        grammar: what `params.structured_outputs` was compiled to elsewhere; without one it is compiled here.
+        grammar: the compiled `params.structured_outputs`; None: it is compiled here.
         """
         check = None
         if grammar is None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
@@ -183,7 +181,7 @@ class LLMEngine:
         return group
 
     def submit(self, group: Group, *, limited: bool = True) -> RequestOutput:
-        """Queue what was made, `limited` by max_waiting; its output is brought up to date in place."""
+        """Queue a request, `limited` by max_waiting; its output is updated in place."""
         name, first = group.output.request_id, group.answers[0]
         if name in self._groups:
             raise InputError(f"request_id: {name!r} is in use")
@@ -196,17 +194,17 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
-        """Queue a request, or say why it cannot be; its output is brought up to date in place."""
+        """Make and queue a request; its output is updated in place."""
         given = self.default_sampling_params if params is None else params
         return self.submit(self.make(request_id, prompt_token_ids, given, **options))
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it is; False if there is none of that name."""
+        """End a request in any state; False: there is none with this id."""
         group = self._groups.get(request_id)
         return group is not None and self.leave(group)
 
     def leave(self, group: Group) -> bool:
-        """Abort what was made; False if it is not being answered."""
+        """Abort a request; False: it is not queued or running."""
         if self._groups.get(group.output.request_id) is not group:
             return False
         for answer in group.answers:
@@ -215,7 +213,7 @@ class LLMEngine:
         return True
 
     def end(self, group: Group, index: int) -> None:
-        """End one answer of a request that is being answered as if it had met a stop string; the others go on."""
+        """End one answer of a request as if a stop string had appeared; its other answers continue."""
         answer = group.answers[index]
         if answer.completion.finish_reason is None:
             self._end(answer, FinishReason.STOP)
@@ -223,13 +221,13 @@ class LLMEngine:
                 self._add_held(group)
 
     def is_waiting(self, group: Group) -> bool:
-        """Whether no step has had any of a request's tokens: its first answer waits, and the others wait for it."""
+        """Whether a request waits for its first step: its first answer waits, and the others wait for that one."""
         return self._scheduler.is_waiting(group.answers[0].request.request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, then take in the result of the one before: the outputs that have changed.
+        """Launch the next step, then read the result of the previous one; returns the outputs that changed.
 
-        After an error every request is gone, and the engine is ready for new ones.
+        After an error all requests are lost, and the engine is ready for new ones.
         """
         try:
             if self._threads is not None:
@@ -262,16 +260,16 @@ class LLMEngine:
             raise
 
     def _drain(self, error: BaseException) -> None:
-        """After an error: take in what other stages have sent, unless these are gone."""
+        """After an error: receive what other stages have sent, unless these have ended."""
         with contextlib.suppress(Exception):
             while self._sent and not isinstance(error, EngineDead):
                 self.ranks.check()
                 self._runner.launch(self._sent.popleft())
 
     def _launch_next(self, step: Step) -> None:
-        """Launch steps that have been sent. This rank has the last stage: the newest ones are in those before it.
+        """Launch steps that were sent to all stages. This rank has the last stage, so earlier stages run newer steps.
 
-        If the newest one has nothing to do, everything is in flight: the first of these is waited for.
+        If the newest step is empty, all work is in flight, so wait for the oldest step that is not.
         """
         before, waits = self._parts.model.stage.count - 1, not step.sequences
         while self._sent and (len(self._sent) > before or waits):
@@ -279,7 +277,6 @@ class LLMEngine:
             waits = waits and not launched.sequences
 
     def _begin(self) -> None:
-        """Start with no requests."""
         cache, scheduler, started = self._config.cache, self._config.scheduler, self._started
         limits = started.limits
         pool = BlockPool(started.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
@@ -361,7 +358,7 @@ class LLMEngine:
             del self._groups[group.output.request_id]
 
     def _fail(self, group: Group, problem: str) -> None:
-        """End a request that cannot go on; the others do."""
+        """End a request with an error; other requests continue."""
         logger.warning("request %s failed: %s", group.output.request_id, problem)
         group.output.error = problem
         for answer in group.answers:
@@ -369,7 +366,7 @@ class LLMEngine:
                 self._end(answer, FinishReason.ERROR)
 
     def _compile(self, asked: StructuredOutputs) -> tuple[CompiledGrammar, SchemaCheck | None]:
-        """The grammar of an answer, and the check of what it does not enforce."""
+        """The grammar of an answer, and a check of what the grammar does not enforce."""
         if self.tokenizer is None:
             raise ModelError(f"structured_outputs: they need a tokenizer; {NO_TOKENIZER}")
         with self._compiling:

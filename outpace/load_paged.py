@@ -95,7 +95,6 @@ def find_stages(
 
 
 def _reads(config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase) -> bool:
-    """Whether the model's tokenizer is needed."""
     return tokenizer is True or (tokenizer is False and config.quant is not None and config.quant.reads_text)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from outpace.cache.kv_cache import check_page_dtype
 from outpace.config import InferenceConfig
 from outpace.config.quantization import QuantizationConfig
-from outpace.errors import ConfigError, ModelError, NotSupported, OffloadError, OutpaceError, as_field
+from outpace.errors import ConfigError, ModelError, NotSupported, OffloadError, as_field
 from outpace.inject.injection import Injection, Paged, plan_injection
 from outpace.inject.make import Maker
 from outpace.inject.paged import MAX_TOKENS, BatchModel, PagedModel
@@ -42,7 +42,7 @@ from outpace.loading.targets import Before, needed_of
 from outpace.loading.weights import Source, Weights, stored_bytes
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
-from outpace.parallel.mesh import NO_MESH, Mesh, make_mesh
+from outpace.parallel.mesh import NO_MESH, Mesh, make_mesh, on_all
 from outpace.parallel.pipeline import ONLY
 from outpace.quant.asked import NAMED, asked_plan, asked_rules, runs_stored
 from outpace.quant.fast import check_runs, runs
@@ -183,7 +183,11 @@ class _Job:
         sources = self.sources
         if self.cut is not None and sources is not None:
             sources = needed_of(self.module, before, sources)
-        away = _plan_away(self.module, before, self.config, self.device, sources, self.mesh)
+        away = on_all(
+            lambda: self._plan_away(before, sources),
+            lambda good: bool(self.mesh.stage.peers.least(int(good), self.device)),
+            OffloadError("offload: another rank cannot place its layers; see the error of that rank"),
+        )
         at_fill, read = time.perf_counter(), 0
         with _put_away(away):
             if sources is None:
@@ -210,6 +214,11 @@ class _Job:
             cut=self.cut,
         )
 
+    def _plan_away(self, before: Before, sources: Mapping[str, Source] | None) -> Streaming | None:
+        """Which layers do not stay on the device; each stage decides for its own layers."""
+        mesh = replace(self.mesh, stage=ONLY)
+        return plan_streaming(self.module, before, self.config, self.device, sources, mesh)
+
     def _replace_layers(self) -> QuantizedReport | None:
         """Put our layers in place of the model's, still empty; what is quantized among them."""
         make = Maker(self.module, self.kernels, self.rules)
@@ -232,29 +241,6 @@ class _Job:
         with progress(needed, shown=self.mesh.first) as advance:
             fill(self.module, before, sources, self.device, advance, away)
         return stored_bytes(needed)
-
-
-def _plan_away(
-    module: nn.Module,
-    before: Before,
-    config: InferenceConfig,
-    device: torch.device,
-    sources: Mapping[str, Source] | None,
-    mesh: Mesh,
-) -> Streaming | None:
-    """Which layers do not stay: each stage finds that for its own, and fails if another does."""
-    problem: OutpaceError | None = None
-    away = None
-    try:
-        away = plan_streaming(module, before, config, device, sources, replace(mesh, stage=ONLY))
-    except OutpaceError as error:
-        problem = error
-    good = mesh.stage.peers.least(int(problem is None), device)
-    if problem is not None:
-        raise problem
-    if not good:
-        raise OffloadError("offload: another rank cannot place its layers, and says why")
-    return away
 
 
 @contextmanager
@@ -289,7 +275,7 @@ def _with_stored(rules: Rules, config: InferenceConfig, sources: Mapping[str, So
         return replace(rules, stored=forms)
     if config.asked_quant is not None:
         why = "; ".join(sorted(reasons(sources))) or "they are not quantized"
-        raise ConfigError(f"quant.scheme: 'stored', but no weights here run as they are stored: {why}; leave it out")
+        raise ConfigError(f"quant.scheme: 'stored', but no weights here run as they are stored: {why}; remove it")
     return rules
 
 
@@ -308,7 +294,6 @@ def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
 
 
 def _named_by(config: InferenceConfig) -> str:
-    """The option that names the checkpoint."""
     return "checkpoint" if config.checkpoint is not None else "checkpoint_config.checkpoint_dir"
 
 
@@ -342,17 +327,11 @@ def _save(
     device: torch.device,
 ) -> None:
     """Write the shards of all ranks, in one of them; the others wait for it."""
-    error: Exception | None = None
-    if mesh.first:
-        try:
-            save_shards(module, folder, mesh.tp.size, dtype, sources)
-        except Exception as problem:
-            error = problem
-    written = mesh.everywhere(error is None, device)
-    if error is not None:
-        raise error
-    if not written:
-        raise ModelError("save_mp_checkpoint_path: the first rank could not write it, and says why")
+    on_all(
+        lambda: save_shards(module, folder, mesh.tp.size, dtype, sources) if mesh.first else None,
+        lambda good: mesh.everywhere(good, device),
+        ModelError("save_mp_checkpoint_path: the first rank could not write it; see the error of that rank"),
+    )
 
 
 def _choose_dtype(config: InferenceConfig) -> torch.dtype:

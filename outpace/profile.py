@@ -34,11 +34,6 @@ class Profiler:
         self._spans: dict[str, deque[Span]] = defaultdict(lambda: deque(maxlen=HISTORY))
         self._modules: dict[str, deque[Span]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
-    @property
-    def on(self) -> bool:
-        """Whether times are being taken."""
-        return self._on
-
     def start(self, module: nn.Module, *, use_cuda_events: bool, modules: bool, graphs: bool) -> None:
         """Start anew on a module, with CUDA events or the wall clock."""
         if modules and graphs:

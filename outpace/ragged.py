@@ -1,4 +1,4 @@
-"""RaggedEngine: the runtime without its scheduler, for people who schedule themselves, with FastGen's verbs."""
+"""RaggedEngine: the runtime without the scheduler, for callers that schedule; methods have FastGen's names."""
 
 import os
 import weakref
@@ -116,14 +116,14 @@ class RaggedEngine:
                 logits = self._runner.logits(step).clone()
             self._ranks.check()
             return logits
-        except BaseException:  # nobody knows how far the batch came: its sequences have to begin again
+        except BaseException:  # it is unknown how much was computed: its sequences have to begin again
             for uid in uids:
                 if uid in self._sequences:
                     self.flush(uid)
             raise
 
     def query(self, uid: int, max_request_tokens: int | Tensor, max_request_blocks: int | Tensor) -> tuple[int, int]:
-        """How many of so many tokens a sequence could be given with so many new pages: (tokens, pages)."""
+        """(tokens, pages) that a sequence can get, at most these numbers; pages are new ones."""
         (max_request_tokens,) = _counts("max_request_tokens", [max_request_tokens])
         (max_request_blocks,) = _counts("max_request_blocks", [max_request_blocks])
         tracked = self._sequences.get(uid, _Tracked())
@@ -135,7 +135,7 @@ class RaggedEngine:
     def can_schedule(
         self, uids: Sequence[int | Tensor] | Tensor, lengths: Sequence[int | Tensor] | Tensor
     ) -> SchedulingResult:
-        """Whether `put` could run so many tokens of these sequences."""
+        """Whether `put` could run these numbers of tokens of these sequences."""
         uids, lengths = _uids(uids), _counts("lengths", lengths)
         if len(uids) != len(lengths):
             raise InputError(f"lengths: {len(lengths)} for {len(uids)} uids; give one for each")
@@ -193,13 +193,13 @@ class RaggedEngine:
 
 
 def _refuse_scheduling(config: LLMConfig) -> None:
-    """Every accepted option acts: those that concern a scheduler cannot."""
+    """Refuse options of the scheduler, because they would have no effect here."""
     default = LLMConfig()
     for section, names in _SCHEDULES.items():
         for name in names:
             part, usual = (getattr(each, section) if section else each for each in (config, default))
             if getattr(part, name) != getattr(usual, name):
-                raise ConfigError(f"{name}: it concerns the scheduler of LLM, which this engine has not; leave it out")
+                raise ConfigError(f"{name}: this engine has no scheduler; remove it, or use LLM")
 
 
 _SCHEDULES = {

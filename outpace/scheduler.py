@@ -127,7 +127,6 @@ class Scheduler:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most tokens of a step."""
         return self.sizes.max_num_batched_tokens
 
     @property
@@ -292,7 +291,6 @@ class Scheduler:
 
     @property
     def _num_in(self) -> int:
-        """Requests that have a slot."""
         return len(self._running) + len(self._loading)
 
     def _chunks(self, tokens: int) -> tuple[int, int]:
@@ -511,7 +509,6 @@ class Scheduler:
                     self._move(sequence, Status.RUNNING)
 
     def _move(self, sequence: Sequence, status: Status) -> None:
-        """Move a request to another queue."""
         was, sequence.status = sequence.status, status
         self._queues[was].remove(sequence)
         insort(self._queues[status], sequence, key=order_of)

@@ -100,5 +100,4 @@ class Sequence:
 
 
 def order_of(sequence: Sequence) -> Order:
-    """Sort key."""
     return sequence.order

@@ -47,11 +47,9 @@ class Shares:
 
     @property
     def contended(self) -> bool:
-        """Whether there is more than one caller."""
         return len(self._callers) > 1
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new, waiting sequence."""
         request = sequence.request
         caller = self._callers.get(request.caller)
         if caller is None:
@@ -70,7 +68,6 @@ class Shares:
             waiting.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is about to end."""
         caller = self._callers[sequence.request.caller]
         caller.sequences.remove(sequence)
         if sequence.status is Status.WAITING:

@@ -71,7 +71,6 @@ class StepSizes:
         )
 
     def tokens(self, num_streamed: int) -> int:
-        """Most tokens of the next step."""
         return self.max_streamed_tokens if num_streamed else self.max_num_batched_tokens
 
     def paced_tokens(self, most: int, running: List[Sequence], waiting: List[Sequence]) -> int:
@@ -86,7 +85,6 @@ class StepSizes:
         return most if wanted is None else min(most, next((size for size in self.padded if size >= wanted), wanted))
 
     def chunk(self, tokens: int, num_streamed: int, running: List[Sequence]) -> int:
-        """Most tokens of one prompt in a step of `tokens`."""
         if not num_streamed and not self.chunk_always:
             return tokens
         decoding = any(each.target - each.num_computed == 1 for each in running)

@@ -57,7 +57,6 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         with self._lock:
             self._catch_up()
             self._taken, self._fresh = ["".join(self._taken)], ["".join(self._fresh)]

@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from types import TracebackType
 
 
 class Turns:
@@ -31,9 +30,7 @@ class Turns:
                     self._hand_on()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._guard:
             self._hand_on()
 

@@ -293,7 +293,6 @@ class RequestOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers so far."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
@@ -463,7 +462,6 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens this step computes."""
         return sum(sequence.num_new_tokens for sequence in self.sequences)
 
 

@@ -155,5 +155,5 @@ def test_after_an_error_the_sequences_of_the_batch_begin_again(
     ],
 )
 def test_options_of_the_scheduler_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="it concerns the scheduler of LLM"):
+    with pytest.raises(ConfigError, match="this engine has no scheduler"):
         RaggedEngine(tiny("llama"), **OPTIONS, **option)

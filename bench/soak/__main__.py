@@ -9,9 +9,10 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,48 +22,39 @@ from bench.soak import bodies, callers, chart, faults, load, streams
 from bench.soak.cluster import CPUS, cluster
 from bench.soak.leaks import MOST_RSS_MB, Sample, Sampler, growth, positive_control
 from bench.soak.ray_rows import RAY_ROWS
-from bench.soak.row import FULL, Result, Soak
+from bench.soak.row import FULL, Result, Soak, by_name
 from bench.soak.server import Server, is_free, serving, write_model
 
-WARMING: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-3": load.l3, "L-4": load.l4}
+WARMING = by_name(load.l3, load.l4)
 """Rows of the shared server before its memory counts: they allocate its largest buffers."""
-SHARED: Mapping[str, Callable[[Soak, Server], Awaitable[Result]]] = {"L-2": load.l2, "F-8": faults.f8}
+SHARED = by_name(load.l2, faults.f8)
 LEDGERS = ("N-1", "L-5")
 """Rows about the whole life of the shared server."""
-OWN: Mapping[str, Callable[[Soak], Awaitable[Result]]] = {
-    "N-2": streams.n2,
-    "L-6": load.l6,
-    "L-8": bodies.l8,
-    "F-3": faults.f3,
-    "F-6": faults.f6,
-    "F-7": faults.f7,
-    "F-7b": faults.f7b,
-    "F-11": faults.f11,
-    "F-1": faults.f1,
-    "C-1": callers.c1,
-    "C-2": callers.c2,
-    "C-4": callers.c4,
-}
+OWN = by_name(
+    *(streams.n2, load.l6, bodies.l8),
+    *(faults.f3, faults.f6, faults.f7, faults.f7b, faults.f11, faults.f1),
+    *(callers.c1, callers.c2, callers.c4),
+)
 """Rows with servers of their own."""
 ROWS = (*WARMING, *SHARED, *LEDGERS, *OWN)
 FILES = 4096  # open files that the rows need
 
 
-async def rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
-    """The results as they come."""
-    if on_cluster := [row for name, row in RAY_ROWS.items() if name in wanted]:
+async def results(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[tuple[str, Result]]:
+    """The results as they come, with the names of their rows."""
+    if on_cluster := [name for name in RAY_ROWS if name in wanted]:
         async with cluster(soak.model.parent) as made:
-            for row in on_cluster:
-                yield await row(soak, made)
+            for name in on_cluster:
+                yield name, await RAY_ROWS[name](soak, made)
     if wanted & {*WARMING, *SHARED, *LEDGERS}:
-        async for result in shared_rows(soak, wanted):
-            yield result
+        async for name, result in shared_results(soak, wanted):
+            yield name, result
     for name, own in OWN.items():
         if name in wanted:
-            yield await own(soak)
+            yield name, await own(soak)
 
 
-async def shared_rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Result]:
+async def shared_results(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[tuple[str, Result]]:
     """Rows of one server, and what they did to it."""
     if not wanted & {*WARMING, *SHARED}:
         wanted |= {"L-3", "F-8"}
@@ -78,17 +70,16 @@ async def shared_rows(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[Resul
             for name in group:
                 if name in wanted:
                     at.append((time.monotonic() - sampler.begin, name))
-                    yield await group[name](soak, server)
-        yield await streams.n1(server)
-        yield await l5(soak, server, sampler, before)
+                    yield name, await group[name](soak, server)
+        yield "N-1", await streams.n1(server)
+        yield "L-5", await l5(server, sampler, before)
         sampling.cancel()
-        soak.details["processes"] = {name: [asdict(each) for each in found] for name, found in sampler.series.items()}
+        soak.details["processes"] = {name: [each._asdict() for each in found] for name, found in sampler.series.items()}
         soak.details["rows at"] = at
 
 
-async def l5(soak: Soak, server: Server, sampler: Sampler, before: Mapping[str, list[Sample]]) -> Result:
+async def l5(server: Server, sampler: Sampler, before: Mapping[str, list[Sample]]) -> Result:
     """What the shared server holds at the end, beside what it held after its warm-up."""
-    soak.say("at rest")
     status, _ = await server.idle()
     after = await sampler.at_rest()
     grown = {name: growth(before[name], after[name]) for name in after}
@@ -98,22 +89,22 @@ async def l5(soak: Soak, server: Server, sampler: Sampler, before: Mapping[str, 
     caught = f"deliberate leak {'caught' if control.leaks else 'NOT caught'} ({control})"
     measured = f"{each}; {status['free_blocks']} of {status['num_blocks']} pages free; {caught}"
     target = f"memory +< {MOST_RSS_MB:g} MB; fds, threads as before; all pages free; a deliberate leak is caught"
-    return Result("L-5", target, measured, passed, f"{time.monotonic() - sampler.begin:.0f} s")
+    return Result(target, measured, passed, f"{time.monotonic() - sampler.begin:.0f} s")
 
 
-async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[Result]:
-    """All rows, with a progress bar."""
-    results = []
+async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[dict[str, Any]]:
+    """The table of all rows; with a progress bar."""
+    table = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[at]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("soak", total=len(wanted), at="")
         soak.say = lambda text: progress.update(task, at=text)
-        async for result in rows(soak, wanted):
-            results.append(result)
+        async for name, result in results(soak, wanted):
+            table.append({"row": name, **asdict(result), "passed": "pass" if result.passed else "FAIL"})
             mark = "[green]pass[/]" if result.passed else "[red]FAIL[/]"
-            console.print(f"{mark} {result.row} ({result.runs}): ", result.measured, highlight=False, markup=True)
-            progress.update(task, advance=1, description=f"soak, after {result.row}")
-    return results
+            console.print(f"{mark} {name} ({result.runs}): ", result.measured, highlight=False, markup=True)
+            progress.update(task, advance=1, description=f"soak, after {name}")
+    return table
 
 
 def main() -> int:
@@ -133,26 +124,24 @@ def main() -> int:
     if options.minutes <= 0:
         parser.error("--minutes: expected more than 0")
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed < FILES:
-        if most < FILES:
-            parser.error(f"the rows need {FILES} open files, and {most} are allowed; see ulimit -n")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
-    console, begin = Console(stderr=True), time.monotonic()
+    if most < FILES:
+        parser.error(f"the rows need {FILES} open files, and {most} are allowed; see ulimit -n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, FILES), most))
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="outpace-soak-") as folder:
         soak = Soak(Path(folder) / "model", Path(folder) / "small", options.minutes)
         weights = write_model(soak.model, 256, 4)
         write_model(soak.small, 32, 2)
-        results = asyncio.run(run(soak, wanted, console))
+        table = asyncio.run(run(soak, wanted, Console(stderr=True)))
     machine = f"cpu with {os.cpu_count()} cores, which the clients share"
     notes = {"machine": machine, "weights": weights, "minutes": round((time.monotonic() - begin) / 60, 1)}
     if options.ray:
         notes |= {"ray": importlib.metadata.version("ray"), "cluster": f"one node, num_cpus={CPUS}"}
-    table = [asdict(result) | {"passed": "pass" if result.passed else "FAIL"} for result in results]
     report.save("soak", "ray" if options.ray else "cpu", table, notes, options.out, soak.details)
     report.show("soak", table)
     if not options.ray:
         chart.draw(soak.details, options.out / f"soak_cpu_{datetime.date.today().isoformat()}.png")
-    return int(not all(result.passed for result in results))
+    return int(any(row["passed"] == "FAIL" for row in table))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from outpace.bench.http import Response
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PATIENCE = 120.0  # seconds for one request; longer is a hang
 Outcome = Literal["done", "rejected", "cancelled", "failed", "invalid", "lost"]
 """As the server counts them in outpace:http_requests_total; "lost" has no whole answer, which must not happen."""
-PATIENCE = 120.0  # seconds for one request; longer is a hang
 
 
 @dataclass(slots=True)
@@ -45,20 +46,16 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream without [DONE]."""
-        lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
+        """The events of a stream without [DONE]; of a plain answer, its whole body."""
+        lines = [self.body]
+        if self.is_stream:
+            lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
         return [json.loads(line) for line in lines if line != b"[DONE]"]
 
     @property
-    def json(self) -> Any:
-        """The body of an answer that is no stream."""
-        return json.loads(self.body)
-
-    @property
     def text(self) -> str:
-        """The text of a completion, streamed or not."""
-        parts = self.events if self.is_stream else [self.json]
-        return "".join(choice["text"] for part in parts for choice in part["choices"])
+        """The text of a completion."""
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
 
     @property
     def outcome(self) -> Outcome:
@@ -73,31 +70,29 @@ class Answer:
             return "failed"
         return "invalid" if self.status >= 400 else "done"
 
-
-def parse(data: bytes, answer: Answer) -> None:
-    """Read everything that came over a connection into an answer."""
-    pieces: list[bytes] = []
-    response = Response(pieces.append)
-    with contextlib.suppress(ValueError, IndexError):  # not HTTP/1.1: the answer is lost
-        response.feed(data)
-    answer.status, answer.headers = response.status, response.headers
-    answer.body, answer.whole = b"".join(pieces), response.done
+    def parse(self, data: bytes) -> None:
+        """Read everything that came over the connection."""
+        pieces: list[bytes] = []
+        response = Response(pieces.append)
+        with contextlib.suppress(ValueError, IndexError):  # not HTTP/1.1: the answer is lost
+            response.feed(data)
+        self.status, self.headers = response.status, response.headers
+        self.body, self.whole = b"".join(pieces), response.done
 
 
 class Exchange(asyncio.Protocol):
     """One request and its answer. The event number `at_event` of a stream sets `reached`."""
 
+    _transport: asyncio.Transport
+
     def __init__(self, request: bytes, at_event: int) -> None:
         loop = asyncio.get_running_loop()
-        self._request, self._at_event = request, at_event
-        self._data = bytearray()
-        self._transport: asyncio.Transport | None = None
         self.answer = Answer(time.perf_counter())
         self.reached, self.ended = loop.create_future(), loop.create_future()
+        self._request, self._at_event, self._data = request, at_event, bytearray()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         """Send the request."""
-        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(self._request)
 
@@ -114,14 +109,13 @@ class Exchange(asyncio.Protocol):
         """Note the end, whoever closed the connection."""
         self.answer.end = time.perf_counter()
         if not self.answer.left:
-            parse(bytes(self._data), self.answer)
+            self.answer.parse(bytes(self._data))
         for future in (self.reached, self.ended):
             if not future.done():
                 future.set_result(None)
 
     def leave(self) -> None:
         """Close the connection, unless the answer is complete."""
-        assert self._transport is not None
         if not self.ended.done():
             self.answer.left = True
             self._transport.close()
@@ -145,23 +139,24 @@ class Ledger:
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Client:
     """Sends requests to one server, and keeps a ledger of them."""
 
     port: int
+    patience: float = PATIENCE
     ledger: Ledger = field(default_factory=Ledger)
 
-    async def open(
-        self, body: Mapping[str, Any] | bytes, path: str = "/v1/completions", at_event: int = 1, key: str | None = None
+    async def send(
+        self, body: Mapping[str, Any] | bytes, path: str = COMPLETIONS, *, at_event: int = 1, key: str | None = None
     ) -> Exchange:
         """Send a POST, of a body or of bytes as they go over the wire."""
         self.ledger.sent += 1
         return await self._exchange(body if isinstance(body, bytes) else post(path, body, key=key), at_event)
 
-    async def close(self, exchange: Exchange, patience: float = PATIENCE) -> Answer:
-        """Wait for an answer and enter it in the ledger; after `patience` seconds it is lost."""
-        await asyncio.wait((exchange.ended,), timeout=patience)
+    async def receive(self, exchange: Exchange) -> Answer:
+        """Wait for an answer and enter it in the ledger; if it does not come in time, it is lost."""
+        await asyncio.wait((exchange.ended,), timeout=self.patience)
         if not exchange.ended.done():
             exchange.leave()
             await exchange.ended
@@ -169,16 +164,14 @@ class Client:
         self.ledger.ends[exchange.answer.outcome] += 1
         return exchange.answer
 
-    async def ask(
-        self, body: Mapping[str, Any] | bytes, path: str = "/v1/completions", patience: float = PATIENCE
-    ) -> Answer:
+    async def ask(self, body: Mapping[str, Any] | bytes, path: str = COMPLETIONS, *, key: str | None = None) -> Answer:
         """Send a POST and wait for its answer."""
-        return await self.close(await self.open(body, path), patience)
+        return await self.receive(await self.send(body, path, key=key))
 
     async def get(self, path: str) -> Answer:
         """Send a GET, which is not in the ledger; status 0: nobody listens."""
+        request = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
         try:
-            request = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
             exchange = await self._exchange(request.encode(), 1)
         except OSError:
             return Answer(time.perf_counter())

@@ -4,7 +4,6 @@ SIGUSR1 makes its next step raise an error, SIGUSR2 makes it sleep for a minute.
 """
 
 import asyncio
-import faulthandler
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from outpace.runner.runner import Runner
-from outpace.server import engine_main, engine_process, supervisor
+from outpace.server import engine_process, supervisor
 from outpace.types import Step, StepOutput
 
 STALL = 60.0  # seconds
@@ -24,8 +23,8 @@ class InjectedError(RuntimeError):
     """The fault."""
 
 
-def run_worker(fd: int) -> int:
-    """The engine process."""
+def run_engine(fd: int) -> int:
+    """The engine process; its exit code."""
     wanted: list[int] = []
     launch = Runner.launch
 
@@ -43,28 +42,19 @@ def run_worker(fd: int) -> int:
     Runner.launch = faulty  # type: ignore[method-assign, assignment]
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, on_signal)
-    engine_process.die_with(os.getppid())
-    faulthandler.enable()  # the parent's SIGABRT to a worker that hangs shows where
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    return engine_main.run_engine(fd)
+    return engine_process.main(fd, os.getppid())
 
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
-    """The supervisor's function of that name, with this file's worker."""
+    """The supervisor's function of that name, with this file's engine process."""
     command = (sys.executable, "-m", "bench.soak.faulty", str(sock.fileno()))
     return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),), stdin=asyncio.subprocess.DEVNULL)
 
 
-def main() -> None:
-    """An engine process for a number, else the command line of Outpace."""
+if __name__ == "__main__":
     if sys.argv[1].isdecimal():
-        sys.exit(run_worker(int(sys.argv[1])))
-    from outpace.cli.app import main as outpace
+        sys.exit(run_engine(int(sys.argv[1])))
+    from outpace.cli.app import main
 
     supervisor._process = _process
-    outpace()
-
-
-if __name__ == "__main__":
     main()

@@ -6,10 +6,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from bench.soak.server import is_engine, proc, session, stat
+from bench.soak.server import engine_of
 
 MOST_RSS_MB = 50.0
 WINDOW = 5  # samples whose median counts
@@ -25,8 +25,7 @@ while True:
 """A program that leaks memory, files and threads."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What a process holds at a time, or how much more it holds than before."""
 
     seconds: float
@@ -43,50 +42,45 @@ class Sample:
         return f"{self.rss_mb:+.1f} MB, {self.fds:+g} fds, {self.threads:+g} threads"
 
 
-def sample(pid: int, begin: float = 0.0) -> Sample | None:
-    """A reading; None: the process is gone."""
-    pages, fields = proc(pid, "statm").split(), stat(pid)
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        if pages and fields:
-            return Sample(time.monotonic() - begin, int(pages[1]) * 4096 / 2.0**20, files, int(fields[17]))
-    return None
+def sample(pid: int, begin: float = 0.0) -> Sample:
+    """A reading; FileNotFoundError or ProcessLookupError: the process is gone."""
+    folder = Path(f"/proc/{pid}")
+    fds, threads = (len(list((folder / name).iterdir())) for name in ("fd", "task"))
+    pages = int((folder / "statm").read_text().split()[1])
+    return Sample(time.monotonic() - begin, pages * 4096 / 2.0**20, fds, threads)
 
 
 def growth(before: Sequence[Sample], after: Sequence[Sample]) -> Sample:
     """The medians of readings at rest, later minus earlier."""
-    first, last = ([*map(statistics.median, zip(*map(astuple, each), strict=True))] for each in (before, after))
-    return Sample(*(later - earlier for earlier, later in zip(first, last, strict=True)))
+    pairs = zip(zip(*before, strict=True), zip(*after, strict=True), strict=True)
+    return Sample(*(statistics.median(last) - statistics.median(first) for first, last in pairs))
 
 
-@dataclass
 class Sampler:
     """Reads the processes of one server every second."""
 
-    pid: int
-    begin: float = field(default_factory=time.monotonic)
-    series: dict[str, list[Sample]] = field(default_factory=lambda: {"http": [], "engine": []})
+    def __init__(self, pid: int) -> None:
+        self.begin = time.monotonic()
+        self.series: dict[str, list[Sample]] = {"http": [], "engine": []}
+        self._pid = pid
 
     async def run(self) -> None:
         """Read until cancelled."""
         while True:
-            self.read()
+            self._read()
             await asyncio.sleep(1.0)
 
-    def read(self) -> None:
-        """One reading of each process."""
-        engine = max((pid for pid in session(self.pid) if is_engine(pid)), default=0)
-        for name, pid in {"http": self.pid, "engine": engine}.items():
-            if pid and (found := sample(pid, self.begin)) is not None:
-                self.series[name].append(found)
+    def _read(self) -> None:
+        for name, pid in {"http": self._pid, "engine": engine_of(self._pid)}.items():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                self.series[name].append(sample(pid, self.begin))
 
     async def at_rest(self) -> dict[str, list[Sample]]:
         """Some readings in a row, of an idle server."""
-        counts = {name: len(samples) for name, samples in self.series.items()}
         for _ in range(WINDOW):
-            self.read()
+            self._read()
             await asyncio.sleep(0.2)
-        return {name: samples[counts[name] :] for name, samples in self.series.items()}
+        return {name: samples[-WINDOW:] for name, samples in self.series.items()}
 
 
 async def positive_control(seconds: float = 1.0) -> Sample:

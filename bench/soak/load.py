@@ -2,24 +2,31 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.soak.client import Answer, post
+from bench.soak.client import CHAT, COMPLETIONS, Answer, Client, post
 from bench.soak.leaks import sample
 from bench.soak.row import Result, Soak, percentile
-from bench.soak.server import Server, is_free, prompt, serving, stat
+from bench.soak.server import Server, engine_of, is_free, serving, stat, until
 
+Body = Mapping[str, Any]
 SEQS, WAITING = 32, 256
 MAIN = ("--max-num-seqs", str(SEQS), "--max-waiting", str(WAITING), "--keep-alive-timeout", "600")
 """Flags of the server that most rows share."""
 IDLE, SLOW = 1000, 200
+PATIENCE = 600.0  # seconds in which the server computes the answers of slow clients
 KEPT = 4000  # points of a plot
+
+
+def prompt(number: int, length: int = 16) -> str:
+    """A prompt of that many one-byte tokens, different for each number."""
+    return (f"{number:06d} " + "lorem ipsum " * (length // 12 + 1))[:length]
 
 
 def body(number: int, max_tokens: int = 32, **options: Any) -> dict[str, Any]:
@@ -28,46 +35,50 @@ def body(number: int, max_tokens: int = 32, **options: Any) -> dict[str, Any]:
     return asked | {"stream": number % 2 == 0} | options
 
 
+def bodies_for(seconds: float, make: Callable[[int], Body] = body) -> Iterator[Body]:
+    """Requests until some time has passed."""
+    end = time.monotonic() + seconds
+    return itertools.takewhile(lambda _: time.monotonic() < end, map(make, itertools.count()))
+
+
 async def closed_loop(
-    server: Server, clients: int, seconds: float, make: Callable[[int], Mapping[str, Any]] = body
+    client: Client, clients: int, bodies: Iterator[Body], answers: list[Answer] | None = None, path: str = COMPLETIONS
 ) -> list[Answer]:
-    """Each client sends one request after the other."""
-    end, numbers, found = time.monotonic() + seconds, iter(range(10**9)), []
+    """Each client sends one request after the other until there are no more; `answers` grows as they come."""
+    found = [] if answers is None else answers
 
     async def one() -> None:
-        while time.monotonic() < end:
-            found.append(await server.client.ask(make(next(numbers))))
+        for asked in bodies:
+            found.append(await client.ask(asked, path))
 
     await asyncio.gather(*(one() for _ in range(clients)))
     return found
 
 
 async def open_loop(
-    server: Server, rate: float, seconds: float, say: Callable[[str], None], max_tokens: int = 32, together: int = 1
+    client: Client, rate: float, seconds: float, max_tokens: int = 32, together: int = 1
 ) -> list[Answer]:
     """Requests at a rate, `together` of them at a time, whether or not earlier ones have ended; their answers."""
     begin, tasks = time.monotonic(), []
     for number in range(round(rate * seconds)):
         if number % together == 0:
             await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
-        tasks.append(asyncio.create_task(server.client.ask(body(number, max_tokens))))
-        if number % 100 == 0:
-            say(f"{time.monotonic() - begin:.0f} of {seconds:.0f} s")
+        tasks.append(asyncio.create_task(client.ask(body(number, max_tokens))))
     return await asyncio.gather(*tasks)
 
 
 async def warm_up(server: Server, seconds: float) -> None:
     """Make every part of the server allocate what it keeps."""
-    await closed_loop(server, 2 * SEQS, seconds)
+    await closed_loop(server, 2 * SEQS, bodies_for(seconds))
     chats = [{"messages": [{"role": "user", "content": prompt(number)}], "max_tokens": 4} for number in range(64)]
-    await asyncio.gather(*(server.client.ask(chat, "/v1/chat/completions") for chat in chats))
+    await asyncio.gather(*(server.ask(chat, CHAT) for chat in chats))
 
 
-class Shares:
+class Cores:
     """Cores that the processes use from here on: when the engine has fewer, other programs have them."""
 
     def __init__(self, server: Server) -> None:
-        self._pids = {"engine": server.engine_pid, "http": server.pid, "client": os.getpid()}
+        self._pids = {"engine": engine_of(server.pid), "http": server.pid, "client": os.getpid()}
         self._begin, self._used = time.monotonic(), self._now()
 
     def _now(self) -> dict[str, float]:
@@ -83,12 +94,13 @@ class Shares:
 async def l2(soak: Soak, server: Server) -> Result:
     """Three times what the server can do."""
     soak.say("capacity")
-    await closed_loop(server, 2 * SEQS, 1.0)
-    shares = Shares(server)
-    answers = await closed_loop(server, 2 * SEQS, soak.seconds(20))
+    await closed_loop(server, 2 * SEQS, bodies_for(1.0))
+    cores = Cores(server)
+    answers = await closed_loop(server, 2 * SEQS, bodies_for(soak.seconds(20)))
     capacity = len(answers) / (max(answer.end for answer in answers) - min(answer.begin for answer in answers))
-    took, at_capacity, shares = soak.seconds(120), str(shares), Shares(server)
-    answers = await open_loop(server, 3 * capacity, took, soak.say)
+    took, at_capacity, cores = soak.seconds(120), str(cores), Cores(server)
+    soak.say(f"overload, {took:.0f} s")
+    answers = await open_loop(server, 3 * capacity, took)
     begin = min(answer.begin for answer in answers)
     done = [answer for answer in answers if answer.outcome == "done"]
     refused = [answer for answer in answers if answer.status == 429]
@@ -106,110 +118,102 @@ async def l2(soak: Soak, server: Server) -> Result:
         and await server.is_ready()
     )
     measured = (
-        f"capacity {capacity:.1f}/s, goodput {goodput:.1f}/s ({goodput / capacity:.0%}); {_ends(answers)}; "
+        f"capacity {capacity:.1f}/s, goodput {goodput:.1f}/s ({goodput / capacity:.0%}); {ends(answers)}; "
         f"429 p50 {1e3 * median:.0f} ms, p99 {1e3 * late:.0f} ms; "
-        f"first byte of accepted p99 {first:.1f} s; cores at capacity: {at_capacity}, in overload: {shares}"
+        f"first byte of accepted p99 {first:.1f} s; cores at capacity: {at_capacity}, in overload: {cores}"
     )
     target = f"goodput >= 90 % of capacity; 429 with Retry-After, p99 < 100 ms; first byte < {patience:.0f} s; no 5xx"
-    return Result("L-2", target, measured, passed, f"{took:.0f} s at 3x")
+    return Result(target, measured, passed, f"{took:.0f} s at 3x")
 
 
-def _points(answers: list[Answer], begin: float) -> list[list[float]]:
+def _points(answers: Sequence[Answer], begin: float) -> list[list[float]]:
     """When requests were sent, and after how many seconds they were answered."""
     some = answers[:: 1 + len(answers) // KEPT]
     return [[round(answer.begin - begin, 3), round(answer.seconds, 4)] for answer in some]
 
 
-def _ends(answers: list[Answer]) -> dict[str, int]:
+def ends(answers: Iterable[Answer]) -> dict[str, int]:
+    """How many requests ended in which way."""
     return dict(Counter(answer.outcome for answer in answers))
 
 
 async def l3(soak: Soak, server: Server) -> Result:
     """A burst."""
     count, begin = soak.count(2000), time.monotonic()
-    answers = await open_loop(server, count, 1.0, soak.say, max_tokens=16, together=20)
+    answers = await open_loop(server, count, 1.0, max_tokens=16, together=20)
     spread = max(answer.begin for answer in answers) - min(answer.begin for answer in answers)
     passed = all((answer.outcome, answer.status) in (("done", 200), ("rejected", 429)) for answer in answers)
-    measured = f"{_ends(answers)}, sent in {spread:.1f} s, all answered after {time.monotonic() - begin:.1f} s"
-    return Result("L-3", "accepted + rejected = sent; 0 lost, 0 hung, 0 5xx", measured, passed, f"{count} requests")
+    measured = f"{ends(answers)}, sent in {spread:.1f} s, all answered after {time.monotonic() - begin:.1f} s"
+    return Result("accepted + rejected = sent; 0 lost, 0 hung, 0 5xx", measured, passed, f"{count} requests")
 
 
-@asynccontextmanager
-async def connections(server: Server, count: int, *, buffer: int | None = None) -> AsyncIterator[list[socket.socket]]:
-    """Open sockets, perhaps with a small receive buffer."""
-    loop, sockets = asyncio.get_running_loop(), []
-    try:
-        for _ in range(count):
-            sock = socket.socket()
-            sockets.append(sock)
+@contextlib.asynccontextmanager
+async def connections(
+    server: Server, count: int, sent: bytes, *, buffer: int = 0
+) -> AsyncIterator[list[socket.socket]]:
+    """Sockets that have sent a request, perhaps with a small receive buffer."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
             sock.setblocking(False)
-            if buffer is not None:
+            if buffer:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-            await loop.sock_connect(sock, ("127.0.0.1", server.client.port))
+            await loop.sock_connect(sock, ("127.0.0.1", server.port))
+            await loop.sock_sendall(sock, sent)
         yield sockets
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
-async def sip(sockets: list[socket.socket]) -> None:
-    """Read a byte per second from each."""
-    while True:
-        for sock in sockets:
-            with contextlib.suppress(BlockingIOError):
-                sock.recv(1)
-        await asyncio.sleep(1.0)
+@contextlib.asynccontextmanager
+async def slow_readers(server: Server, count: int, asked: Body) -> AsyncIterator[None]:
+    """Clients that read a byte per second of their answers, and leave in the end."""
 
+    async def sip(sockets: list[socket.socket]) -> None:
+        while True:
+            for sock in sockets:
+                with contextlib.suppress(BlockingIOError):
+                    sock.recv(1)
+            await asyncio.sleep(1.0)
 
-def rss_mb(server: Server) -> float:
-    """Memory of the HTTP process."""
-    found = sample(server.pid)
-    assert found is not None, "the server is gone"
-    return found.rss_mb
+    async with connections(server, count, post(COMPLETIONS, asked, keep_alive=True), buffer=2048) as sockets:
+        server.ledger.sent += count
+        reading = asyncio.create_task(sip(sockets))
+        yield
+        reading.cancel()
+    server.ledger.ends["cancelled"] += count
 
 
 async def l4(soak: Soak, server: Server) -> Result:
     """Clients that are idle, and clients that hardly read."""
-    loop, took = asyncio.get_running_loop(), soak.seconds(15)
+    took, idle_count, slow_count = soak.seconds(15), soak.count(IDLE), soak.count(SLOW)
 
     async def p99() -> float:
-        answers = await closed_loop(server, 8, took, lambda number: body(number, 16))
+        answers = await closed_loop(server, 8, bodies_for(took, lambda number: body(number, 16)))
         assert all(answer.outcome == "done" for answer in answers)
         return percentile([answer.seconds for answer in answers], 99)
 
-    async def is_busy() -> bool:
+    async def is_busy(wanted: bool) -> bool:
         found = await server.status()
-        return bool(found["running"] or found["waiting"])
+        return bool(found["running"] or found["waiting"]) == wanted
 
-    await closed_loop(server, 8, 1.0)
+    await closed_loop(server, 8, bodies_for(1.0))
     soak.say("alone")
-    alone, before = await p99(), rss_mb(server)
-    idle_count, slow_count = soak.count(IDLE), soak.count(SLOW)
-    asked = post("/v1/completions", body(0, 400, logprobs=5, stream=True), keep_alive=True)
-    async with connections(server, idle_count) as idle, connections(server, slow_count, buffer=2048) as slow:
-        soak.say("among idle and slow clients")
-        for sock in idle:
-            await loop.sock_sendall(sock, b"GET /health/live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        for sock in slow:
-            await loop.sock_sendall(sock, asked)
-            server.client.ledger.sent += 1
-        reading = asyncio.create_task(sip(slow))
-        while not await is_busy():
-            await asyncio.sleep(0.01)
-        begin = time.monotonic()
-        while await is_busy():  # computing their answers costs what any answer costs, so it is not measured
-            await asyncio.sleep(0.05)
-        computed = time.monotonic() - begin
-        among, more = await p99(), rss_mb(server) - before
-        reading.cancel()
-    server.client.ledger.ends["cancelled"] += slow_count
+    alone, before = await p99(), sample(server.pid).rss_mb
+    soak.say("among idle and slow clients")
+    get = b"GET /health/live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    asked = body(0, 400, logprobs=5, stream=True)
+    async with connections(server, idle_count, get), slow_readers(server, slow_count, asked):
+        await until(lambda: is_busy(True), "slow clients are answered")
+        # computing their answers costs what any answer costs, so it is not measured
+        computed = await until(lambda: is_busy(False), "the answers of slow clients are computed", PATIENCE)
+        among, more = await p99(), sample(server.pid).rss_mb - before
     passed = among < 1.5 * alone and more < 100 and await server.is_ready()
     measured = (
         f"p99 {1e3 * alone:.0f} ms alone, {1e3 * among:.0f} ms among them ({among / alone:.2f}x); "
         f"memory +{more:.0f} MB; slow answers were computed in {computed:.1f} s and wait"
     )
     runs = f"{idle_count} idle + {slow_count} slow, {took:.0f} s"
-    return Result("L-4", "p99 of others < 1.5x; memory of the HTTP process +< 100 MB", measured, passed, runs)
+    return Result("p99 of others < 1.5x; memory of the HTTP process +< 100 MB", measured, passed, runs)
 
 
 async def l6(soak: Soak) -> Result:
@@ -219,15 +223,15 @@ async def l6(soak: Soak) -> Result:
     flags = ("--num-blocks", "40", "--block-size", "16", "--max-num-seqs", "32", "--deterministic")
     async with serving(soak.model, *flags) as server:
         soak.say("each alone")
-        alone = [(await server.client.ask(each)).text for each in bodies]
+        alone = [await server.ask(each) for each in bodies]
         soak.say("all together")
-        together = await asyncio.gather(*(server.client.ask(each) for each in bodies))
+        together = await asyncio.gather(*map(server.ask, bodies))
         status, _ = await server.idle()
-    same = sum(answer.text == text for answer, text in zip(together, alone, strict=True))
+    same = sum(one.text == other.text for one, other in zip(together, alone, strict=True))
     done = sum(answer.outcome == "done" for answer in together)
     passed = done == same == count and status["preemptions"] > 0 and is_free(status)
     measured = (
-        f"{_ends(together)}, {same} the same as alone, {status['preemptions']} preemptions, "
+        f"{ends(together)}, {same} the same as alone, {status['preemptions']} preemptions, "
         f"{status['free_blocks']} of {status['num_blocks']} pages free"
     )
-    return Result("L-6", "every request ends with the tokens it has alone; no page lost", measured, passed, "10x cache")
+    return Result("every request ends with the tokens it has alone; no page lost", measured, passed, "10x cache")

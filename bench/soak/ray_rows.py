@@ -1,21 +1,21 @@
 """Rows of `scripts/soak --ray`: replicas on a real Ray cluster: deaths, scaling, updates, routing."""
 
 import asyncio
+import contextlib
+import itertools
+import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from bench.soak.client import Answer, Client
-from bench.soak.cluster import Cluster, engine_of, replicas
-from bench.soak.load import body
-from bench.soak.row import Result, Soak, percentile
-from bench.soak.server import ROOT, until
+from bench.soak.client import COMPLETIONS, Answer, Client
+from bench.soak.cluster import Cluster, replicas
+from bench.soak.load import Body, body, closed_loop
+from bench.soak.row import Result, Soak, by_name, percentile
+from bench.soak.server import engine_of, run, until
 
 HEADER = "x-outpace-replica"
 SMALL = ("--max-num-seqs", "4", "--no-access-log", "--template-processes", "1")
@@ -33,59 +33,44 @@ ROUNDS = 5  # with each router
 CLIENTS = 8
 
 
-@dataclass
-class Load:
-    """Requests of one or more clients, and their answers."""
-
-    client: Client
-    answers: list[Answer] = field(default_factory=list)
-    path: str = "/v1/completions"
-
-    def ends(self, *, streams: bool) -> Counter[str]:
-        """How requests ended."""
-        return Counter(each.outcome for each in self.answers if each.is_stream == streams)
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Plain requests without an answer, and streams that broke off without an error."""
-        plain, streams = ({**self.ends(streams=each)} for each in (False, True))
-        lost = [f"{count} {name}" for name, count in sorted(plain.items()) if name != "done"]
-        broken = [(name, count) for name, count in sorted(streams.items()) if name not in ("done", "failed")]
-        return lost + [f"{count} streams {name}" for name, count in broken]
-
-    def seen(self, since: float = 0.0) -> set[str]:
-        """Replicas whose answers ended after a moment of the performance clock."""
-        return {each.headers[HEADER] for each in self.answers if each.end > since and HEADER in each.headers}
-
-    def is_fresh(self, since: float) -> bool:
-        """Whether two replicas answered since a moment, and enough requests began that both must have had some."""
-        return len(self.seen(since)) >= 2 and sum(each.begin > since for each in self.answers) >= 32
-
-    async def ask(self, fields: Mapping[str, Any]) -> None:
-        """Send one request."""
-        self.answers.append(await self.client.ask(fields, self.path, patience=WAIT))
-
-    async def more(self, count: int) -> None:
-        """Wait for that many more answers."""
-        goal = len(self.answers) + count
-        await until(lambda: len(self.answers) >= goal, f"{count} answers", WAIT)
+def outcomes_of(answers: Sequence[Answer], *, streams: bool) -> Counter[str]:
+    """How many streams, or plain requests, ended in which way."""
+    return Counter(each.outcome for each in answers if each.is_stream == streams)
 
 
-@asynccontextmanager
-async def loaded(cluster: Cluster, clients: int, tokens: int, *, streams: bool) -> AsyncIterator[Load]:
-    """Clients that send requests until the end, and then get their answers. `streams`: every second client streams."""
-    load, stopping, numbers = Load(cluster.client), asyncio.Event(), iter(range(1, 10**9))
+def seen(answers: Sequence[Answer], since: float = 0.0) -> set[str]:
+    """Replicas whose answers ended after a moment of the performance clock."""
+    return {each.headers[HEADER] for each in answers if each.end > since and HEADER in each.headers}
 
-    async def ask_on(index: int) -> None:
+
+def both_answer(answers: Sequence[Answer], since: float) -> bool:
+    """Whether two replicas answered since a moment, and enough requests began that both must have had some."""
+    return len(seen(answers, since)) >= 2 and sum(each.begin > since for each in answers) >= 32
+
+
+async def more(answers: Sequence[Answer], count: int) -> None:
+    """Wait for that many more answers."""
+    goal = len(answers) + count
+    await until(lambda: len(answers) >= goal, f"{count} answers", WAIT)
+
+
+@contextlib.asynccontextmanager
+async def loaded(cluster: Cluster, plain: int, streaming: int, tokens: int) -> AsyncIterator[list[Answer]]:
+    """The answers as they come to clients that send requests until the end, which they still get answered."""
+    client, answers, stopping = Client(port=cluster.port, patience=WAIT), list[Answer](), asyncio.Event()
+    numbers = itertools.count(1)
+
+    def bodies(stream: bool) -> Iterator[Body]:
         while not stopping.is_set():
-            await load.ask(body(next(numbers), tokens) | {"stream": streams and index % 2 == 1})
+            yield body(next(numbers), tokens, stream=stream)
 
-    tasks = [asyncio.create_task(ask_on(index)) for index in range(clients)]
+    kinds = {False: plain, True: streaming}
+    loops = [asyncio.create_task(closed_loop(client, kinds[kind], bodies(kind), answers)) for kind in kinds]
     try:
-        yield load
+        yield answers
     finally:
         stopping.set()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*loops)
 
 
 async def r1(soak: Soak, cluster: Cluster) -> Result:
@@ -93,63 +78,50 @@ async def r1(soak: Soak, cluster: Cluster) -> Result:
     from tests.server.live import OPTIONS, write_model
 
     write_model(folder := cluster.folder / "suite")
-    flags = [text for name, value in OPTIONS.items() if name != "device" for text in _flag(name, value)]
-    took = await cluster.deploy("suite", folder, "--replicas", "2", *flags)
+    (options := cluster.folder / "suite.json").write_text(json.dumps(dict(OPTIONS)))
+    took = await cluster.deploy("suite", folder, "--replicas", "2", "--config", str(options))
     soak.say("the suite")
     command = (sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", SUITE)
-    environment, log = {"OUTPACE_TEST_URL": f"http://127.0.0.1:{cluster.port}"}, cluster.folder / "suite.log"
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(
-            *(*command, "--deselect", NOT_OF_SEVERAL), stdout=file, stderr=file, cwd=ROOT, env=os.environ | environment
-        )
-    code = await process.wait()
-    both = Load(cluster.client)
-    for number in range(16):
-        await both.ask({**body(number, 2), "model": OPTIONS["served_model_name"][0], "stream": False})
+    url, hours = f"http://127.0.0.1:{cluster.port}", 2 * 3600
+    code, said = await run(cluster.folder, *command, "--deselect", NOT_OF_SEVERAL, seconds=hours, OUTPACE_TEST_URL=url)
+    names = {"model": OPTIONS["served_model_name"][0], "stream": False}
+    bodies = (body(number, 2, **names) for number in range(16))
+    found = seen(await closed_loop(Client(port=cluster.port, patience=WAIT), 1, bodies))
     await cluster.stop("suite")
-    last = log.read_text().strip().splitlines()[-1]
-    measured = f"{last}; {len(both.seen())} replicas answered; ready after {took:.0f} s"
-    passed = code == 0 and len(both.seen()) == 2
-    return Result("R-1", "all tests pass with 2 replicas, and both answer", measured, passed, "1 run")
-
-
-def _flag(name: str, value: object) -> list[str]:
-    dashed = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [dashed if value else f"--no-{dashed[2:]}"]
-    return [text for each in (value if isinstance(value, list) else [value]) for text in (dashed, str(each))]
+    measured = f"{said.strip().splitlines()[-1]}; {len(found)} replicas answered; ready after {took:.0f} s"
+    passed = code == 0 and len(found) == 2
+    return Result("all tests pass with 2 replicas, and both answer", measured, passed, "1 run")
 
 
 async def r2(soak: Soak, cluster: Cluster) -> Result:
     """kill -9 of a replica, or of the engine of one, under load."""
     await cluster.deploy("kill", soak.model, "--replicas", "2", *SMALL, *FAST_CHECKS)
     kills, back = soak.count(6), []
-    async with loaded(cluster, 8, 48, streams=True) as load:
+    async with loaded(cluster, 4, 4, 48) as answers:
         for number in range(kills):
             soak.say(f"{number + 1} of {kills}")
-            await load.more(16)
-            back.append(await _kill(load, is_engine=number % 3 == 2))
+            await more(answers, 16)
+            back.append(await _kill(answers, is_engine=number % 3 == 2))
     await cluster.stop("kill")
-    plain, streams = load.ends(streams=False), load.ends(streams=True)
-    passed = not load.unfinished and streams["failed"] > 0
+    plain, streams = outcomes_of(answers, streams=False), outcomes_of(answers, streams=True)
+    passed = plain.keys() <= {"done"} and streams.keys() <= {"done", "failed"} and streams["failed"] > 0
     measured = (
-        f"{plain['done']} of {plain.total()} plain requests answered; {streams['done']} streams whole, "
+        f"{plain['done']} of {plain.total()} plain requests answered ({dict(plain)}); {streams['done']} streams whole, "
         f"{streams['failed']} with an error, {streams.total() - streams['done'] - streams['failed']} broken off; "
-        f"{'; '.join(load.unfinished) or 'none lost'}; 2 replicas again after {max(back):.0f} s at most"
+        f"2 replicas again after {max(back):.0f} s at most"
     )
     soak.details["R-2"] = {"plain": dict(plain), "streams": dict(streams), "seconds until 2 answered again": back}
     target = "no plain request fails; streams end whole or with an error of their own"
-    return Result("R-2", target, measured, passed, f"{kills} kills, of a replica or (every third) of its engine")
+    return Result(target, measured, passed, f"{kills} kills, of a replica or (every third) of its engine")
 
 
-async def _kill(load: Load, *, is_engine: bool) -> float:
+async def _kill(answers: Sequence[Answer], *, is_engine: bool) -> float:
     """kill -9 of the oldest replica or its engine; the seconds until two replicas answer again."""
-    before = set(replicas("kill"))
-    victim, begin, when = min(before), time.monotonic(), time.perf_counter()
-    os.kill(engine_of(victim) if is_engine else victim, signal.SIGKILL)
+    before, begin, when = set(replicas("kill")), time.monotonic(), time.perf_counter()
+    os.kill(engine_of(min(before)) if is_engine else min(before), signal.SIGKILL)
     if not is_engine:
         await until(lambda: bool(set(replicas("kill")) - before), "a new replica", WAIT)
-    await until(lambda: load.is_fresh(when), "two replicas that answer", WAIT)
+    await until(lambda: both_answer(answers, when), "two replicas that answer", WAIT)
     return time.monotonic() - begin
 
 
@@ -159,39 +131,39 @@ async def r3(soak: Soak, cluster: Cluster) -> Result:
     delays = ("--upscale-delay", "1", "--downscale-delay", "5")
     await cluster.deploy("scale", soak.model, *scale, *delays, *PATIENT, *SMALL)
     first = len(replicas("scale"))
-    async with loaded(cluster, 14, 32, streams=True) as high:
+    async with loaded(cluster, 7, 7, 32) as high:
         soak.say("up")
-        up = await until(lambda: len(high.seen()) == 3, "three replicas that answer", WAIT)
-        await high.more(100)
-    async with loaded(cluster, 1, 32, streams=False) as low:
+        up = await until(lambda: len(seen(high)) == 3, "three replicas that answer", WAIT)
+        await more(high, 100)
+    async with loaded(cluster, 1, 0, 32) as low:
         soak.say("down")
         down = await until(lambda: len(replicas("scale")) == 1, "one replica", WAIT)
-        await low.more(4)
+        await more(low, 4)
     await cluster.stop("scale")
-    ends = Counter(each.outcome for each in high.answers + low.answers)
+    ends = Counter(each.outcome for each in high + low)
     soak.details["R-3"] = {"ends": dict(ends), "seconds up": up, "seconds down": down}
     measured = f"{ends['done']} of {ends.total()} requests answered; 3 after {up:.0f} s, 1 after {down:.0f} s more"
     passed = first == 1 and ends.total() == ends["done"]
-    return Result("R-3", "1 to 3 to 1 under load, no request fails", measured, passed, "1 run")
+    return Result("1 to 3 to 1 under load, no request fails", measured, passed, "1 run")
 
 
 async def r4(soak: Soak, cluster: Cluster) -> Result:
     """The same name deployed again with other options, under load."""
     flags = ("--replicas", "2", *SMALL, *PATIENT)
     await cluster.deploy("update", soak.model, *flags)
-    async with loaded(cluster, 6, 32, streams=True) as load:
-        await load.more(20)
-        old = load.seen()
+    async with loaded(cluster, 3, 3, 32) as answers:
+        await more(answers, 20)
+        old = seen(answers)
         soak.say("updating")
         took = await cluster.deploy("update", soak.model, *flags, "--max-model-len", "4096")
         when = time.perf_counter()
-        await until(lambda: load.is_fresh(when) and len(load.seen(when)) == 2, "two new replicas", WAIT)
-        new = load.seen(max(each.end for each in load.answers) - 1)
+        await until(lambda: both_answer(answers, when) and len(seen(answers, when)) == 2, "two new replicas", WAIT)
+        new = seen(answers, max(each.end for each in answers) - 1)
     await cluster.stop("update")
-    ends = Counter(each.outcome for each in load.answers)
-    measured = f"{ends['done']} of {len(load.answers)} requests answered; new replicas after {took:.0f} s"
-    passed = ends.total() == ends["done"] and not old & new
-    return Result("R-4", "a rolling update under load, no request fails", measured, passed, "1 run")
+    done = sum(each.outcome == "done" for each in answers)
+    measured = f"{done} of {len(answers)} requests answered; new replicas after {took:.0f} s"
+    passed = done == len(answers) and not old & new
+    return Result("a rolling update under load, no request fails", measured, passed, "1 run")
 
 
 async def r5(soak: Soak, cluster: Cluster) -> Result:
@@ -200,7 +172,7 @@ async def r5(soak: Soak, cluster: Cluster) -> Result:
     for routing in found:
         flags = ("--replicas", "2", "--routing", routing, "--root-path", f"/{routing}", *ONE_SLOT)
         await cluster.deploy(routing, soak.model, *flags)
-        await _latencies(cluster, routing, [SHORT] * 8)
+        await _latencies(cluster, routing, [SHORT] * 8, 90_000)
     count = max(100, soak.count(200))
     for turn in range(ROUNDS):
         lengths = [LONG] * round(LONG_SHARE * count) + [SHORT] * (count - round(LONG_SHARE * count))
@@ -216,27 +188,16 @@ async def r5(soak: Soak, cluster: Cluster) -> Result:
     measured = f"P95 {shown}; ratios {', '.join(f'{each:.2f}' for each in ratios)}"
     target = f"P95 below round-robin's (median of rounds): {LONG_SHARE:.0%} of {LONG} tokens, others of {SHORT}"
     runs = f"{ROUNDS} rounds of {count} requests, {CLIENTS} clients, 2 replicas that run one request at a time"
-    return Result("R-5", target, measured, ratios[len(ratios) // 2] < 1, runs)
+    return Result(target, measured, ratios[len(ratios) // 2] < 1, runs)
 
 
-async def _latencies(cluster: Cluster, routing: str, lengths: list[int], first: int = 90_000) -> list[float]:
+async def _latencies(cluster: Cluster, routing: str, lengths: list[int], first: int) -> list[float]:
     """Seconds of each request, with `CLIENTS` in flight. first: so that no round repeats prompts of another."""
-    load, left = Load(cluster.client, path=f"/{routing}/v1/completions"), list(enumerate(lengths, first))
-
-    async def ask_on() -> None:
-        while left:
-            number, length = left.pop(0)
-            await load.ask(body(number, length) | {"stream": False})
-
-    await asyncio.gather(*(ask_on() for _ in range(CLIENTS)))
-    assert not load.unfinished, load.unfinished
-    return [each.seconds for each in load.answers]
+    bodies = (body(number, length, stream=False) for number, length in enumerate(lengths, first))
+    client = Client(port=cluster.port, patience=WAIT)
+    answers = await closed_loop(client, CLIENTS, bodies, path=f"/{routing}{COMPLETIONS}")
+    assert all(each.outcome == "done" for each in answers), client.ledger
+    return [each.seconds for each in answers]
 
 
-RAY_ROWS: Mapping[str, Callable[[Soak, Cluster], Awaitable[Result]]] = {
-    "R-1": r1,
-    "R-2": r2,
-    "R-3": r3,
-    "R-4": r4,
-    "R-5": r5,
-}
+RAY_ROWS = by_name(r1, r2, r3, r4, r5)

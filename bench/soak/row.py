@@ -1,10 +1,10 @@
-"""What a row of the table says, and what rows share."""
+"""What rows share: how long they may take, where the models are, and what they report."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,14 +14,21 @@ FULL = 10.0
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table of results."""
+    """One row of the table of results, without its name."""
 
-    row: str
     target: str
     measured: str
     passed: bool
     runs: str
     """Number of repetitions, or duration."""
+
+
+Row = TypeVar("Row", bound=Callable[..., Awaitable[Result]])
+
+
+def by_name(*rows: Row) -> dict[str, Row]:
+    """Rows under their ids in docs/reliability.md: the function f7b is the row F-7b."""
+    return {f"{row.__name__[0].upper()}-{row.__name__[1:]}": row for row in rows}
 
 
 @dataclass

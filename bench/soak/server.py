@@ -1,8 +1,9 @@
-"""A real `outpace serve` on a tiny random model: start it, look at it, end it."""
+"""A real `outpace serve` on a tiny random model, and other processes: start them, look at them, end them."""
 
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import signal
 import sys
@@ -25,18 +26,72 @@ WAIT = 120.0  # seconds for anything that has to happen
 def write_model(folder: Path, width: int, layers: int) -> int:
     """Write a random Llama with a tokenizer of bytes; its number of weights."""
     tokenizer = byte_tokenizer()
-    model = tiny(
-        "llama",
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        max_position_embeddings=8192,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 8192}
+    model = tiny("llama", **sizes, **tokens)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(kw_only=True)
+class Server(Client):
+    """A running server, and a client of it."""
+
+    process: asyncio.subprocess.Process
+    """The HTTP process, which leads the session of all that it started."""
+    log: Path
+    start_seconds: float
+    """From the start of the process until it was ready."""
+
+    @property
+    def pid(self) -> int:
+        """Of the HTTP process."""
+        return self.process.pid
+
+    async def status(self) -> Any:
+        """The numbers of /status."""
+        return json.loads((await self.get("/status")).body)
+
+    async def is_ready(self) -> bool:
+        """Whether the engine takes requests."""
+        return (await self.get("/health/ready")).status == 200
+
+    async def until_ready(self, ready: bool = True) -> float:
+        """Wait until the engine takes requests, or takes none; the seconds it took."""
+
+        async def is_so() -> bool:
+            return await self.is_ready() == ready
+
+        return await until(is_so, f"ready: {ready}; the log is {self.log}")
+
+    async def idle(self, seconds: float = 10.0) -> tuple[Any, dict[str, int]]:
+        """Status and outcomes once nothing runs and all requests are counted, or as they are after a timeout."""
+        end = time.monotonic() + seconds
+        while True:
+            status, counted = await self.status(), outcomes((await self.get("/metrics")).body.decode())
+            is_idle = not status["running"] and not status["waiting"] and is_free(status)
+            if (is_idle and sum(counted.values()) >= self.ledger.sent) or time.monotonic() > end:
+                return status, counted
+            await asyncio.sleep(0.05)
+
+
+def is_free(status: Any) -> bool:
+    """Whether no page of the cache is in use."""
+    return bool(status["free_blocks"] == status["num_blocks"])
+
+
+@contextlib.asynccontextmanager
+async def serving(model: Path, *flags: str, program: tuple[str, ...] = OUTPACE) -> AsyncIterator[Server]:
+    """A server that is ready; afterwards it and all processes that it started are gone."""
+    begin, command = time.monotonic(), (*program, "serve", str(model), "--device", "cpu", "--port", "0", *flags)
+    async with started(model.parent, *command) as (process, log):
+        said = await until_said(process, log, "\ncurl http")
+        urls = [line for line in said.splitlines() if line.startswith("http://")]
+        port = int(urls[-1].rpartition(":")[2])
+        server = Server(port=port, process=process, log=log, start_seconds=time.monotonic() - begin)
+        await server.until_ready()
+        yield server
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = WAIT) -> float:
@@ -51,100 +106,44 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seco
         await asyncio.sleep(0.02)
 
 
-@dataclass
-class Server:
-    """A server's process."""
-
-    process: asyncio.subprocess.Process
-    client: Client
-    log: Path
-    start_seconds: float
-    """From the start of the process until it was ready."""
-
-    @property
-    def pid(self) -> int:
-        """The HTTP process, which leads the session of all that it started."""
-        return self.process.pid
-
-    @property
-    def engine_pid(self) -> int:
-        """The newest engine process; 0: there is none."""
-        return max((pid for pid in session(self.pid) if is_engine(pid)), default=0)
-
-    async def status(self) -> Any:
-        """The numbers of /status."""
-        return (await self.client.get("/status")).json
-
-    async def is_ready(self) -> bool:
-        """Whether the engine takes requests."""
-        return (await self.client.get("/health/ready")).status == 200
-
-    async def is_not_ready(self) -> bool:
-        """Whether the engine takes no requests."""
-        return not await self.is_ready()
-
-    async def until_ready(self) -> float:
-        """Wait for the engine; the seconds it took."""
-        return await until(self.is_ready, f"the server is ready; the log is {self.log}")
-
-    async def idle(self, seconds: float = 10.0) -> tuple[Any, dict[str, int]]:
-        """Status and outcomes once nothing runs and all requests are counted, or as they are after a timeout."""
-        end = time.monotonic() + seconds
-        while True:
-            status, counted = await self.status(), outcomes((await self.client.get("/metrics")).body.decode())
-            is_idle = not status["running"] and not status["waiting"] and is_free(status)
-            if (is_idle and sum(counted.values()) >= self.client.ledger.sent) or time.monotonic() > end:
-                return status, counted
-            await asyncio.sleep(0.05)
-
-    async def end(self) -> int:
-        """Stop the server with SIGTERM; the exit code."""
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), WAIT)
-
-
-def is_free(status: Any) -> bool:
-    """Whether no page of the cache is in use."""
-    return bool(status["free_blocks"] == status["num_blocks"])
-
-
 @contextlib.asynccontextmanager
-async def serving(model: Path, *flags: str, program: tuple[str, ...] = OUTPACE) -> AsyncIterator[Server]:
-    """A server that is ready; afterwards it and all processes that it started are gone."""
-    log = model.parent / f"server_{time.monotonic_ns()}.log"
-    begin = time.monotonic()
-    process = await launch(log, program, "serve", str(model), "--device", "cpu", "--port", "0", *flags)
-    try:
-
-        def greeted() -> bool:
-            return process.returncode is not None or "\ncurl http" in log.read_text()
-
-        await until(greeted, f"the server's greeting in {log}")
-        lines = [line for line in log.read_text().splitlines() if line.startswith("http://")]
-        assert lines, f"the server did not start: {log.read_text()[-2000:]}"
-        server = Server(process, Client(int(lines[-1].rpartition(":")[2])), log, time.monotonic() - begin)
-        await server.until_ready()
-        yield server
-    finally:
-        await kill(process)
-
-
-async def launch(log: Path, program: tuple[str, ...], *arguments: str) -> asyncio.subprocess.Process:
-    """Start a program in its own session, with its output in a file."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+async def started(
+    folder: Path, *command: str, **environment: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
+    """A program in a session of its own, and its log. Afterwards all processes of the session are gone."""
+    log = folder / f"{time.monotonic_ns()}.log"
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
     with log.open("wb") as file:
-        return await asyncio.create_subprocess_exec(
-            *(*program, *arguments), stdout=file, stderr=file, cwd=ROOT, env=environment, start_new_session=True
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=file, stderr=file, cwd=ROOT, env=variables, start_new_session=True
         )
+    try:
+        yield process, log
+    finally:
+        for pid in (process.pid, *session(process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await process.wait()
 
 
-async def kill(leader: asyncio.subprocess.Process) -> None:
-    """SIGKILL to a process and its session."""
-    for pid in (leader.pid, *session(leader.pid)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    await leader.wait()
+async def until_said(process: asyncio.subprocess.Process, log: Path, text: str, seconds: float = WAIT) -> str:
+    """Wait until a program has printed a text; all that it has printed."""
+    await until(lambda: process.returncode is not None or text in log.read_text(), f"{text!r} in {log}", seconds)
+    assert process.returncode is None, f"it ended: {log.read_text()[-2000:]}"
+    return log.read_text()
+
+
+async def end(process: asyncio.subprocess.Process, seconds: float = WAIT) -> int:
+    """Stop a program with SIGTERM; its exit code."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    return await asyncio.wait_for(process.wait(), seconds)
+
+
+async def run(folder: Path, *command: str, seconds: float = WAIT, **environment: str) -> tuple[int, str]:
+    """Run a program to its end; its exit code, and what it printed."""
+    async with started(folder, *command, **environment) as (process, log):
+        return await asyncio.wait_for(process.wait(), seconds), log.read_text()
 
 
 def proc(pid: int, name: str) -> str:
@@ -155,9 +154,9 @@ def proc(pid: int, name: str) -> str:
         return ""
 
 
-def pids() -> list[int]:
-    """All processes."""
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+def command_lines() -> dict[int, str]:
+    """The commands of all processes."""
+    return {int(path.name): proc(int(path.name), "cmdline") for path in Path("/proc").iterdir() if path.name.isdigit()}
 
 
 def stat(pid: int) -> list[str]:
@@ -167,16 +166,12 @@ def stat(pid: int) -> list[str]:
 
 def session(leader: int) -> list[int]:
     """Live processes of a session without its leader."""
-    found = {pid: stat(pid) for pid in pids() if pid != leader}
+    found = {pid: stat(pid) for pid in command_lines() if pid != leader}
     return [pid for pid, fields in found.items() if fields and fields[0] != "Z" and int(fields[3]) == leader]
 
 
-def is_engine(pid: int) -> bool:
-    """Whether a process is an engine."""
-    command = proc(pid, "cmdline")
-    return "outpace.server.engine_process" in command or "bench.soak.faulty" in command
-
-
-def prompt(number: int, length: int = 16) -> str:
-    """A prompt of that many one-byte tokens, different for each number."""
-    return (f"{number:06d} " + "lorem ipsum " * (length // 12 + 1))[:length]
+def engine_of(parent: int) -> int:
+    """The newest engine process that a process has started; 0: there is none."""
+    names = ("outpace.server.engine_process", "bench.soak.faulty")
+    engines = [pid for pid, command in command_lines().items() if any(name in command for name in names)]
+    return max((pid for pid in engines if stat(pid)[1:2] == [str(parent)]), default=0)

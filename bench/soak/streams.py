@@ -1,12 +1,14 @@
 """Rows of nothing lost: streams that equal plain answers, and the ledger."""
 
 import asyncio
+import json
 import random
 from typing import Any
 
-from bench.soak.client import Answer
+from bench.soak.client import CHAT, COMPLETIONS, Answer
+from bench.soak.load import prompt
 from bench.soak.row import Result, Soak
-from bench.soak.server import Server, prompt, serving
+from bench.soak.server import Server, serving
 
 STREAMS_EACH = 10  # streams that are compared with one plain answer
 
@@ -20,17 +22,17 @@ def random_request(draw: random.Random, number: int) -> tuple[str, dict[str, Any
     if draw.random() < 0.5:
         asked["ignore_eos"] = True
     if draw.random() < 0.5:
-        return "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": prompt(number)}]}
+        return CHAT, asked | {"messages": [{"role": "user", "content": prompt(number)}]}
     if draw.random() < 0.2:
         asked["echo"] = True
-    return "/v1/completions", asked | {"prompt": prompt(number)}
+    return COMPLETIONS, asked | {"prompt": prompt(number)}
 
 
 def differences(plain: Answer, stream: Answer) -> list[str]:
     """How a stream differs from the plain answer to the same request; empty: it does not."""
     if plain.outcome != "done" or stream.outcome != "done":
         return [f"{plain.outcome} {plain.status} and {stream.outcome} {stream.status}: {stream.body[:200]!r}"]
-    whole, events, found = plain.json, stream.events, []
+    whole, events, found = json.loads(plain.body), stream.events, []
     usages = [event["usage"] for event in events if event.get("usage")]
     if usages != [whole["usage"]]:
         found.append(f"usage {usages} is not {whole['usage']}")
@@ -54,16 +56,14 @@ def _text(choice: dict[str, Any]) -> str:
 
 async def n2(soak: Soak) -> Result:
     """Random requests, each asked for once plainly and several times as a stream, all at once."""
-    total, slots, wrong = soak.count(10_000), asyncio.Semaphore(6), list[str]()
-    right = 0
+    total, slots, right, wrong = soak.count(10_000), asyncio.Semaphore(6), 0, list[str]()
 
     async def group(server: Server, number: int, size: int) -> None:
         nonlocal right
         async with slots:
             path, asked = random_request(random.Random(number), number)
             streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
-            bodies = [asked, *[streamed] * size]
-            plain, *streams = await asyncio.gather(*(server.client.ask(each, path) for each in bodies))
+            plain, *streams = await asyncio.gather(*(server.ask(each, path) for each in (asked, *[streamed] * size)))
             for stream in streams:
                 found = differences(plain, stream)
                 right += not found
@@ -75,13 +75,13 @@ async def n2(soak: Soak) -> Result:
         await asyncio.gather(*(group(server, number, size) for number, size in enumerate(sizes)))
     soak.details["wrong streams"] = wrong[:20]
     measured = f"{right}/{total} equal" + (f"; first: {wrong[0][:200]}" if wrong else "")
-    return Result("N-2", "stream = plain answer, one finish reason, one [DONE]", measured, right == total, f"{total}")
+    return Result("stream = plain answer, one finish reason, one [DONE]", measured, right == total, f"{total}")
 
 
 async def n1(server: Server) -> Result:
     """The client's ledger against the server's counters, over all rows of the shared server."""
     _, counted = await server.idle()
-    ledger = server.client.ledger
+    ledger = server.ledger
     measured = f"client: {ledger.sent} sent, {dict(ledger.ends)}; server: {counted}"
     target = "sent = done + rejected + cancelled + failed, exactly, on both sides"
-    return Result("N-1", target, measured, ledger.agrees(counted), f"{ledger.sent} requests")
+    return Result(target, measured, ledger.agrees(counted), f"{ledger.sent} requests")

@@ -5,15 +5,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from outpace.bench.figures import Run, Trace
 from outpace.bench.http import Pool
 
-Endpoint = Literal["completions", "chat"]
-Arrival = Literal["poisson", "fixed"]
 Watch = Callable[[int], None]
 """Called with the number of requests that have ended."""
 
@@ -92,7 +90,7 @@ class Request:
 
 
 def make_request(
-    endpoint: Endpoint, model: str, prompt: list[int] | str, output_len: int, extra: Mapping[str, Any]
+    endpoint: str, model: str, prompt: list[int] | str, output_len: int, extra: Mapping[str, Any]
 ) -> Request:
     """A streamed request for that many tokens, with the usage in the last event."""
     asked: dict[str, Any] = {"model": model, "max_tokens": output_len, "temperature": 0.0, "stream": True}
@@ -111,7 +109,8 @@ class Pace:
 
     rate: float = float("inf")
     """Requests per second; inf: all at once."""
-    arrival: Arrival = "poisson"
+    arrival: str = "poisson"
+    """Or fixed: at equal distances."""
     max_concurrency: int | None = None
     """Most requests in flight; later ones wait."""
 
@@ -132,7 +131,8 @@ class Target:
 
     base: str
     """http://host:port/v1"""
-    endpoint: Endpoint = "completions"
+    endpoint: str = "completions"
+    """Or chat."""
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 600.0
     """Seconds per request."""

@@ -5,12 +5,10 @@ added at once: the pipeline fills, runs and drains once. Turns of one process an
 both see the same machine. Every process computes with `threads` threads.
 """
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,8 @@ from outpace.llm import LLM
 from outpace.loading.dtypes import choose_dtype
 from outpace.parallel import trace
 from outpace.parallel.stages import bubble
-from outpace.parallel.trace import Span, Stages
+from outpace.parallel.trace import Stages
+from outpace.process_wide import environment
 from outpace.runner.machine import cores, usage, used_by_others
 
 
@@ -96,46 +95,29 @@ def pipeline(
     """Run the measurement. Options are those of `LLM`; None is unset."""
     given = {name: value for name, value in options.items() if value is not None}
     before = torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as scratch, _environment("OMP_NUM_THREADS", str(experiment.threads)):
+    with tempfile.TemporaryDirectory() as scratch:
+        traces = Path(scratch) / "trace"
+        variables = {"OMP_NUM_THREADS": str(experiment.threads), trace.ENVIRONMENT: str(traces)}
         torch.set_num_threads(experiment.threads)
         try:
             say("starting the model twice: in one process, and in stages")
-            folder = _folder(model, Path(scratch), random=random, **given)
-            with LLM(folder, **given, **experiment.options()) as alone:
+            folder = model
+            if random or is_shape(model):  # ranks load from files
+                config, folder = LLMConfig.of(None, **given), f"{scratch}/model"
+                dtype = config.compute_dtype or choose_dtype(None, config.torch_device)[0]
+                build(model, dtype, "cpu").save_pretrained(folder)  # type: ignore[operator]
+            given |= experiment.options()
+            stages = {"pp_size": experiment.pp, "layers": experiment.layers}
+            with (
+                environment(variables),
+                LLM(folder, **given) as alone,
+                LLM(folder, **given, pipeline_parallel=stages) as staged,
+            ):
                 facts = software(Path(model).name, alone)
-                stages = {"pp_size": experiment.pp, "layers": experiment.layers}
-                with (
-                    _environment(trace.ENVIRONMENT, traces := f"{scratch}/trace"),
-                    LLM(folder, **given, **experiment.options(), pipeline_parallel=stages) as staged,
-                ):
-                    turns = list(_turns(alone, staged, Path(traces), experiment, say))
+                turns = list(_turns(alone, staged, traces, experiment, say))
         finally:
             torch.set_num_threads(before)
     return figures(turns, experiment, facts)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for this process and for the ranks that start in the meantime."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-def _folder(model: str, scratch: Path, *, random: bool, **options: Any) -> str:
-    """A model that ranks can load: random weights are written to files."""
-    if not random and not is_shape(model):
-        return model
-    config = LLMConfig.of(None, **{name: options[name] for name in ("dtype", "device") if name in options})
-    dtype = config.compute_dtype or choose_dtype(None, config.torch_device)[0]
-    made: Any = build(model, dtype, "cpu")
-    made.save_pretrained(scratch / "model")
-    return str(scratch / "model")
 
 
 def _turns(alone: LLM, staged: LLM, traces: Path, experiment: Experiment, say: Callable[[str], None]) -> Iterator[Turn]:
@@ -158,22 +140,30 @@ def _turns(alone: LLM, staged: LLM, traces: Path, experiment: Experiment, say: C
 
 def figures(turns: Sequence[Turn], experiment: Experiment, facts: Figures) -> Figures:
     """The figures of all turns; the timeline is that of the fastest turn."""
-    best = min(turns, key=lambda turn: turn.seconds)
-    alone, ideal = min(turn.alone for turn in turns), trace.ideal_speedup(experiment.pp, experiment.micro_batches)
+    stages = min(turns, key=lambda turn: turn.seconds).stages
+    ideal = trace.ideal_speedup(experiment.pp, experiment.micro_batches)
+    best = _beside_ideal(min(turn.alone for turn in turns), min(turn.seconds for turn in turns), ideal)
     others = [turn.others for turn in turns if turn.others is not None]
+    by_cpu_time = None
+    without_others = min((trace.replayed(turn.stages) for turn in turns), key=_seconds)
+    if _seconds(without_others):  # 0: a GPU computes
+        by_cpu_time = _beside_ideal(min(turn.alone_cpu for turn in turns), _seconds(without_others), ideal)
+        by_cpu_time["bubble"] = trace.idle_share(without_others)
     return {
+        **best,
         "one_process_seconds": [turn.alone for turn in turns],
         "pipeline_seconds": [turn.seconds for turn in turns],
-        "speedup": alone / best.seconds,
         "ideal_speedup": ideal,
-        "of_ideal": alone / best.seconds / ideal,
         "median_speedup": statistics.median(turn.speedup for turn in turns),
-        "bubble": trace.idle_share(best.stages),
+        "bubble": trace.idle_share(stages),
         "bubble_formula": bubble(experiment.pp, experiment.micro_batches),
-        "bubble_steady": trace.steady_idle_share(best.stages),
-        "stage_ms": {stage: _median_ms(spans) for stage, spans in best.stages.items()},
-        "by_cpu_time": _by_cpu_time(turns, ideal),
-        "timeline": {stage: [list(span) for span in spans] for stage, spans in best.stages.items()},
+        "bubble_steady": trace.steady_idle_share(stages),
+        "stage_ms": {
+            stage: 1e3 * statistics.median([span.end - span.begin for span in spans] or [0.0])
+            for stage, spans in stages.items()
+        },
+        "by_cpu_time": by_cpu_time,
+        "timeline": {stage: [list(span) for span in spans] for stage, spans in stages.items()},
         "outpace": {
             **facts,
             **vars(experiment),
@@ -182,20 +172,15 @@ def figures(turns: Sequence[Turn], experiment: Experiment, facts: Figures) -> Fi
     }
 
 
-def _by_cpu_time(turns: Sequence[Turn], ideal: float) -> Figures | None:
-    """What the figures would be if no other program ran, from the CPU time of each computation. None: on a GPU."""
-    alone, without = min(turn.alone_cpu for turn in turns), [trace.replayed(turn.stages) for turn in turns]
-    best = min(without, key=_length)
-    if not _length(best):
-        return None
-    speedup = alone / _length(best)
-    figures = {"one_process_seconds": alone, "pipeline_seconds": _length(best), "speedup": speedup}
-    return {**figures, "of_ideal": speedup / ideal, "bubble": trace.idle_share(best)}
+def _beside_ideal(alone: float, seconds: float, ideal: float) -> Figures:
+    speedup = alone / seconds
+    return {
+        "one_process_seconds": alone,
+        "pipeline_seconds": seconds,
+        "speedup": speedup,
+        "of_ideal": speedup / ideal,
+    }
 
 
-def _length(stages: Stages) -> float:
+def _seconds(stages: Stages) -> float:
     return max((span.end for spans in stages.values() for span in spans), default=0.0)
-
-
-def _median_ms(spans: Sequence[Span]) -> float:
-    return 1e3 * statistics.median(span.end - span.begin for span in spans) if spans else 0.0

@@ -1,6 +1,7 @@
 """Results as pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from outpace.kernels.limits import Speed
 
 FORMATS = (".png", ".svg", ".pdf")
-BLUE, RED, GREY = "#2171b5", "#cb181d", "#737373"
+BLUE, RED = "#2171b5", "#cb181d"
 
 
 def check_plot(path: Path) -> None:
@@ -37,55 +38,40 @@ def canvas(width: float = 9, height: float = 5.5) -> "Figure":
 
 def plot_throughput(points: Sequence[Figures], cost: "Cost | None", speed: "Speed", path: Path) -> None:
     """Output tokens/s against the median inter-token latency, a point for each number of requests in flight."""
-    figure, axes = _one()
     facts = points[-1]["outpace"]
     levels = [point["outpace"]["concurrency"] for point in points]
-    latencies = [point["median_itl_ms"] for point in points]
-    rates = [point["output_throughput"] for point in points]
-    axes.plot(latencies, rates, "o-", color=BLUE, label="measured")
-    for level, latency, rate in zip(levels, latencies, rates, strict=True):
-        axes.annotate(f"{level}", (latency, rate), textcoords="offset points", xytext=(6, -10), fontsize="small")
-    if cost is not None:
-        context = facts["mean_context"]
-        sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, *levels})
-        steps = [(size, cost.decode_seconds(size, context, speed)) for size in sizes if size <= max(levels)]
-        label = f"limit of a decode step, {context:.0f} tokens of context"
-        axes.plot([1e3 * took for _, took in steps], [size / took for size, took in steps], "k--", label=label)
-    axes.set_title(f"{facts['model']} in {facts['dtype']} on {facts['device']}", loc="left")
-    axes.set_xlabel("median time between tokens, ms (the number at a point: requests in flight)")
-    axes.set_ylabel("output tokens/s")
-    _logarithmic(axes, "both")
-    _save(figure, path)
+    latency = "median time between tokens, ms (the number at a point: requests in flight)"
+    title = f"{facts['model']} in {facts['dtype']} on {facts['device']}"
+    with _picture(path, title, latency, "output tokens/s", logarithmic="xy") as axes:
+        _curve(axes, points, "median_itl_ms", "output_throughput", levels, color=BLUE, label="measured")
+        if cost is not None:
+            context = facts["mean_context"]
+            sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, *levels})
+            steps = [(size, cost.decode_seconds(size, context, speed)) for size in sizes if size <= max(levels)]
+            label = f"limit of a decode step, {context:.0f} tokens of context"
+            axes.plot([1e3 * took for _, took in steps], [size / took for size, took in steps], "k--", label=label)
 
 
 def plot_splitfuse(found: Figures, path: Path) -> None:
     """The distribution of the times between the decoders' tokens, with SplitFuse and with whole prompts."""
-    figure, axes = _one()
-    for name, colour in ((SPLIT, BLUE), (WHOLE, RED)):
-        label = f"{name}: P50 {found[name]['p50_itl_ms']:.1f} ms, P95 {found[name]['p95_itl_ms']:.1f} ms"
-        _distribution(axes, found[name]["itls_ms"], color=colour, label=label)
     facts, ratio = found["outpace"], found["throughput_ratio"]
-    axes.set_title(
+    title = (
         f"Decodes beside long prompts: {facts['model']} on {facts['device']}\n"
-        f"SplitFuse has {ratio:.2f} times the tokens/s of whole prompts",
-        loc="left",
+        f"SplitFuse has {ratio:.2f} times the tokens/s of whole prompts"
     )
-    axes.set_xlabel("time between tokens of a decoding request, ms")
-    axes.set_ylabel("share of tokens that took no longer")
-    _save(figure, path)
+    latency = "time between tokens of a decoding request, ms"
+    with _picture(path, title, latency, "share of tokens that took no longer") as axes:
+        for name, colour in ((SPLIT, BLUE), (WHOLE, RED)):
+            label = f"{name}: P50 {found[name]['p50_itl_ms']:.1f} ms, P95 {found[name]['p95_itl_ms']:.1f} ms"
+            _distribution(axes, found[name]["itls_ms"], color=colour, label=label)
 
 
 def plot_steps(lines: Mapping[str, Mapping[int, float]], title: str, path: Path) -> None:
     """Milliseconds of a decode step by its requests, a line for each system; limits are dashed."""
-    figure, axes = _one()
-    for name, points in lines.items():
-        style = "k--" if name == "limit" else "--" if name.startswith("limit") else "o-"
-        axes.plot([*points], [*points.values()], style, label=name)
-    axes.set_title(title, loc="left")
-    axes.set_xlabel("requests in a decode step")
-    axes.set_ylabel("ms a step")
-    _logarithmic(axes, "both")
-    _save(figure, path)
+    with _picture(path, title, "requests in a decode step", "ms a step", logarithmic="xy") as axes:
+        for name, points in lines.items():
+            style = "k--" if name == "limit" else "--" if name.startswith("limit") else "o-"
+            axes.plot([*points], [*points.values()], style, label=name)
 
 
 def plot_pipeline(found: Figures, path: Path) -> None:
@@ -118,31 +104,31 @@ def plot_served(points: Sequence[Figures], path: Path, *, is_sweep: bool) -> Non
     figure, found = canvas(11, 4.8), points[0]
     left, right = figure.subplots(1, 2)
     if is_sweep:
-        _against_throughput(left, points, "ttft", "time to the first token, ms")
-        _against_throughput(right, points, "tpot", "time per token, ms")
         title = "latency against throughput"
+        for axes, name, label in ((left, "ttft", "time to the first token, ms"), (right, "tpot", "time per token, ms")):
+            rates = [point["request_rate"] for point in points]
+            _curve(axes, points, "request_throughput", f"median_{name}_ms", rates, color=BLUE, label="median")
+            _curve(axes, points, "request_throughput", f"p99_{name}_ms", color=RED, label="P99")
+            axes.set(xlabel="requests/s that ended (at a point: requests/s that were asked for)", ylabel=label)
+            _logarithmic(axes, "y")
     else:
+        title = pace_of(found)
         good = [place for place, error in enumerate(found["errors"]) if not error]
-        gaps = [1e3 * gap for place in good for gap in found["itls"][place]]
+        gaps = [gap for place in good for gap in found["itls"][place]]
         _distribution(left, [1e3 * found["ttfts"][place] for place in good], color=BLUE)
-        _distribution(right, gaps, color=BLUE)
+        _distribution(right, [1e3 * gap for gap in gaps], color=BLUE)
         left.set(xlabel="time to the first token, ms", ylabel="share that took no longer")
         right.set(xlabel="time between events, ms", ylabel="share that took no longer")
-        title = pace_of(found)
     figure.suptitle(f"{found['model_id']}: {title}", x=0.01, ha="left")
     _save(figure, path, legend="best")
 
 
-def _against_throughput(axes: "Axes", points: Sequence[Figures], name: str, label: str) -> None:
-    rates = [point["request_throughput"] for point in points]
-    for kind, key, colour in (("median", "median", BLUE), ("P99", "p99", RED)):
-        axes.plot(rates, [point[f"{key}_{name}_ms"] for point in points], "o-", color=colour, label=kind)
-    for point, rate in zip(points, rates, strict=True):
-        place = (rate, point[f"median_{name}_ms"])
-        axes.annotate(str(point["request_rate"]), place, textcoords="offset points", xytext=(4, -12), color=GREY)
-    axes.set_xlabel("requests/s that ended (grey: requests/s that were asked for)")
-    axes.set_ylabel(label)
-    _logarithmic(axes, "y")
+def _curve(axes: "Axes", points: Sequence[Figures], x: str, y: str, names: Sequence[object] = (), **style: Any) -> None:
+    """One figure of each point against another, with names at the points."""
+    places = [(point[x], point[y]) for point in points]
+    axes.plot(*zip(*places, strict=True), "o-", **style)
+    for name, place in zip(names, places, strict=False):
+        axes.annotate(str(name), place, textcoords="offset points", xytext=(6, -10), fontsize="small")
 
 
 def _distribution(axes: "Axes", values: Sequence[float], **style: Any) -> None:
@@ -152,16 +138,23 @@ def _distribution(axes: "Axes", values: Sequence[float], **style: Any) -> None:
     axes.set_xlim(left=0)
 
 
-def _one() -> "tuple[Figure, Axes]":
+@contextmanager
+def _picture(path: Path, title: str, x: str, y: str, logarithmic: str = "") -> "Iterator[Axes]":
+    """Axes to draw on, saved in the end."""
     figure = canvas()
-    return figure, figure.subplots()
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, loc="left")
+    yield axes
+    _logarithmic(axes, logarithmic)
+    _save(figure, path)
 
 
 def _logarithmic(axes: "Axes", which: str) -> None:
     """Logarithmic axes, with numbers that people read."""
     from matplotlib.ticker import LogFormatter
 
-    for name in ("x", "y") if which == "both" else which:
+    for name in which:
         axes.set(**{f"{name}scale": "log"})
         axis = axes.xaxis if name == "x" else axes.yaxis
         axis.set_major_formatter(lambda value, _: f"{value:,g}")

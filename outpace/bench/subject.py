@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from outpace._version import __version__
 from outpace.bench.cost import Cost, cost_of
@@ -22,7 +21,7 @@ from outpace.config import LLMConfig
 from outpace.errors import InputError
 from outpace.kernels.limits import Speed, device_name, measure_speed, peak_memory
 from outpace.llm import LLM
-from outpace.loading.build import load
+from outpace.loading.build import Loaded, load
 from outpace.loading.checkpoint import local_path
 from outpace.loading.dtypes import choose_dtype, short
 from outpace.loading.inspect import describe
@@ -74,7 +73,6 @@ class Subject:
         run(self.llm.engine, items, concurrency, count)
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text."""
         if self.llm.tokenizer is None:
             raise InputError(f"dataset: {self.name} has no tokenizer, so its prompts must be token ids")
         return list(self.llm.tokenizer(text)["input_ids"])
@@ -125,22 +123,22 @@ def started(
     as graphs), so that no capture falls into a measurement; the start-up seconds do not include it.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    config = LLMConfig.of(None, **given, enable_prefix_caching=prefix_caching)
-    module, tokenizer, name, dtype, took = _open(model, config, random=random, seed=weights_seed)
-    found = speed or measure_speed(config.torch_device, dtype)
+    config, begin = LLMConfig.of(None, **given, enable_prefix_caching=prefix_caching), time.perf_counter()
+    loaded, took = _open(model, config, random=random, seed=weights_seed), time.perf_counter() - begin
+    found = speed or measure_speed(config.torch_device, loaded.dtype)
     if config.torch_device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(config.torch_device)
-    llm = LLM(module, tokenizer=tokenizer, config=config, dtype=dtype)
-    embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
-    size = describe(module).vocab_size or embedding.weight.shape[0]
+    llm = LLM(loaded.model, tokenizer=loaded.tokenizer, config=config, dtype=loaded.dtype)
+    embedding: Any = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    size = describe(loaded.model).vocab_size or embedding.weight.shape[0]
     seconds = {**llm.startup_seconds, "load": took, "all": llm.startup_seconds["all"] + took}
     try:
         while catch_up and llm.engine.is_behind:
             llm.engine.catch_up()
-        yield Subject(name, llm, cost_of(module, config.kv_cache_dtype), found, size, seconds, usage())
+        yield Subject(loaded.name, llm, cost_of(loaded.model, config.kv_cache_dtype), found, size, seconds, usage())
     finally:
         llm.shutdown()
-        del llm, module, embedding
+        del llm, loaded, embedding
         gc.collect()
         if config.torch_device.type == "cuda":
             torch.cuda.empty_cache()
@@ -151,19 +149,14 @@ def is_shape(model: str | nn.Module | None) -> bool:
     return isinstance(model, str) and model in SHAPES and local_path(model) is None
 
 
-def _open(
-    model: str | nn.Module | None, config: LLMConfig, *, random: bool, seed: int
-) -> tuple[nn.Module, PreTrainedTokenizerBase | None, str, torch.dtype, float]:
-    """The module, its tokenizer, its name, its dtype, and the seconds it took."""
-    begin = time.perf_counter()
+def _open(model: str | nn.Module | None, config: LLMConfig, *, random: bool, seed: int) -> Loaded:
+    device, dtype = config.torch_device, config.compute_dtype
     if isinstance(model, nn.Module):
         own = next(model.parameters()).dtype
-        return model, None, type(model).__name__, config.compute_dtype or own, 0.0
-    if random or is_shape(model):
-        if model is None:
-            raise InputError(f"random: name a shape ({', '.join(SHAPES)}) or a folder with a config.json")
-        dtype = config.compute_dtype or choose_dtype(None, config.torch_device)[0]
-        made = build(model, dtype, config.torch_device, seed)
-        return made, None, Path(model).name, dtype, time.perf_counter() - begin
-    loaded = load(model, dtype=config.compute_dtype, device=config.torch_device)
-    return loaded.model, loaded.tokenizer, loaded.name, loaded.dtype, time.perf_counter() - begin
+        return Loaded(model, None, type(model).__name__, None, dtype or own, "")
+    if not random and not is_shape(model):
+        return load(model, dtype=dtype, device=device)
+    if model is None:
+        raise InputError(f"random: name a shape ({', '.join(SHAPES)}) or a folder with a config.json")
+    dtype = dtype or choose_dtype(None, device)[0]
+    return Loaded(build(model, dtype, device, seed), None, Path(model).name, None, dtype, "")

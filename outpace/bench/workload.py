@@ -45,7 +45,7 @@ class Source(NamedTuple):
     """Other requests for the warm-up, for the same seed: of the same kind, with no prompt in common."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Workload:
     """Which requests: by default, with uniformly drawn lengths."""
 

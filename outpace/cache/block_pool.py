@@ -52,7 +52,6 @@ class BlockPool:
         return self.num_blocks - len(self._empty)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
@@ -66,7 +65,6 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of these blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._evictable[block]
@@ -109,7 +107,6 @@ class BlockPool:
             self._cached[key] = block
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a block with this hash is cached."""
         return key in self._cached
 
     def find(self, key: bytes | None) -> int | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outpace.errors import ConfigError
 from outpace.kernels.quantize import LARGEST
+from outpace.quant.fast import FP8_CAPABILITY
 
 _CACHE_LINE = 64  # bytes, to which tensors are aligned
 BLOCK_SIZE = 64  # tokens per page: whole tiles of the attention kernels
@@ -19,7 +20,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 """Values of `kv_cache_dtype` that quantize the cache."""
-FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 conversion
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Pages:
     """Device memory for the pages of one such layer."""
 
     def layer(self, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and scales of one layer."""
         return self.keys[place], self.values[place], self.scales[place] if self.scales else None
 
     def at_hand(self, place: int, queries: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -72,11 +71,6 @@ class Pages:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the pages, each [num_blocks, ...]."""
         yield from (*self.keys, *self.values, *self.scales)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of pages."""
-        return self.keys[0].shape[0]
 
     @property
     def block_size(self) -> int:
@@ -133,7 +127,7 @@ def check_page_dtype(asked: str, device: torch.device) -> None:
     if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype: {asked} needs a GPU of compute capability 8.9 or higher, and "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; give int8, or leave it out"
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; give int8, or remove it"
         )
 
 

@@ -82,7 +82,6 @@ class Tiers:
 
     @property
     def num_in_flight(self) -> int:
-        """Copies in flight."""
         return len(self._copying)
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from outpace._version import __version__
 from outpace.cli import (
@@ -28,9 +29,7 @@ from outpace.cli import (
 )
 from outpace.cli.suggest import Group
 from outpace.errors import ConfigError, InputError, NotSupportedYet, OutpaceError
-
-WRONG_OPTION = 2
-"""Exit code for wrong arguments and options."""
+from outpace.server.exit_codes import INTERRUPTED, WRONG_OPTION
 
 app = typer.Typer(
     cls=Group,
@@ -80,19 +79,13 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; an error is one line, with a traceback only after --debug, and exit code 2 or 1."""
+    """Run the command. An error is printed as one line (with --debug as a traceback); the exit code is 2 or 1."""
     try:
         app()
     except OutpaceError as error:
         if "--debug" in sys.argv:
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(WRONG_OPTION if isinstance(error, ConfigError | InputError | NotSupportedYet) else 1)
     except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _escaped(error: OutpaceError) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
+        sys.exit(INTERRUPTED)

@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from outpace.errors import InputError, OutpaceError, StateError
+from outpace.structured.outputs import is_text
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 GO_ON = "run the same command again to continue"
@@ -48,7 +49,7 @@ def parse(number: int, text: bytes, seen: set[str]) -> Line:
     if not isinstance(custom, str) or not custom:
         problem = f"line {number}: expected an object with custom_id, a string that is not empty"
         return Line(number, None, problem=problem)
-    if not _is_text(custom):
+    if not is_text(custom):
         return Line(number, None, problem=f"line {number}: custom_id: {custom!r:.80} has half of a surrogate pair")
     if custom in seen:
         return Line(number, None, problem=f"line {number}: custom_id: {custom!r} is in another line too")
@@ -83,14 +84,6 @@ def _request(entry: dict[str, Any]) -> tuple[str, bytes]:
 def as_json(value: Any) -> bytes:
     """JSON that every parser accepts. Raises ValueError for values that JSON does not have."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass

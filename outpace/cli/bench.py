@@ -1,7 +1,9 @@
 """`outpace bench throughput|latency|pipeline|serve`: measure a model on this machine, or a server."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,8 +12,11 @@ from outpace.cli import bench_serve
 from outpace.cli.bench_serve import Dataset, InputLen, Json, Lengths, OutputLen, Plot, Seed, WorkloadKind
 from outpace.cli.model import DEFAULT, KINDS, SameModel, one_model
 from outpace.cli.results import ResultFiles, progress, show, write_json
-from outpace.cli.talk import Device, DType
+from outpace.cli.talk import Device, DType, given
 from outpace.errors import InputError
+
+if TYPE_CHECKING:
+    from outpace.bench.subject import Subject
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +59,7 @@ def throughput(
     model: Model = None,
     same_model: SameModel = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default=str(COUNT))] = None,
-    workload: WorkloadKind = Lengths.UNIFORM,
+    workload: WorkloadKind = Lengths.uniform,
     input_len: InputLen = None,
     output_len: OutputLen = None,
     dataset: Dataset = None,
@@ -81,16 +86,40 @@ def throughput(
     num_long: Annotated[int, typer.Option(help="With --splitfuse: long prompts that arrive.")] = 24,
 ) -> None:
     """Measure tokens/s and latencies of many requests. All start at once; --concurrency limits how many run."""
-    name, files = one_model(model, same_model), ResultFiles(output_json, plot, profile)
+    files, levels = ResultFiles(output_json, plot, profile), _numbers("concurrency", concurrency)
     options = _options(context, "max_num_seqs", "prefix_caching")
     _refuse_others(context, splitfuse=splitfuse)
     if splitfuse:
         sizes = {"decoders": decoders, "decoder_prompt": decoder_prompt, "prompt": long_prompt, "num_prompts": num_long}
-        _splitfuse(name, sizes, options, files)
+        _splitfuse(one_model(model, same_model), sizes, options, files)
         return
-    chat = workload is Lengths.SHAREGPT
-    work = Workload(input_len=input_len, output_len=output_len, chat=chat, dataset=dataset)
-    _throughput(name, work, num_prompts, seed, _numbers("concurrency", concurrency), options, files)
+    work = Workload(input_len, output_len, workload is Lengths.sharegpt, dataset)
+    from outpace.bench.plot import plot_throughput
+    from outpace.bench.profiling import profile_decode
+    from outpace.bench.tables import profile_table, sweep_table, throughput_table
+    from outpace.bench.throughput import sweep
+    from outpace.bench.throughput import throughput as measure
+
+    count, what, profiled = num_prompts or COUNT, work.describe(), None
+    with _started(one_model(model, same_model), options) as (subject, say):
+        source = work.source(subject.vocab_size, subject.tokenize, subject.llm.engine.max_model_len)
+        if levels is None:
+            say(f"{count} warm-up requests, then {count} others")
+            points = [measure(subject, source.draw(count, seed), source.warm_up(count, seed))]
+        else:
+            points = list(sweep(subject, source, levels, seed, num_prompts, say))
+        if profile is not None:
+            say("profiling decode steps")
+            profiled = profile_decode(subject, source.draw(count, seed))
+        cost, speed = subject.cost, subject.speed
+    show(throughput_table(points[0], what) if levels is None else sweep_table(points, what))
+    for point in points:
+        point["outpace"]["options"] = {**given(**options), "seed": seed, "workload": what}
+    found = points[0] if levels is None else {"points": points}
+    files.write(found, lambda path: plot_throughput(points, cost, speed, path))
+    if profiled is not None:
+        show(profile_table(profiled))
+        write_json(profile, profiled)
 
 
 @app.command("latency")
@@ -112,18 +141,15 @@ def latency(
     output_json: Json = None,
 ) -> None:
     """Measure the latency of one request alone: time to the first token, and tokens/s after it."""
-    name, files, options = one_model(model, same_model), ResultFiles(output_json), _options(context)
+    files, options = ResultFiles(output_json), _options(context)
     from outpace.bench.latency import latency as measure
-    from outpace.bench.subject import started
     from outpace.bench.tables import latency_table
 
-    with progress() as say:
-        say("starting the model")
-        with started(name, **options, max_num_seqs=batch_size) as subject:
-            say(f"two warm-ups and {iters} runs, of {output_len} tokens and of one")
-            found = measure(subject, batch_size=batch_size, input_len=input_len, output_len=output_len, iters=iters)
+    with _started(one_model(model, same_model), {**options, "max_num_seqs": batch_size}) as (subject, say):
+        say(f"two warm-ups and {iters} runs, of {output_len} tokens and of one")
+        found = measure(subject, batch_size=batch_size, input_len=input_len, output_len=output_len, iters=iters)
     show(latency_table(found))
-    found["outpace"]["options"] = _given(options)
+    found["outpace"]["options"] = given(**options)
     files.write(found)
 
 
@@ -151,68 +177,36 @@ def pipeline(
     from outpace.bench.plot import plot_pipeline
     from outpace.bench.tables import pipeline_table
 
-    stages = _numbers("layers", layers)
-    experiment = Experiment(pp, micro_batches, tokens, turns, threads, None if stages is None else tuple(stages))
+    experiment = Experiment(pp, micro_batches, tokens, turns, threads, _numbers("layers", layers))
     with progress() as say:
         found = measure(model, experiment, random=random, say=say, dtype=dtype, device=device)
     show(pipeline_table(found))
     files.write(found, lambda path: plot_pipeline(found, path))
 
 
-def _throughput(
-    model: str | None,
-    workload: Workload,
-    num_prompts: int | None,
-    seed: int,
-    levels: list[int] | None,
-    options: dict[str, Any],
-    files: ResultFiles,
-) -> None:
-    from outpace.bench.plot import plot_throughput
-    from outpace.bench.profiling import profile_decode
-    from outpace.bench.subject import started
-    from outpace.bench.tables import profile_table, sweep_table, throughput_table
-    from outpace.bench.throughput import sweep, throughput
-
-    count, what, profiled = num_prompts or COUNT, workload.describe(), None
-    with progress() as say:
-        say("starting the model")
-        with started(model, **options) as subject:
-            source = workload.source(subject.vocab_size, subject.tokenize, subject.llm.engine.max_model_len)
-            if levels is None:
-                say(f"{count} warm-up requests, then {count} others")
-                points = [throughput(subject, source.draw(count, seed), source.warm_up(count, seed))]
-            else:
-                points = list(sweep(subject, source, levels, seed, num_prompts, say))
-            if files.profile is not None:
-                say("profiling decode steps")
-                profiled = profile_decode(subject, source.draw(count, seed))
-            cost, speed = subject.cost, subject.speed
-    show(throughput_table(points[0], what) if levels is None else sweep_table(points, what))
-    for point in points:
-        point["outpace"]["options"] = {**_given(options), "seed": seed, "workload": what}
-    found = points[0] if levels is None else {"points": points}
-    files.write(found, lambda path: plot_throughput(points, cost, speed, path))
-    if profiled is not None:
-        show(profile_table(profiled))
-        write_json(files.profile, profiled)
-
-
 def _splitfuse(model: str | None, sizes: dict[str, int], options: dict[str, Any], files: ResultFiles) -> None:
     from outpace.bench.plot import plot_splitfuse
     from outpace.bench.splitfuse import Experiment, splitfuse
-    from outpace.bench.subject import started
     from outpace.bench.tables import splitfuse_table
 
     experiment = Experiment(**sizes, budget=options.pop("max_num_batched_tokens"))
+    with _started(model, {**options, **experiment.options()}) as (subject, say):
+        say("decodes beside long prompts, chopped and whole")
+        found = splitfuse(subject, experiment)
+    show(splitfuse_table(found))
+    found["outpace"]["options"] = given(**options)
+    files.write(found, lambda path: plot_splitfuse(found, path))
+
+
+@contextmanager
+def _started(model: str | None, options: dict[str, Any]) -> "Iterator[tuple[Subject, Callable[[str], None]]]":
+    """A started model, and a function that shows progress."""
+    from outpace.bench.subject import started
+
     with progress() as say:
         say("starting the model")
-        with started(model, **{**options, **experiment.options()}) as subject:
-            say("decodes beside long prompts, chopped and whole")
-            found = splitfuse(subject, experiment)
-    show(splitfuse_table(found))
-    found["outpace"]["options"] = _given(options)
-    files.write(found, lambda path: plot_splitfuse(found, path))
+        with started(model, **options) as subject:
+            yield subject, say
 
 
 def _options(context: typer.Context, *more: str) -> dict[str, Any]:
@@ -221,18 +215,12 @@ def _options(context: typer.Context, *more: str) -> dict[str, Any]:
     return {**found, "enforce_eager": found["enforce_eager"] or None}
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _numbers(name: str, text: str | None) -> list[int] | None:
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     """1,4,16 as numbers."""
-    if text is None:
-        return None
-    parts = text.split(",")
+    parts = [] if text is None else text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError(f"{name}: expected numbers like 1,4,16, got {text!r}")
-    return [int(part) for part in parts]
+    return tuple(map(int, parts)) or None
 
 
 def _refuse_others(context: typer.Context, *, splitfuse: bool) -> None:
@@ -240,5 +228,5 @@ def _refuse_others(context: typer.Context, *, splitfuse: bool) -> None:
     for name in OF_WORKLOADS if splitfuse else OF_SPLITFUSE:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            remedy = "not with --splitfuse" if splitfuse else "only with --splitfuse"
-            raise InputError(f"{name.replace('_', '-')}: {remedy}; leave it out")
+            where = "not" if splitfuse else "only"
+            raise InputError(f"{name.replace('_', '-')}: {where} with --splitfuse; remove it")

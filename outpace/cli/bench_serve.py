@@ -11,33 +11,15 @@ from rich.console import Console
 
 from outpace.bench.workload import COUNT, END_ID, SEED, Workload
 from outpace.cli.results import ResultFiles, progress, show
-from outpace.cli.talk import ApiKey, base_of
+from outpace.cli.talk import ApiKey, base_of, headers_of
 from outpace.errors import InputError
 
 WARM_UPS = 4
 
 
-class Lengths(StrEnum):
-    """How lengths are drawn."""
-
-    UNIFORM = "uniform"
-    SHAREGPT = "sharegpt"
-
-
-class Route(StrEnum):
-    """Which route is asked."""
-
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-
-
-class Arrivals(StrEnum):
-    """How requests arrive at a rate."""
-
-    POISSON = "poisson"
-    FIXED = "fixed"
-
-
+Lengths = StrEnum("Lengths", ["uniform", "sharegpt"])
+Route = StrEnum("Route", ["completions", "chat"])
+Arrivals = StrEnum("Arrivals", ["poisson", "fixed"])
 WorkloadKind = Annotated[Lengths, typer.Option(help="How lengths are drawn.")]
 InputLen = Annotated[int | None, typer.Option(help="Prompt tokens of every request.")]
 OutputLen = Annotated[int | None, typer.Option(help="New tokens of every request.")]
@@ -54,13 +36,13 @@ def command(
         typer.Option("--model", "-m", metavar="MODEL", help="One of its models.", show_default="its first"),
     ] = None,
     api_key: ApiKey = None,
-    endpoint: Annotated[Route, typer.Option(help="completions (prompts as token ids) or chat.")] = Route.COMPLETIONS,
+    endpoint: Annotated[Route, typer.Option(help="completions (prompts as token ids) or chat.")] = Route.completions,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = COUNT,
     request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
-    arrival: Annotated[Arrivals, typer.Option(help="At a rate: at random, or at equal distances.")] = Arrivals.POISSON,
+    arrival: Annotated[Arrivals, typer.Option(help="At a rate: at random, or at equal distances.")] = Arrivals.poisson,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests in flight (a closed loop).")] = None,
     sweep: Annotated[str | None, typer.Option(help="Rates, a run for each: 1,2,4,8,inf.")] = None,
-    workload: WorkloadKind = Lengths.UNIFORM,
+    workload: WorkloadKind = Lengths.uniform,
     input_len: InputLen = None,
     output_len: OutputLen = None,
     dataset: Dataset = None,
@@ -91,10 +73,9 @@ def command(
     if more and not goodput:
         raise InputError(f"{more[0]}: there is nothing to give but options; see --help")
     limits, rates = parse_goodput([*(goodput or ()), *(more or ())]), _rates(sweep, request_rate)
-    work = Workload(input_len=input_len, output_len=output_len, chat=workload is Lengths.SHAREGPT, dataset=dataset)
+    work = Workload(input_len, output_len, workload is Lengths.sharegpt, dataset)
     files, what, is_sweep = ResultFiles(output_json, plot), work.describe(), sweep is not None
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    target = Target(base_of(url), endpoint.value, headers, timeout)
+    target = Target(base_of(url), endpoint.value, headers_of(api_key), timeout)
     with progress() as say:
         say(f"asking {target.base}")
         server = find(target, model, {"ignore_eos": True} if ignore_eos else {})

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.generate import _standard_input
+from outpace.cli.generate import text_of
 from outpace.cli.model import DEFAULT, KINDS
 from outpace.cli.talk import ApiKey, Device, DType, GenerationConfig, Seed, Temperature, TopP, Url, given, talker
 
@@ -33,8 +33,7 @@ def command(
     device: Device = None,
 ) -> None:
     """Continue a text, without a chat template. The text is streamed to standard output."""
-    text = _standard_input() if prompt == "-" else prompt
-    options = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    text, options = text_of(prompt), given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     of_engine = {"dtype": dtype, "device": device, "generation_config": generation_config}
     with closing(talker(model, url, api_key, **of_engine)) as partner:
         for piece in partner.complete(text, options):

@@ -1,5 +1,6 @@
 """`outpace deploy`: the server of `outpace serve`, replicated over a Ray cluster."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ import typer
 
 from outpace.cli import serve
 from outpace.cli.model import Model, SameModel, one_model
-from outpace.cli.suggest import Command
+from outpace.cli.suggest import run_command
 from outpace.errors import ConfigError
 
 _ALL = "all"
@@ -16,9 +17,7 @@ _ALL = "all"
 
 def command(ctx: typer.Context) -> None:
     """Serve a model from a Ray cluster, with replicas."""
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    inner.command(cls=Command)(make_command())
-    inner(args=serve.spread_names(ctx.args), prog_name=ctx.command_path)
+    run_command(make_command(), ctx, serve.spread_names(ctx.args))
 
 
 def make_command() -> Any:
@@ -76,7 +75,7 @@ def _deploy(
     run.require_ray()
     with run.connected(deployment.address or "auto"):
         if status is not None:
-            typer.echo(run.as_json(run.status(None if status == _ALL else status)))
+            typer.echo(json.dumps(run.status(None if status == _ALL else status), indent=2))
         else:
             assert stop is not None
             run.stop(stop)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outpace.cli.model import KINDS, Model, SameModel, one_model
 from outpace.cli.results import ResultFiles, show
 from outpace.cli.serve import read_config
-from outpace.cli.suggest import Command
+from outpace.cli.suggest import run_command
 from outpace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ AgainstOptions = Annotated[
 
 def command(ctx: typer.Context) -> None:
     """Measure how well a model predicts a text."""
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    inner.command(cls=Command)(make_command())
-    inner(args=list(ctx.args), prog_name=ctx.command_path)
+    run_command(make_command(), ctx, ctx.args)
 
 
 def make_command() -> Any:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from outpace.config.base import ConfigModel
-from outpace.config.describe import section_of
+from outpace.config.base import ConfigModel, section_of
 from outpace.config.inference import InferenceConfig
 from outpace.config.llm import LLMConfig
+from outpace.config.rules import LATER
 
 SHARED = ("dtype", "device", "seed")
 """Options of `init_inference` that are flags too; the others are only for config files."""
@@ -51,7 +51,11 @@ class Flag:
             declared = [f"--{name}/--no-{name}" for name in dashed]
         else:
             declared = [*(f"--{name}" for name in dashed), *SHORT.get(self.path, ())]
-        shown: dict[str, Any] = {"show_default": _shown(self.field.default), "metavar": _choices(self.field.annotation)}
+        default, choices = self.field.default, "|".join(map(str, _literals(self.field.annotation)))
+        shown: dict[str, Any] = {
+            "show_default": False if default in (None, (), "") else str(default),
+            "metavar": choices or None,
+        }
         return Annotated[self.kind | None, typer.Option(*declared, help=self._help(), **shown)]
 
     def value(self, given: Any) -> Any:
@@ -60,8 +64,9 @@ class Flag:
 
     def _help(self) -> str:
         text = " ".join((self.field.description or "").split())
-        later = next((what for start, what in LLMConfig.later.items() if f"{self.path}.".startswith(f"{start}.")), None)
-        return text + (f" Later: {later}." if later else "") + _several(self.kind)
+        later = LATER.get(self.path)
+        several = " May be given several times." if self.kind == list[str] else ""
+        return text + (f" Later: {later}." if later else "") + several
 
 
 def llm_flags() -> list[Flag]:
@@ -150,16 +155,3 @@ def _kind(annotation: Any) -> Any:
 
 def _literals(annotation: Any) -> list[Any]:
     return [value for part in _parts(annotation) if get_origin(part) is Literal for value in get_args(part)]
-
-
-def _choices(annotation: Any) -> str | None:
-    return "|".join(map(str, _literals(annotation))) or None
-
-
-def _several(kind: Any) -> str:
-    return " May be given several times." if kind == list[str] else ""
-
-
-def _shown(default: Any) -> str | bool:
-    """A default as shown in the help; False: nothing to show."""
-    return False if default is None or default == () or default == "" else str(default)

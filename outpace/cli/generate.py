@@ -15,6 +15,7 @@ from outpace.cli.talk import (
     GenerationConfig,
     Quantization,
     Ranks,
+    Seed,
     Stages,
     Temperature,
     TopP,
@@ -35,7 +36,7 @@ def command(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0: from all.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    seed: Seed = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -56,7 +57,7 @@ def command(
 
     options = {"max_tokens": max_tokens, **given(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)}
     SamplingParams(**options)  # check values before the model is loaded
-    asked = _standard_input() if prompt == "-" else prompt
+    asked = text_of(prompt)
     begin = time.perf_counter()
     more: dict[str, Any] = given(generation_config=generation_config, quantization=quantization)
     more |= given(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
@@ -67,7 +68,10 @@ def command(
     _report(Console(stderr=True), llm, output, ready)
 
 
-def _standard_input() -> str:
+def text_of(prompt: str) -> str:
+    """The prompt, or standard input if it is `-`."""
+    if prompt != "-":
+        return prompt
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

@@ -2,15 +2,15 @@
 
 import json
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from outpace._version import __version__
+from outpace.bench.tables import table
 
 PACKAGES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "gguf", "pydantic")
 
@@ -23,10 +23,10 @@ def command(
         typer.echo(json.dumps(_content()))
         return
     console = Console()
-    console.print(_table("Machine", ("", ""), _machine()))
-    console.print(_table("Versions", ("", ""), _versions()))
-    console.print(_table("What is used here", ("what", "choice", "why"), _choices()))
-    console.print(_table("Which quantization runs fast here", ("scheme", "fast", "why"), _schemes()))
+    console.print(table("Machine", ("", ""), _machine(), justify="left"))
+    console.print(table("Versions", ("", ""), _versions(), justify="left"))
+    console.print(table("What is used here", ("what", "choice", "why"), _choices(), justify="left"))
+    console.print(table("Which quantization runs fast here", ("scheme", "fast", "why"), _schemes(), justify="left"))
 
 
 def _content() -> dict[str, object]:
@@ -36,15 +36,6 @@ def _content() -> dict[str, object]:
         "choices": [{"what": what, "choice": choice, "why": why} for what, choice, why in _choices()],
         "schemes": [{"scheme": scheme, "fast": fast, "why": why} for scheme, fast, why in _schemes()],
     }
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=any(columns))
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _machine() -> Iterator[tuple[str, ...]]:

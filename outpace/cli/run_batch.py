@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outpace.cli.batch_files import GO_ON, Batch, Line, append, opened
 from outpace.cli.model import DEFAULT, KINDS, SameModel, one_model
-from outpace.cli.talk import CONNECT_SECONDS, ApiKey, Device, DType, Url, base_of, given
+from outpace.cli.talk import CONNECT_SECONDS, ApiKey, Device, DType, Url, base_of, given, headers_of
 from outpace.errors import InputError, OutpaceError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LATER = (408, 429, 502, 503, 504)
 """HTTP statuses after which a request is tried again."""
+JSON = {"content-type": "application/json"}
 TRIES = 6
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds between retries
 
@@ -152,15 +153,11 @@ async def _ask(client: "httpx.AsyncClient", line: Line) -> "httpx.Response":
     raise AssertionError("the last try returns or raises")
 
 
-def _headers(key: str | None) -> dict[str, str]:
-    return {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-
-
 @contextlib.asynccontextmanager
 async def _server(url: str, key: str | None) -> "AsyncIterator[httpx.AsyncClient]":
     import httpx
 
-    headers = _headers(key)
+    headers = headers_of(key) | JSON
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=base_of(url), headers=headers, timeout=timeout, limits=limits) as client:
@@ -181,7 +178,7 @@ async def _engine(
 
     config = ServerConfig(request_timeout=7 * 24 * 3600.0, access_log=False, served_model_name=names)
     keys = config.all_api_keys()
-    headers = _headers(keys[0] if keys else None)
+    headers = headers_of(keys[0] if keys else None) | JSON
     engine = Supervisor(model, options)
     await engine.start()
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli.model import Model, SameModel, one_model
-from outpace.cli.suggest import Command
+from outpace.cli.suggest import run_command
 from outpace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ CONTEXT: Mapping[str, Any] = {"allow_extra_args": True, "ignore_unknown_options"
 
 def command(ctx: typer.Context) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
-    # no rich tables: they would cut off long names
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    inner.command(cls=Command)(make_command())
-    inner(args=spread_names(ctx.args), prog_name=ctx.command_path)
+    run_command(make_command(), ctx, spread_names(ctx.args))
 
 
 def spread_names(args: Sequence[str]) -> list[str]:

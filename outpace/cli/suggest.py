@@ -1,24 +1,30 @@
-"""Suggestions for unknown flags."""
+"""Commands that suggest a flag in place of an unknown one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from outpace.config.nearest import nearest
+
+
+def run_command(function: Callable[..., Any], ctx: typer.Context, args: Sequence[str]) -> None:
+    """Run a command that parses its own arguments, without rich tables, which would cut off long names."""
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    inner.command(cls=Command)(function)
+    inner(args=list(args), prog_name=ctx.command_path)
 
 
 class Group(TyperGroup):
     """A group of commands with suggestions for unknown flags."""
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        """Read the options of the group."""
         with _suggesting():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Read the options of the command, and run it."""
         with _suggesting():
             return super().invoke(ctx)
 
@@ -27,14 +33,13 @@ class Command(TyperCommand):
     """A single command with suggestions."""
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        """Read its options."""
         with _suggesting():
             return super().make_context(*args, **more)
 
 
 @contextmanager
 def _suggesting() -> Iterator[None]:
-    """Make the error for an unknown option suggest one flag. Its class moves between releases of typer."""
+    """Make the error for an unknown option suggest one flag. Typer moves the class of that error between releases."""
     try:
         yield
     except Exception as error:

@@ -53,7 +53,7 @@ class Talker(Protocol):
         """Answer a conversation."""
 
     def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
-        """Go on with a text."""
+        """Continue a text."""
 
     def close(self) -> None:
         """Close the connection or free the model."""
@@ -82,6 +82,11 @@ def base_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
+def headers_of(key: str | None) -> dict[str, str]:
+    """The headers of a request with this API key."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def message_of(body: bytes) -> str:
     """The message of an error body."""
     try:
@@ -92,14 +97,13 @@ def message_of(body: bytes) -> str:
 
 
 class Remote:
-    """A server."""
+    """A `Talker` over a server."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
         import httpx
 
-        headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._client = httpx.Client(base_url=base_of(url), headers=headers, timeout=timeout)
+        self._client = httpx.Client(base_url=base_of(url), headers=headers_of(key), timeout=timeout)
         try:
             self.name = model or self._first_model()
         except OutpaceError:
@@ -107,16 +111,13 @@ class Remote:
             raise
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
-        """Answer a conversation."""
         for choice in self._stream("/chat/completions", {"messages": list(messages), **options}):
             yield choice.get("delta", {}).get("content") or ""
 
     def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
-        """Go on with a text."""
         for choice in self._stream("/completions", {"prompt": prompt, **options}):
             yield choice.get("text") or ""
 
@@ -161,7 +162,7 @@ def need_tokenizer(llm: "LLM") -> None:
 
 
 class Local:
-    """A model in this process."""
+    """A `Talker` over a model in this process."""
 
     def __init__(self, model: str | None, **options: Any) -> None:
         from outpace.llm import LLM
@@ -171,15 +172,12 @@ class Local:
         self.name = self._llm.name
 
     def close(self) -> None:
-        """Free the model."""
         self._llm.shutdown()
 
     def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
-        """Answer a conversation."""
         yield from self._stream(self._llm.apply_chat_template(list(messages)), options)
 
     def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
-        """Go on with a text."""
         yield from self._stream(prompt, options)
 
     def _stream(self, prompt: str | list[int], options: Mapping[str, Any]) -> Iterator[str]:

@@ -8,25 +8,14 @@ listed in `rules.LATER` and raise `NotSupportedYet`.
 
 from outpace.config.inference import ConfigLike, InferenceConfig, default_inference_config
 from outpace.config.llm import AskedConfig, LLMConfig
-from outpace.config.quantization import QuantizationConfig
-from outpace.config.sections import (
-    CacheConfig,
-    CheckpointConfig,
-    MoEConfig,
-    SchedulerConfig,
-    TensorParallelConfig,
-)
+from outpace.config.sections import CacheConfig, SchedulerConfig
 
 __all__ = [
     "AskedConfig",
     "CacheConfig",
-    "CheckpointConfig",
     "ConfigLike",
     "InferenceConfig",
     "LLMConfig",
-    "MoEConfig",
-    "QuantizationConfig",
     "SchedulerConfig",
-    "TensorParallelConfig",
     "default_inference_config",
 ]

@@ -1,16 +1,17 @@
 """The base class of all configs: aliases, deprecated names, "auto", merging, one-line errors."""
 
-import difflib
 import json
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
+from outpace.config.nearest import did_you_mean
 from outpace.errors import ConfigError, NotSupportedYet
 
 LONGEST = 200
@@ -66,7 +67,7 @@ class ConfigModel(BaseModel):
             if key in cls.elsewhere:
                 raise ValueError(f"{key}: {cls.elsewhere[key]}")
             if key not in cls.model_fields and key not in others:
-                raise ValueError(f"unknown name {key!r}{_nearest(key, [*cls.model_fields, *others])}")
+                raise ValueError(f"unknown name {key!r}{did_you_mean(key, [*cls.model_fields, *others])}")
         given = {key: cls._section(key, value) for key, value in data.items() if cls._counts(key, value)}
         result = {key: value for key, value in given.items() if key in cls.model_fields}
         named: dict[str, str] = {}
@@ -175,7 +176,8 @@ def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str]
             held = {}
         if not isinstance(held, Mapping | ConfigModel):
             return  # the section's own validation reports what is wrong with it
-        model = _section(owner, section)
+        model = section_of(owner.model_fields[section])
+        assert model is not None, "paths of other names lead to sections"
         inner = {field: given for field, given in _as_mapping(held, model).items() if model._counts(field, given)}
         taken = [other for other in inner if model.aliases.get(other, other) == name]
         data[section] = inner
@@ -191,10 +193,10 @@ def _put(data: dict[str, Any], key: str, value: object, named: Mapping[str, str]
         inner[name] = value
 
 
-def _section(owner: type[ConfigModel], name: str) -> type[ConfigModel]:
-    annotation = owner.model_fields[name].annotation
-    parts = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
-    return next(part for part in parts if issubclass(part, ConfigModel))
+def section_of(field: FieldInfo) -> type[ConfigModel] | None:
+    """The config class of a field that is a section; None: it is a plain value."""
+    candidates = (field.annotation, *get_args(field.annotation))
+    return next((item for item in candidates if isinstance(item, type) and issubclass(item, ConfigModel)), None)
 
 
 def _is_number(annotation: object) -> bool:
@@ -207,11 +209,6 @@ def _is_number(annotation: object) -> bool:
 
 def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
-
-
-def _nearest(key: object, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(key), list(names), n=1, cutoff=0.6)
-    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _written(path: str, given_as: Mapping[str, str]) -> str:

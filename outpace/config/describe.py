@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from outpace.config.base import ConfigModel
+from outpace.config.base import ConfigModel, section_of
 from outpace.config.inference import InferenceConfig
 from outpace.config.llm import LLMConfig
-from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LLM_COMPOSITIONS
+from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER, LLM_COMPOSITIONS
 
 _HEAD = """# Options
 
@@ -37,7 +36,7 @@ def markdown() -> str:
     own = {
         name: field
         for name, field in LLMConfig.model_fields.items()
-        if (name not in shared or field.default != shared[name].default)
+        if name not in shared or field.default != shared[name].default
     }
     parts = [_HEAD, _table("Options of `init_inference` and `LLM`", InferenceConfig, shared)]
     parts.append(_table("Options and defaults that only `LLM` has", LLMConfig, own))
@@ -58,13 +57,6 @@ def _nested(path: str, field: FieldInfo) -> Iterator[str]:
     yield _table(f"`{path}`", section, section.model_fields, path)
     for name, inner in section.model_fields.items():
         yield from _nested(f"{path}.{name}", inner)
-
-
-def section_of(field: FieldInfo) -> type[ConfigModel] | None:
-    """The config class of a field that is a section; None: it is a plain value."""
-    annotation = field.annotation
-    candidates = [annotation, *get_args(annotation)]
-    return next((item for item in candidates if isinstance(item, type) and issubclass(item, ConfigModel)), None)
 
 
 def _table(title: str, model: type[ConfigModel], fields: Mapping[str, FieldInfo], path: str = "") -> str:
@@ -91,8 +83,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _later(path: str, name: str) -> str:
-    full = f"{path}.{name}".removeprefix(".")
-    later = next((what for start, what in LLMConfig.later.items() if f"{full}.".startswith(f"{start}.")), None)
+    later = LATER.get(f"{path}.{name}".removeprefix("."))
     return f" *Later: {later}.*" if later else ""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from outpace.config.base import ConfigModel
-from outpace.config.quantization import QuantizationConfig, WeightQuantConfig
+from outpace.config.quantization import QuantizationConfig, WeightQuantConfig, changed
 from outpace.config.rules import COMPOSITIONS, INFERENCE_COMPOSITIONS, LATER, is_int8
 from outpace.config.sections import (
     CacheConfig,
@@ -21,10 +21,10 @@ from outpace.config.sections import (
     ZeroConfig,
 )
 from outpace.config.values import (
-    CheckpointSource,
     Device,
     DType,
     NamedPath,
+    PathOrDict,
     PathText,
     check_device,
     same_device,
@@ -80,7 +80,6 @@ class InferenceConfig(ConfigModel):
     keeps_auto = frozenset({"replace_method", "offload"})
     switches = frozenset({"moe"})
     sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size", "pipeline_parallel": "pp_size"}  # as MII has it
-    later: ClassVar[Mapping[str, str]] = LATER
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype, "device": same_device}
     deprecated: ClassVar[Mapping[str, str]] = {
         "mp_size": "tensor_parallel.tp_size",
@@ -127,7 +126,7 @@ class InferenceConfig(ConfigModel):
     """Leave the module where it is in host memory instead of moving it to the device."""
     quant: QuantizationConfig | None = None
     """Quantization; None is off."""
-    checkpoint: CheckpointSource | None = None
+    checkpoint: PathOrDict | None = None
     """Weights that the module is filled with: a folder, a file, or DeepSpeed's description (docs/checkpoints.md)."""
     base_dir: PathText = ""
     """Folder the names in the checkpoint description are relative to."""
@@ -203,9 +202,9 @@ class InferenceConfig(ConfigModel):
         problems = list(self._problems())
         if problems:
             raise ValueError("; ".join(problems))
-        for path, capability in self.later.items():
-            if _at(self, path) != default_of(path, type(self)):
-                raise NotSupportedYet(path, capability)
+        for name, capability in LATER.items():
+            if changed(self, name):
+                raise NotSupportedYet(name, capability)
         return self
 
     @property
@@ -248,19 +247,6 @@ ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
 """What `config` may be."""
 
 
-def default_of(path: str, owner: type[ConfigModel] = InferenceConfig) -> object:
-    """The default of a field given by its dotted path."""
-    first, _, rest = path.partition(".")
-    value: object = owner.model_fields[first].default
-    return _at(value, rest) if rest else value
-
-
 def default_inference_config() -> dict[str, Any]:
     """Every option with its default, as a dict that `init_inference(config=...)` accepts."""
     return InferenceConfig().model_dump()
-
-
-def _at(value: object, path: str) -> object:
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

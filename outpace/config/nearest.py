@@ -1,14 +1,14 @@
-"""The name that was probably meant by one that is unknown."""
+"""Suggestions for unknown names."""
 
 import difflib
 from collections.abc import Iterable
 
 CLOSE = 0.72
-"""How alike two names must be, as difflib counts."""
+"""Least similarity of two names, as difflib computes it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name that was probably meant: one that has this or its words in it, or that is spelled alike."""
+    """The known name that is most like an unknown one: it contains that name or its words, or is spelled alike."""
     asked = _plain(name)
 
     def likeness(other: str) -> float:
@@ -20,6 +20,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     best = max(sorted(known), key=likeness, default="")
     return best if best and likeness(best) >= CLOSE else None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the name that was probably meant, if there is one."""
+    meant = nearest(str(name), known)
+    return f": did you mean {meant!r}?" if meant else ""
 
 
 def _plain(name: str) -> str:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from outpace.config.base import ConfigModel
-from outpace.config.values import CalibrationText, NamedPath, PlanSource, Size
+from outpace.config.values import CalibrationText, NamedPath, PathOrDict, Size
 
 
 class BaseQuantConfig(ConfigModel):
@@ -109,7 +109,7 @@ class QuantizationConfig(ConfigModel):
     """The calibration text."""
     auto: AutoQuantConfig | None = None
     """A scheme for each weight, chosen by measuring on the calibration text."""
-    plan: PlanSource | None = None
+    plan: PathOrDict | None = None
     """A plan that `auto` wrote earlier: the path of its JSON file, or its content. Nothing is measured."""
 
     @field_validator("scheme", mode="before")

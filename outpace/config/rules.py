@@ -11,10 +11,8 @@ if TYPE_CHECKING:
     from outpace.config.llm import LLMConfig
     from outpace.config.quantization import QuantizationConfig
 
-LATER: Mapping[str, str] = {
-    "triton_autotune": "tuning of kernels on the user's machine",
-}
-"""Fields (or whole sections) whose capability is not in this release, with its name."""
+LATER: Mapping[str, str] = {"triton_autotune": "tuning of kernels on the user's machine"}
+"""Fields outside of sections whose capability is not in this release, with its name."""
 
 
 def num_ranks(config: "InferenceConfig") -> int:

@@ -108,7 +108,7 @@ def _named_path(value: object) -> object:
     return found
 
 
-def _checkpoint(value: object) -> object:
+def _path_or_dict(value: object) -> object:
     if not isinstance(value, str | os.PathLike | dict):
         raise ValueError(f"expected a path or a dict, got {value!r}")
     return value if isinstance(value, dict) else _named_path(value)
@@ -181,12 +181,10 @@ PathText = Annotated[str, BeforeValidator(_path)]
 """A path, given as text or pathlib.Path."""
 NamedPath = Annotated[str, BeforeValidator(_named_path)]
 """A path that is not empty."""
-CheckpointSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
-"""A path, or DeepSpeed's description of a checkpoint."""
+PathOrDict = Annotated[str | dict[str, Any], BeforeValidator(_path_or_dict)]
+"""A path that is not empty, or a dict."""
 CalibrationText = Annotated[str | tuple[int, ...], BeforeValidator(_calibration)]
 """The path of a text file, or token ids."""
-PlanSource = Annotated[str | dict[str, Any], BeforeValidator(_checkpoint)]
-"""The path of a plan, or the content of its file."""
 ExpertLoads = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_loads)]
 """Tokens of each expert, of each layer that has experts."""
 Size = Annotated[int, BeforeValidator(_size), Field(ge=1)]

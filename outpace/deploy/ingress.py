@@ -20,10 +20,10 @@ from outpace.deploy.plan import MANY
 from outpace.deploy.replica import REPLICA
 from outpace.errors import EngineDead, EngineUnavailable
 from outpace.log import logger
-from outpace.server.gone import until_gone
+from outpace.server.gone import until_gone, whole_body
 from outpace.server.guard import Guard
 from outpace.server.options import ServerConfig
-from outpace.server.problems import LOST, ClientGone
+from outpace.server.problems import LOST
 
 ATTEMPTS = 4
 """Replicas that are asked for one answer. Bounded: a request may be what kills them."""
@@ -49,11 +49,9 @@ class Replicas(Protocol):
 
     def ask(self, head: Mapping[str, Any], body: bytes, avoid: Sequence[str]) -> AsyncGenerator[list[Message], None]:
         """The messages of one replica's answer; raises `ReplicaLost`."""
-        ...
 
     async def told(self, head: Mapping[str, Any]) -> list[list[Message]]:
         """The whole answer of every replica to one request."""
-        ...
 
 
 @dataclass
@@ -113,7 +111,7 @@ class Forward:
             return
         head = {name: scope[name] for name in _HEAD if name in scope}
         head["headers"] = _with_id(head["headers"], str(scope["state"]["request_id"]))
-        body = await _whole(receive)
+        body = await whole_body(receive)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         merge = OF_ALL.get(path) if scope["method"] == "GET" else None
         work = self._answer(head, body, send) if merge is None else self._answer_of_all(head, merge, send)
@@ -192,18 +190,6 @@ def _without_id(send: Send) -> Send:
         await send(message)
 
     return sending
-
-
-async def _whole(receive: Receive) -> bytes:
-    """The body of a request."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientGone
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from outpace.deploy import plan
 from outpace.deploy.options import DeployConfig
 from outpace.errors import ConfigError, ModelError, NotSupported, StateError
 from outpace.server.checks import check_files, check_model, check_policy
-from outpace.server.options import ServerConfig
+from outpace.server.options import ServerConfig, local_url
 
 LOCAL = "local"
 OBJECT_STORE = 200 * 2**20  # bytes: requests and answers pass through it only if they are long
@@ -85,9 +84,7 @@ def _deployed(
         serve.run(app, name=config.name, route_prefix=server.root_path or "/")
     except RuntimeError as error:
         raise ModelError(f"{config.name}: cannot be deployed: {_reason(config.name, error)}") from None
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    scheme = "https" if server.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}{server.root_path}"
+    return local_url(server.host, server.port, tls=server.ssl_certfile is not None) + server.root_path
 
 
 def _absolute(model: str | None) -> str | None:
@@ -200,8 +197,3 @@ def _until_signal() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     came.wait()
-
-
-def as_json(value: object) -> str:
-    """For people and programs."""
-    return json.dumps(value, indent=2)

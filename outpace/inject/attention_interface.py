@@ -54,16 +54,19 @@ def register() -> None:
 
 
 @contextmanager
-def switched(configs: Iterable[Any], name: str) -> Iterator[None]:
-    """Inside, layers with these configs use the attention of this name; they read it at every call."""
-    before = [(config, config._attn_implementation) for config in configs]
+def switched(configs: Iterable[Any], name: str, entry: str = "_attn_implementation") -> Iterator[None]:
+    """Inside, layers with these configs use the attention of this name; they read it at every call.
+
+    entry: the entry of the configs that is set.
+    """
+    before = [(config, getattr(config, entry)) for config in configs]
     try:
         for config, _ in before:
-            config._attn_implementation = name
+            setattr(config, entry, name)
         yield
     finally:
         for config, own in before:
-            config._attn_implementation = own
+            setattr(config, entry, own)
 
 
 class InterfaceAttention:
@@ -117,7 +120,6 @@ def _rows(part: Tensor, dtype: torch.dtype) -> Tensor:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, None]:
-    """The function that Hugging Face's layers call."""
     attend = options.pop(KEYWORD, None)
     if attend is None:
         raise NotSupported(f"{type(module).__name__} is not given the arguments of the model's call")
@@ -125,5 +127,4 @@ def _attention(
 
 
 def _mask(*_: Any, mask_function: MaskFunction, **__: Any) -> Mask:
-    """The function that Hugging Face's mask code calls."""
     return Mask(mask_function)

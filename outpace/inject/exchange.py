@@ -25,7 +25,6 @@ class ExchangedExperts(Experts):
         """Ranks with the same tokens and other parts of the same experts."""
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
-        """See `Experts`."""
         owner = self.where.owners(chosen)  # [T, K]; -1: none
         wanted = (owner[None] == torch.arange(self.group.size, device=x.device)[:, None, None]).any(-1)  # [ranks, T]
         rank, token = wanted.nonzero().unbind(1)  # in the order of the ranks
@@ -43,7 +42,6 @@ class ExchangedExperts(Experts):
         return result.index_add_(0, token, returned.to(x.dtype))
 
     def extra_repr(self) -> str:
-        """Printed."""
         return f"{self.num_experts} experts on {self.group.size} ranks"
 
 

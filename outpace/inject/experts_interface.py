@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from outpace.inject.attention_interface import PAGED
+from outpace.inject.attention_interface import PAGED, switched
 from outpace.inject.policy import MoERoles
 from outpace.inject.quantized import StandInExperts
 from outpace.kernels.activation import ACTIVATIONS
@@ -37,16 +37,12 @@ class StackedExperts:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, the stacks use our kernels."""
-        before = [(config, config._experts_implementation) for config in self.configs]
         token = _RUNNING.set(self.runs)
         try:
-            for config, _ in before:
-                config._experts_implementation = PAGED
-            yield
+            with switched(self.configs, PAGED, "_experts_implementation"):
+                yield
         finally:
             _RUNNING.reset(token)
-            for config, own in before:
-                config._experts_implementation = own
 
 
 _SAID = ("config", "num_experts", "is_concatenated", "is_transposed", "has_gate", "has_bias")
@@ -69,7 +65,6 @@ def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function that Hugging Face's mixtures call."""
     return _RUNNING.get()[id(module)](hidden_states, top_k_index, top_k_weights)
 
 
@@ -79,7 +74,6 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def _unknown(module: Any) -> str | None:
-    """Why our kernels cannot run this stack."""
     if module.is_transposed:
         return "keeps its weights [in, out]"
     if module.has_gate and not module.is_concatenated:

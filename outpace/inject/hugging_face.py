@@ -143,7 +143,6 @@ def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 def _of_heads(layer: FusedLayer, of_all: Tensor) -> Tensor:
-    """This rank's heads of [B, heads, ...]."""
     return of_all.narrow(1, layer.first_head, layer.settings.num_heads)
 
 

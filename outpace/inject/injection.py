@@ -77,7 +77,6 @@ class Fused:
         build(self._model, self._plan, self._kernels, make)
 
     def apply(self) -> None:
-        """Put the fused layers in."""
         self._injected = inject(self._model, self._plan, self._kernels, self._rules, self._shard)
 
     def paged(self) -> Paged | None:
@@ -90,12 +89,10 @@ class Fused:
         return functools.partial(PagedModel, self._model, replace(self._injected, layers=layers))
 
     def has_pages(self, max_positions: int) -> bool:
-        """Whether the family has a paged form."""
         policy = self._plan.layers[0].policy
         return policy.model is not None and bool(check_paged(self._model, policy, self._plan.config, max_positions))
 
     def varies(self) -> str | None:
-        """Some parts may stay the model's own."""
         policies = [item.policy for item in self._plan.layers]
         if any(policy.mlp is not None for policy in policies):
             return "its layers keep their own MLP"
@@ -127,7 +124,6 @@ class Partly:
             self.inner.check(make)
 
     def apply(self) -> None:
-        """Replace the mixtures, then the parts of this rank, then the rest."""
         if self.mixtures:
             replace_mixtures(self.model, self.mixtures, self.kernels, self.rules, self.shard)
         if self.cuts is not None:
@@ -144,11 +140,9 @@ class Partly:
         return None
 
     def has_pages(self, max_positions: int) -> bool:
-        """Whether the rest has."""
         return self.inner is not None and self.inner.has_pages(max_positions)
 
     def varies(self) -> str | None:
-        """As the rest does."""
         return None if self.inner is None else self.inner.varies()
 
 
@@ -168,7 +162,7 @@ def plan_injection(
     found = find_mixtures(model, plan) if config.moe.enabled else []
     check_asked(config.moe, model, plan, found)
     if not config.triangular_masking and all(item.policy.causal for item in plan.layers):
-        raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; leave it out")
+        raise ConfigError(f"triangular_masking=False: {type(model).__name__} is a causal model; remove it")
     if not plan.layers and mesh is not NO_MESH:
         return _over_ranks(model, config, kernels, rules, mesh, reduced, found, level_0=True)
     shard = None

@@ -58,7 +58,6 @@ class Interface:
         """Nothing is changed on this level."""
 
     def has_pages(self, max_positions: int) -> bool:
-        """Always."""
         return True
 
     def varies(self) -> str | None:
@@ -128,7 +127,6 @@ class InterfaceModel:
         self.max_tokens = MICRO_TOKENS
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-        """See `BatchModel`."""
         if not self.stage.is_last:
             return self.hidden(batch, pages, given)
         options = {"logits_to_keep": rows} if rows is not None and self._picks_rows else {}
@@ -137,7 +135,6 @@ class InterfaceModel:
         return logits if rows is None or self._picks_rows else logits.index_select(0, rows)
 
     def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
-        """See `BatchModel`."""
         with self.stage.handing(None if given is None else given[None]) as handed:
             found: Tensor = self._call(self._model.base_model, batch, pages).last_hidden_state
         if not self.stage.is_last:
@@ -234,7 +231,6 @@ def _batch(texts: list[Tensor], parts: list[range], block_size: int) -> Batch:
 
 
 def _head(model: Any) -> nn.Module:
-    """The module that makes logits."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise NotSupported("it does not say which of its modules is its head")

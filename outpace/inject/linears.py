@@ -20,7 +20,6 @@ ROLES: tuple[tuple[tuple[str, ...], Role], ...] = (
 
 
 def role_of(path: str) -> Role:
-    """The role of the linear at a path."""
     name = path.rpartition(".")[2]
     return next((role for names, role in ROLES if name in names), "other")
 

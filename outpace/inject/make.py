@@ -213,7 +213,6 @@ class Maker:
         return own, shard.of_experts(bias, count, self._mixtures)
 
     def _count(self, module: nn.Module, roles: MoERoles) -> int:
-        """Number of experts of a module."""
         if isinstance(module, nn.ModuleList):
             return len(module)
         stack = _parameter(module, roles.down)
@@ -280,7 +279,6 @@ class Maker:
         return PackedEmbedding(replace(recipe, scheme=scheme), self._kernels, scale, stored.dtype)
 
     def norm(self, module: nn.Module, policy: Policy) -> Norm:
-        """See `make_norm`."""
         return make_norm(module, policy, self._kernels)
 
     def head_norm(self, module: nn.Module, policy: Policy, settings: LayerSettings, *, keys: bool) -> Norm:

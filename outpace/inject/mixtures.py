@@ -106,10 +106,10 @@ def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[
         wanted = asked.moe_experts * len(counts) if len(asked.moe_experts) == 1 else asked.moe_experts
         if not counts or tuple(counts) != wanted:
             there = f"has {counts} experts in its expert layers" if counts else "has no expert layers"
-            raise ConfigError(f"moe.moe_experts: {list(asked.moe_experts)} was given, and {name} {there}; leave it out")
+            raise ConfigError(f"moe.moe_experts: {list(asked.moe_experts)} was given, and {name} {there}; remove it")
     if (asked.type == "residual" and not counts) or ("type" in asked.model_fields_set and {asked.type} != kinds):
         there = f"has {' and '.join(sorted(kinds))} experts" if counts else "has no expert layers"
-        raise ConfigError(f"moe.type: {asked.type!r} was given, and {name} {there}; leave it out")
+        raise ConfigError(f"moe.type: {asked.type!r} was given, and {name} {there}; remove it")
 
 
 def _counts(model: nn.Module, plan: Plan, found: Sequence[FoundMixture]) -> Iterator[int]:

@@ -153,7 +153,6 @@ class Embedding(Made):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of a row."""
         return self.weight.dtype
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -212,7 +211,6 @@ class Linear(Made):
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x @ weight.T + bias + add."""
         raise NotImplementedError
 
     def at_once(

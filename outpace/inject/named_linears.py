@@ -39,7 +39,8 @@ def _layer(at: str, layer: nn.Module, reduced: Sequence[str], ranks: int, plan: 
             if path in rows:
                 raise no_linear(where, module)
             continue
-        if path not in rows and last in ROUTERS and _has_experts(layer.get_submodule(path.rpartition(".")[0])):
+        beside = layer.get_submodule(path.rpartition(".")[0]).named_children()
+        if path not in rows and last in ROUTERS and any("expert" in name for name, _ in beside):
             continue
         if path not in rows and last in _FUSED:
             raise NotSupported(
@@ -52,10 +53,6 @@ def _layer(at: str, layer: nn.Module, reduced: Sequence[str], ranks: int, plan: 
         plan.modules[where] = Cut(kind)
     for path, module in layer.named_modules():
         _count_heads(f"{at}.{path}" if path else at, module, ranks, plan)
-
-
-def _has_experts(block: nn.Module) -> bool:
-    return any("expert" in name for name, _ in block.named_children())
 
 
 def _check_even(module: nn.Module, kind: Kind, where: str, ranks: int) -> None:

@@ -24,6 +24,7 @@ from outpace.kernels.dispatch import Kernels
 from outpace.kernels.rotary import QKV, split_qkv
 from outpace.parallel.group import ALONE, Group
 from outpace.parallel.pipeline import ONLY, Stage
+from outpace.parallel.stages import parts_of
 from outpace.parallel.vocabulary import ALL, Vocabulary
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ MAX_TOKENS = 8 * MICRO_TOKENS  # of a step with streamed layers: each layer is l
 
 def micro_batches(tokens: int) -> list[slice]:
     """Split into parts of about equal size."""
-    count = -(-tokens // MICRO_TOKENS)
-    return [slice(part * tokens // count, (part + 1) * tokens // count) for part in range(count)]
+    return [slice(*part) for part in parts_of(tokens, -(-tokens // MICRO_TOKENS))]
 
 
 class BatchModel(Protocol):
@@ -147,7 +147,6 @@ class PagedModel:
         self._after = part.optional(roles.project_out)
         self._softcap, self._logit_scale = roles.logit_softcap(config), roles.logit_scale(config)
         self._tables = rope_tables(model, injected, max_positions)
-        self.max_positions = min([max_positions, *self._known_positions()])
         self.dtype, self.device = embedding.dtype, next(model.parameters()).device
         self._slopes = [alibi_slopes(layer, max_positions, self.device) for layer in injected.layers]
         sizes = [(layer.settings.num_kv_heads, layer.settings.head_dim) for layer in injected.layers]
@@ -162,12 +161,10 @@ class PagedModel:
         self.kernels = kernels
 
     def forward(self, batch: Batch, pages: Pages, rows: Tensor | None = None, given: Tensor | None = None) -> Tensor:
-        """See `BatchModel`."""
         x = self.blocks(self.embed(batch) if given is None else given, batch, pages, self._layers)
         return self.head(x, rows) if self.stage.is_last else x
 
     def hidden(self, batch: Batch, pages: Pages, given: Tensor | None = None) -> Tensor:
-        """See `BatchModel`."""
         x = self.blocks(self.embed(batch) if given is None else given, batch, pages, self._layers)
         if not self.stage.is_last:
             return x
@@ -220,11 +217,6 @@ class PagedModel:
         x = x if self._logit_scale == 1.0 else x * self._logit_scale
         return self._softcap * torch.tanh(x / self._softcap) if self._softcap else x
 
-    def _known_positions(self) -> list[int]:
-        """Rows of the tables that are read by position: a read beyond the last row is out of bounds."""
-        learned = [] if self._positions is None else [self._positions.shape[0] - self._offset]
-        return learned + [cos.shape[0] for cos, _ in self._tables if cos is not None]
-
 
 def _kind(layer: FusedLayer, table: Table, slopes: Tensor | None) -> Hashable:
     """Equal for layers that launch the same kernels."""
@@ -261,7 +253,6 @@ class _FusedAttention:
 
     @property
     def slots(self) -> Tensor:
-        """See `Attend`."""
         return self.batch.slots
 
     def __call__(self, layer: FusedLayer, qkv: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class Parts:
         return None if path is None else self._modules.get(path)
 
     def tensor(self, path: str) -> Tensor:
-        """A parameter or a buffer."""
         tensors = {**dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
         if path not in tensors:
             raise self.missing(path, list(tensors))

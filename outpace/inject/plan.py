@@ -98,7 +98,7 @@ def _of_layer(policy: Policy, layer: nn.Module, experts: bool) -> Policy:
     if experts:
         return replace(policy, up=None, down=None)
     if moe.shared is not None and not moe.shared.startswith(f"{moe.block}."):
-        raise NotSupported(f"moe.enabled=False: {type(layer).__name__} keeps no experts of its own; leave it out")
+        raise NotSupported(f"moe.enabled=False: {type(layer).__name__} keeps no experts of its own; remove it")
     return replace(policy, up=None, down=None, moe=None, mlp=moe.block)
 
 

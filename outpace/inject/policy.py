@@ -235,10 +235,8 @@ class Policy:
         return table[..., ::2] if self.interleaved else table[..., : table.shape[-1] // 2]
 
     def of(self, config: Any) -> "Policy":
-        """This policy for one config."""
         return replace(self, **self.variant(config))
 
     def settings(self, config: Any, index: int) -> LayerSettings:
-        """The numbers of layer `index`."""
         readers = {**READERS, **self.readers}
         return LayerSettings(**{name: read(config, index) for name, read in readers.items()})

@@ -26,7 +26,7 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     if not rules.qkv and "qkv" not in make.roles:
         raise ConfigError(
             f"quant.qkv: no linear of {type(model).__name__} is known by its name to compute queries, keys or values; "
-            "leave it out, or name the linears that shall be quantized in quant.weight.post_init_quant"
+            "remove it, or name the linears that shall be quantized in quant.weight.post_init_quant"
         )
     _check_experts(model, make, rules)
     if rules.activates and make.quantized_experts:

@@ -66,7 +66,6 @@ class PackedLinear(Linear):
         return replace(tiles, values=self.weight)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """See `Linear`."""
         if x.dtype.itemsize == 1:
             raise ModelError(
                 f"quant: a linear of {self.in_features} columns got rows of {x.dtype}: the model casts them to the "
@@ -79,7 +78,6 @@ class PackedLinear(Linear):
     def product(
         self, x: Tensor, bias: Tensor | None = None, *, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `Linear`."""
         if self.rows_kind is not None and self.rounds(len(x)):
             values, scales = self._kernels.quantize_rows(x, self.rows_kind)
             return self._scaled(values, scales, x.dtype, bias, add, out)
@@ -121,14 +119,12 @@ class PackedLinear(Linear):
         add: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The product with quantized rows."""
         result: Tensor = self._kernels.scaled_linear(
             values, scales, self.packed, bias=bias, add=add, out=out, dtype=dtype
         )
         return result
 
     def extra_repr(self) -> str:
-        """Printed."""
         return f"{self.in_features} -> {self.out_features}, {self.scheme}"
 
 
@@ -149,7 +145,6 @@ class PackedExperts(Experts):
         return [self.recipes[name] for name in ("gate_up", "down")]
 
     def stack(self, name: str) -> Tensor | Packed:
-        """See `Experts`."""
         weight, recipe = super().stack(name), self.recipes[name]
         if recipe.scheme is None:
             return weight
@@ -162,7 +157,6 @@ class PackedExperts(Experts):
         return found
 
     def extra_repr(self) -> str:
-        """Printed."""
         schemes = (f"{name} {self.recipes[name].scheme or 'as it was'}" for name in ("gate_up", "down"))
         return f"{self.num_experts} experts, {', '.join(schemes)}"
 
@@ -203,7 +197,6 @@ class PackedEmbedding(Embedding):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of a row."""
         return self._dtype
 
     def rows(self, ids: Tensor, **options: Any) -> Tensor:
@@ -215,14 +208,14 @@ class PackedEmbedding(Embedding):
         taken = {"": rows_of_tiles(self.weight, ids, self._width)} if tiled else {}
         for end, tensor in tensors.items():
             if end not in taken:
-                taken[end] = _as_bytes(tensor).index_select(0, ids).view(tensor.dtype)
+                taken[end] = float8_as_bytes(tensor).index_select(0, ids).view(tensor.dtype)
         table = as_packed(taken, self.scheme, (len(ids), self._width)).dequantized(self._dtype)
         rows: Tensor = self._kernels.embed(torch.arange(len(ids), device=ids.device), table, **options)
         return rows
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """float8 as bytes: not every device can index float8."""
+def float8_as_bytes(tensor: Tensor) -> Tensor:
+    """float8 as bytes, because not every device can index or copy float8; other tensors as they are."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 

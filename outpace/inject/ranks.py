@@ -34,7 +34,6 @@ class SummedLinear(Linear):
         add: Tensor | None = None,
         reuse: bool = False,
     ) -> Tensor:
-        """See `Linear`."""
         assert act is None, "nothing comes between a product and its sum over ranks"
         return self.whole(self.partial(x, norm=norm), add)
 
@@ -50,11 +49,9 @@ class SummedLinear(Linear):
         return y if add is None else y.add_(add)
 
     def rounds(self, rows: int) -> bool:
-        """See `Linear`."""
         return self.inner.rounds(rows)
 
     def extra_repr(self) -> str:
-        """Printed."""
         return f"added up over {self.group.size} ranks"
 
 
@@ -70,7 +67,6 @@ class RankLinear(nn.Module):
         """How the outputs of all ranks are joined; None: they are not, or they are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]."""
         y: Tensor = self.inner(x if self.takes is None else x[..., self.takes[0] : self.takes[1]])
         return y if self.gives is None else self.gives.whole(y)
 
@@ -91,7 +87,6 @@ class RankTable(nn.Embedding):
     weight_of_rank: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
-        """[...] -> [..., H]."""
         rows: Tensor = self.weight_of_rank(input)
         return rows
 
@@ -105,12 +100,10 @@ class RankFeatures(nn.Module):
         self.gives = gives
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] -> [..., H]."""
         return self.gives.whole(self.inner(ids))
 
     @property
     def weight(self) -> nn.Parameter:
-        """This rank's part."""
         return self.inner.weight
 
 
@@ -137,7 +130,6 @@ class SplitEmbedding(Embedding):
         self.group = group
 
     def rows(self, ids: Tensor, **options: Any) -> Tensor:
-        """See `Embedding`."""
         local, count = ids - self.first, self.weight.shape[0]
         own = (local >= 0) & (local < count)
         found = super().rows(local.clamp(0, count - 1), scale=options.get("scale", 1.0))
@@ -160,7 +152,6 @@ class SplitNorm(Norm, Made):
         """For a norm over all heads: the ranks, the width of all heads, and how many ranks have the same heads."""
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """See `Norm`."""
         if self.shares is None:
             return super().forward(x, add)
         assert add is None, "norms of heads add nothing"

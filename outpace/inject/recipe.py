@@ -40,7 +40,6 @@ class RowOrder:
     head_dim: int
 
     def rows(self) -> Tensor:
-        """See `Ordering`."""
         taken = _ORDERS[self.kind](self)
         rows = torch.empty_like(taken)
         rows[taken] = torch.arange(len(taken))
@@ -54,7 +53,6 @@ class Pairs:
     count: int
 
     def rows(self) -> Tensor:
-        """See `Ordering`."""
         return torch.arange(2 * self.count).view(2, -1).t().reshape(-1)
 
 
@@ -69,7 +67,6 @@ class Portion:
     """Index of the span of these rows."""
 
     def rows(self) -> Tensor:
-        """See `Ordering`."""
         every = self.whole.rows()
         taken = torch.cat([every[first:last] for first, last in self.spans])
         before = sum(last - first for first, last in self.spans[: self.span])
@@ -99,7 +96,6 @@ class Part:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the part that is taken."""
         sizes = list(self.shape)
         for each in self.slices:
             sizes[each.dim] = each.length
@@ -107,15 +103,18 @@ class Part:
 
     @property
     def shape_in_weight(self) -> tuple[int, ...]:
-        """The shape of the part that it fills."""
         sizes = self.stored
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
 
     @property
     def rows_dim(self) -> int:
         """The dimension of the tensor that becomes the rows of the weight."""
+        return self.swapped(self.dim)
+
+    def swapped(self, dim: int) -> int:
+        """The same dimension of the weight for one of the tensor, and the other way round."""
         last = len(self.shape) - 1
-        return last + last - 1 - self.dim if self.transposed and self.dim >= last - 1 else self.dim
+        return last + last - 1 - dim if self.transposed and dim >= last - 1 else dim
 
     def place(self, weight: Tensor) -> Tensor:
         """A view of the part of the weight that it fills, in the stored shape."""

@@ -59,7 +59,6 @@ def _rotary_kind(rotary: Any, config: Any, index: int) -> str | None:
 
 
 def rope_types(config: Any) -> set[str]:
-    """The rope types of a config."""
     return {rope["rope_type"] for rope in _ropes(config) if "rope_type" in rope}
 
 

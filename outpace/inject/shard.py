@@ -37,7 +37,6 @@ class Shard:
 
     @property
     def tp(self) -> Group:
-        """The ranks of tensor parallelism."""
         return self.mesh.tp
 
     def spans(self, name: str) -> tuple[int, tuple[Span, ...]] | None:
@@ -52,7 +51,6 @@ class Shard:
         return split.sizes()
 
     def cut(self, recipe: Recipe) -> Recipe:
-        """This rank's part of a weight."""
         if self.tp.size == 1:
             return recipe
         parts = tuple(part for same in _by_expert(recipe.parts) for part in self._cut_all(same))
@@ -79,7 +77,6 @@ class Shard:
         return replace(bias, shape=own.shape[:-1], parts=tuple(parts))
 
     def _cut_all(self, parts: list[Part]) -> Iterator[Part]:
-        """This rank's parts of one weight, one below the other."""
         start = 0
         for part in parts:
             made = list(self._cut(part, start))
@@ -91,7 +88,7 @@ class Shard:
         found = self.spans(recipe.parts[0].name)
         if found is None:
             return False
-        return _in_weight(recipe.parts[0], found[0]) == len(recipe.parts[0].shape) - 1
+        return recipe.parts[0].swapped(found[0]) == len(recipe.parts[0].shape) - 1
 
     @property
     def of_one_expert(self) -> "Shard":
@@ -141,7 +138,6 @@ class Shard:
         return replace(recipe, shape=(len(held), *recipe.shape[1:]), parts=tuple(parts))
 
     def heads(self, whole: LayerSettings) -> Heads:
-        """This rank's heads."""
         return split_heads(whole.num_heads, whole.num_kv_heads, self.tp.size)[self.tp.rank]
 
     def copies(self, whole: LayerSettings) -> int:
@@ -163,7 +159,7 @@ class Shard:
             yield replace(part, start=start) if part.dim == 0 else part
             return
         dim, spans = found
-        row = _in_weight(part, dim)
+        row = part.swapped(dim)
         if columns and row == len(part.shape) - 1 and len(part.shape) > 1:
             (span,) = spans
             yield replace(part, start=start if part.dim == 0 else part.start, slices=(*part.slices, _slice(dim, span)))
@@ -178,12 +174,6 @@ class Shard:
 
 def _slice(dim: int, span: Span) -> Slice:
     return Slice(dim, span[0], span[1] - span[0])
-
-
-def _in_weight(part: Part, dim: int) -> int:
-    """A dimension of a tensor as a dimension of the weight."""
-    last = len(part.shape) - 1
-    return last + last - 1 - dim if part.transposed and dim >= last - 1 else dim
 
 
 def _by_expert(parts: Iterable[Part]) -> Iterator[list[Part]]:

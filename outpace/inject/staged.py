@@ -67,7 +67,6 @@ class StageCut:
 
     @property
     def layers(self) -> nn.Module:
-        """The list of layers."""
         return self.model.get_submodule(self.path)
 
     @property
@@ -167,7 +166,7 @@ class StageCut:
         asked = [name for name in _OF_ALL_LAYERS if setting(name)]
         if asked:
             raise NotSupported(
-                f"{', '.join(asked)}: no stage of a pipeline has those of all layers; leave them out of the call, and "
+                f"{', '.join(asked)}: no stage of a pipeline has those of all layers; remove them from the call, and "
                 "turn them off in the model's config"
             )
 
@@ -227,7 +226,7 @@ def _check(model: Any, layer: nn.Module) -> None:
     """Raise for a model whose layers depend on other stages."""
     config = getattr(model, "config", None)
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and not isinstance(layer, FusedLayer):
-        raise NotSupported(f"{FIELD}: its layers scale by their number (scale_attn_by_inverse_layer_idx); leave it out")
+        raise NotSupported(f"{FIELD}: its layers scale by their number (scale_attn_by_inverse_layer_idx); remove it")
     if getattr(config, "is_encoder_decoder", False):
         raise NotSupported(f"{FIELD}: {type(model).__name__} is an encoder with a decoder; use tensor parallelism")
     if getattr(config, "num_kv_shared_layers", 0):

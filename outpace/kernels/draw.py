@@ -223,7 +223,7 @@ def _draw_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         cold = 1 / temperature
-        floor = tl.load(min_p_ptr + row)
+        floor = tl.abs(tl.load(min_p_ptr + row))  # -0.0 would be the lowest integer of all
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
         if top_k > 0:

@@ -23,7 +23,6 @@ class CachedModel:
     """One model in the cache folder."""
 
     name: str
-    path: Path
     size: int  # bytes on disk
     dtype: str
     source: str
@@ -112,7 +111,7 @@ def _describe(folder: Path) -> CachedModel:
     facts = _provenance(folder / PROVENANCE)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     dtype, source = (str(facts.get(key, "unknown")) for key in ("dtype", "source"))
-    return CachedModel(folder.name, folder, size, dtype, source)
+    return CachedModel(folder.name, size, dtype, source)
 
 
 def _provenance(path: Path) -> dict[str, object]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.errors import ModelError, NotSupported
-from outpace.kernels.quantize import quantize_rows_torch
 from outpace.loading.problems import line
 from outpace.loading.read_source import read
+from outpace.loading.sensitivity import rounded_rows
 from outpace.loading.skeleton import with_buffers
 from outpace.loading.weights import Source
 from outpace.log import chosen
@@ -128,7 +128,7 @@ class _Quantizing(_Linears):
         if path in self.done:
             raise NotSupported(f"method: {path} is called several times in one pass; quantize this model without it")
         self.done.add(path)
-        rows = _restored(x, scheme)
+        rows = x if scheme.activations is None else rounded_rows(x, scheme.activations)
         if self.method == "gptq":
             if self._last is None or self._last[0] is not x or not torch.equal(self._last[1], rows):
                 self._last = (x, rows, Inputs(rows))
@@ -138,14 +138,6 @@ class _Quantizing(_Linears):
         self.give(path, weight, tensors)
         shape = (weight.shape[0], weight.shape[1])
         return F.linear(rows, as_packed(tensors, scheme, shape).dequantized(torch.float32), bias)
-
-
-def _restored(x: Tensor, scheme: Scheme) -> Tensor:
-    """Activations after quantization and dequantization."""
-    if scheme.activations is None:
-        return x
-    values, scales = quantize_rows_torch(x.reshape(-1, x.shape[-1]), scheme.activations)
-    return (values.float() * scales).view(x.shape)
 
 
 class _Runs:
@@ -207,11 +199,9 @@ class _Runs:
         return made
 
     def parameters(self, path: str) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of one module, with names."""
         return list(self._modules[path].named_parameters(prefix=path, recurse=False))
 
     def bias(self, path: str) -> Tensor | None:
-        """The bias of a linear."""
         module = self._modules[path]
         assert isinstance(module, nn.Linear)
         return module.bias

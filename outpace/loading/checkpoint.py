@@ -32,8 +32,6 @@ class Checkpoint:
     """A folder with a complete Hugging Face model."""
 
     folder: Path
-    weights: tuple[Path, ...]
-    safetensors: bool
     has_tokenizer: bool
 
 
@@ -103,8 +101,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = weight_files(path)
     if not files:
         raise ModelError(f"model: {folder} has no weights (model.safetensors); download the model again")
-    safe = all(file.suffix.lower() == ".safetensors" for file in files)
-    if safe:
+    if all(file.suffix.lower() == ".safetensors" for file in files):
         for file in files:
             read_header(file)
     else:
@@ -113,11 +110,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             files[0].name,
             "the folder has no safetensors; only tensors are read, code in the file never runs",
         )
-    return Checkpoint(folder, files, safe, holds_tokenizer(folder))
+    return Checkpoint(folder, holds_tokenizer(folder))
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 

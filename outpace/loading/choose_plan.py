@@ -42,12 +42,10 @@ class Sample:
 
     @classmethod
     def of(cls, name: str, tokens: TextTokens, window: int) -> "Sample":
-        """Cut a text into windows."""
         return cls(name, tokens, make_windows(tokens, window))
 
     @property
     def predicted(self) -> int:
-        """Number of predicted tokens."""
         return sum(window.tokens for window in self.windows)
 
 
@@ -92,7 +90,6 @@ class Chooser:
         return self._plan(choices, picks, found, before)
 
     def _schemes(self, weight: Weight) -> list[Scheme]:
-        """The schemes that a weight may get."""
         rules = (Rules(NAMED[name], qkv=self.quant.qkv.enabled, fit=True) for name in self._auto.schemes)
         found = [rule.of(weight.role, weight.names, weight.shape) for rule in rules]
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))

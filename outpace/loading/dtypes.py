@@ -38,5 +38,4 @@ def native_on_cpu(dtype: torch.dtype) -> bool:
 
 
 def short(dtype: torch.dtype) -> str:
-    """`float16` for torch.float16."""
     return str(dtype).removeprefix("torch.")

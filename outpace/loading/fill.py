@@ -79,7 +79,6 @@ def check_buffers(model: nn.Module, sources: Mapping[str, Source]) -> None:
 
 
 def settle_buffers(model: nn.Module, before: Before, device: torch.device | None) -> None:
-    """Convert and move all buffers."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             buffer.data = buffer.data.to(device=device, dtype=before.dtypes.get(name, buffer.dtype))

@@ -27,8 +27,6 @@ class Layout:
 
     size: int
     """Bytes of a block."""
-    columns: int
-    """Columns of a block."""
     read: Callable[[Tensor], Groups]
     half: bool = False
     """4-bit values, where 8 means 0 if there is no minimum; False: signed 8-bit values."""
@@ -147,21 +145,18 @@ def _q6_k(raw: Tensor) -> Groups:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "Q8_0": Layout(34, 32, lambda raw: (raw[..., 2:].contiguous().view(torch.int8), _half(raw, 0), None)),
-    "Q4_0": Layout(18, 32, lambda raw: (_nibbles(raw[..., 2:], 16), _half(raw, 0), None), half=True),
-    "Q4_1": Layout(20, 32, lambda raw: (_nibbles(raw[..., 4:], 16), _half(raw, 0), _half(raw, 2)), half=True),
-    "Q5_0": Layout(22, 32, _q5_0),
-    "Q5_1": Layout(
-        24, 32, lambda raw: (_nibbles(raw[..., 8:], 16) | _fifth(raw[..., 4:8]), _half(raw, 0), _half(raw, 2))
-    ),
+    "Q8_0": Layout(34, lambda raw: (raw[..., 2:].contiguous().view(torch.int8), _half(raw, 0), None)),
+    "Q4_0": Layout(18, lambda raw: (_nibbles(raw[..., 2:], 16), _half(raw, 0), None), half=True),
+    "Q4_1": Layout(20, lambda raw: (_nibbles(raw[..., 4:], 16), _half(raw, 0), _half(raw, 2)), half=True),
+    "Q5_0": Layout(22, _q5_0),
+    "Q5_1": Layout(24, lambda raw: (_nibbles(raw[..., 8:], 16) | _fifth(raw[..., 4:8]), _half(raw, 0), _half(raw, 2))),
     "Q4_K": Layout(
         144,
-        256,
         lambda raw: (_nibbles(raw[..., 16:], 32).reshape(len(raw), -1, 32), *_k_scales(raw)),
         half=True,
         own_scale=False,
     ),
-    "Q5_K": Layout(176, 256, _q5_k, own_scale=False),
-    "Q6_K": Layout(210, 256, _q6_k, own_scale=False),
+    "Q5_K": Layout(176, _q5_k, own_scale=False),
+    "Q6_K": Layout(210, _q6_k, own_scale=False),
 }
 """Block formats that a scheme can hold without conversion."""

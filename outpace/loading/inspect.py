@@ -123,7 +123,6 @@ def text_config(model: nn.Module) -> Any:
 
 
 def generation_config(model: nn.Module) -> Any:
-    """The model's generation config, or None."""
     return getattr(model, "generation_config", None)
 
 

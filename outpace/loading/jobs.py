@@ -31,7 +31,6 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
         return self.piece.dtype.itemsize * math.prod(stop - start for start, stop in self.box)
 
     @property
@@ -89,7 +88,6 @@ class Run:
 
 
 def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Iterator[Job]:
-    """All jobs that fill a weight from a checkpoint."""
     for part in recipe.parts:
         for piece in sources[part.name].pieces if part.name in sources else ():
             job = _fit(part, piece, weight)

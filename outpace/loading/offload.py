@@ -10,7 +10,7 @@ from torch import nn
 from outpace._version import __version__
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.rules import places_weights
-from outpace.errors import ConfigError, OffloadError, OutpaceError
+from outpace.errors import ConfigError, OffloadError
 from outpace.inject.recipe import Recipe
 from outpace.loading.inspect import text_config
 from outpace.loading.targets import Before, Target, targets
@@ -21,7 +21,7 @@ from outpace.offload.place import Placement, spread
 from outpace.offload.store_read import ReadOptions, stored_size
 from outpace.offload.streaming import Folder, Streaming
 from outpace.offload.units import Form, experts_of, find_layers, is_stacked, layer_of
-from outpace.parallel.mesh import Mesh
+from outpace.parallel.mesh import Mesh, on_all
 
 CONTEXT = 1 << 30  # device memory of CUDA and its libraries
 TOKENS = 8192  # default tokens of a step
@@ -72,20 +72,14 @@ def _room(
     config: InferenceConfig, layers: Layers, reserved: int, key: str | None, mesh: Mesh, device: torch.device
 ) -> Room:
     """The room for layers; if one rank finds an error, all ranks fail."""
-    problem: OutpaceError | None = None
-    room = Room(0, 0, None, 1, 0)
-    try:
+
+    def find() -> Room:
         path = folder(config)
         stored = 0 if path is None or key is None else stored_size(path, key)
-        room = room_for(config, layers, reserved, ranks=mesh.local, stored=stored)
-    except OutpaceError as error:
-        problem = error
-    good = mesh.everywhere(problem is None, device)
-    if problem is not None:
-        raise problem
-    if not good:
-        raise OffloadError(f"{_field(config)}: another rank cannot place its layers and reports why")
-    return room
+        return room_for(config, layers, reserved, ranks=mesh.local, stored=stored)
+
+    elsewhere = OffloadError(f"{_field(config)}: another rank cannot place its layers; see the error of that rank")
+    return on_all(find, lambda good: mesh.everywhere(good, device), elsewhere)
 
 
 def _placed(layers: Layers, room: Room, mesh: Mesh, device: torch.device) -> Placement:

@@ -101,7 +101,6 @@ def _of_gguf(path: Path) -> tuple[PreTrainedConfig, Callable[[Path], None]]:
 
 
 def set_entries(config: Path, **entries: Any) -> None:
-    """Change entries of a JSON config file."""
     content = json.loads(config.read_text())
     if "dtype" in entries:
         content.pop("torch_dtype", None)  # its older name

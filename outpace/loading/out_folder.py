@@ -80,7 +80,6 @@ def check_space(out: Path, needed: int, field: str = "out") -> None:
 
 
 def files_of(sources: Mapping[str, Source]) -> set[Path]:
-    """The files from which tensors are read."""
     places = (piece.place for source in sources.values() for piece in source.pieces)
     return {place.path for place in places if isinstance(place, Extent)}
 

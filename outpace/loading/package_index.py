@@ -86,7 +86,6 @@ class _Getter:
         part.replace(target)
 
     def _find(self, wanted: Wanted, place: str) -> str:
-        """The URL or path of the file."""
         folder = _local(place)
         if folder is not None and not (folder / "index.html").is_file():
             if (folder / wanted.file).is_file():
@@ -181,7 +180,6 @@ class _Anchors(html.parser.HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect the targets of links."""
         self.found += [value for name, value in attrs if tag == "a" and name == "href" and value]
 
 

@@ -109,7 +109,6 @@ class Asked:
 
     @property
     def rules(self) -> Rules:
-        """The quantization rules of these options."""
         if self.plan is not None:
             return self.plan.rules
         assert self.scheme is not None, "there is one or the other"

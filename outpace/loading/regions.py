@@ -28,7 +28,6 @@ def cut(source: Source, dim: int, start: int, stop: int) -> Source:
 
 
 def join(sources: Sequence[Source], dim: int) -> Source:
-    """Like torch.cat."""
     shape = list(sources[0].shape)
     dim = dim % len(shape)
     shape[dim] = 0
@@ -41,7 +40,6 @@ def join(sources: Sequence[Source], dim: int) -> Source:
 
 
 def stack(sources: Sequence[Source], dim: int) -> Source:
-    """Like torch.stack."""
     dim = dim % (len(sources[0].shape) + 1)
     pieces = [
         replace(piece, into=(*into[:dim], number, *into[dim:]))
@@ -53,7 +51,6 @@ def stack(sources: Sequence[Source], dim: int) -> Source:
 
 
 def transpose(source: Source, dim0: int, dim1: int) -> Source:
-    """Like torch.transpose."""
     first, second = sorted((dim0 % len(source.shape), dim1 % len(source.shape)))
     shape = list(source.shape)
     shape[first], shape[second] = shape[second], shape[first]
@@ -155,7 +152,6 @@ class Traced(Tensor):
 
     @staticmethod
     def of(source: Source) -> "Traced":
-        """The tensor of a source."""
         tensor = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(Traced)
         tensor.source = source
         return tensor

@@ -90,7 +90,6 @@ class _Place:
 
     @property
     def tensor(self) -> Tensor:
-        """[..., N, K]."""
         tensor = self.module._parameters[self.attribute]
         assert tensor is not None, "weights have values"
         return tensor.data.transpose(-1, -2) if self.transposed else tensor.data
@@ -118,7 +117,7 @@ def _round_in(place: _Place, scheme: Scheme, stack: ExitStack) -> None:
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         module._parameters[place.attribute] = nn.Parameter(place.rounded(scheme, own.dtype), requires_grad=False)
-        return args if kind is None else (_rounded_rows(args[0], kind), *args[1:])
+        return args if kind is None else (rounded_rows(args[0], kind), *args[1:])
 
     def after(module: nn.Module, *rest: Any) -> None:
         module._parameters[place.attribute] = own
@@ -136,7 +135,8 @@ def _removed(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _rounded_rows(x: Tensor, kind: str) -> Tensor:
+def rounded_rows(x: Tensor, kind: str) -> Tensor:
+    """Activations after quantization and dequantization."""
     values, scales = quantize_rows_torch(x.reshape(-1, x.shape[-1]), kind)
     return (values.float() * scales).to(x.dtype).view(x.shape)
 
@@ -179,7 +179,6 @@ def _batches(tokens: TextTokens, windows: Sequence[Window]) -> Iterator[list[Win
 
 @torch.no_grad()
 def _logits(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """[B, T, V]."""
     device = next(model.parameters()).device
     found: Tensor = model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits
     return found
@@ -236,7 +235,7 @@ class _Listener:
             if scheme.activations is None:
                 moved = x @ change.t()
             else:
-                rows = _rounded_rows(x, scheme.activations)
+                rows = rounded_rows(x, scheme.activations)
                 moved = rows @ change.t() + (rows - x) @ weight.t()
             added = self._factor * float((gradient * moved).sum(dim=1).square().sum())
             self._sums[scheme] = self._sums.get(scheme, 0.0) + added

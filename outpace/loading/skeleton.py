@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -54,9 +53,7 @@ class OnDevice:
             self._undo.append((hook, _INNERMOST.set(self)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._undo:
             hook, outer = self._undo.pop()
             hook.remove()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from outpace.errors import ModelError
 from outpace.inject.modules import Made
+from outpace.inject.quantized import float8_as_bytes
 from outpace.inject.recipe import Part, Recipe
 from outpace.kernels.packed import Packed
 from outpace.loading.dtypes import short
@@ -178,15 +179,10 @@ class StoredPart:
                 raise ModelError(
                     f"model: the {ending.lstrip('_')}s of {part.name} hold NaN or infinity; download the model again"
                 )
-            place, found = _as_bytes(self._made[ending]), _as_bytes(tensor)
+            place, found = float8_as_bytes(self._made[ending]), float8_as_bytes(tensor)
             first = part.start if ending == "" else part.start // block
             place = place.narrow(0, first, len(found))
             if part.order is None:
                 place.copy_(found)
             else:
                 place.index_copy_(0, part.order.rows().to(place.device), found)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """float8 as bytes, because not all devices can copy float8."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

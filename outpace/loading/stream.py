@@ -117,7 +117,6 @@ class _Room:
             self._held += size
 
     def give_back(self, size: int) -> None:
-        """Free the bytes of a group that has ended."""
         with self._changed:
             self._held -= size
             self._changed.notify_all()
@@ -152,7 +151,6 @@ class _Ending:
             self._end()
 
     def run(self, landing: Landing, task: Task) -> int:
-        """Run one of the group's tasks."""
         try:
             count = task(landing)
             with self._lock:

@@ -79,12 +79,10 @@ class Target:
         return [module.get_parameter(name + end) for end in self.kept]
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate the assembled weight."""
         make = torch.zeros if self.recipe.has_gaps else torch.empty
         return make(self.recipe.shape, dtype=self.dtype, device=device)
 
     def empty_parts(self, device: torch.device) -> dict[str, Tensor]:
-        """Allocate the tensors of its scheme."""
         return {end: torch.empty(size, dtype=dtype, device=device) for end, (size, dtype) in self.kept.items()}
 
     def give(self, weight: Tensor) -> None:

@@ -15,7 +15,6 @@ class Unchanged:
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> "Unchanged":
-        """Record the current state of files."""
         return cls({path: _look(path) for path in set(paths)})
 
     def __or__(self, other: "Unchanged") -> "Unchanged":

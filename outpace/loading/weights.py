@@ -39,7 +39,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the region."""
         parts = zip(self.take, self.shape, strict=False)
         spans = (len(range(size)[part]) if isinstance(part, slice) else 1 for part, size in parts)
         return self.dtype.itemsize * math.prod((*spans, *self.shape[len(self.take) :]))
@@ -54,7 +53,6 @@ class Source:
     pieces: tuple[Piece, ...]
 
     def empty(self) -> Tensor:
-        """A tensor on the meta device with its shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 

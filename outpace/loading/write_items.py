@@ -42,12 +42,10 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.specs.values())
 
 
 def specs_of(items: Sequence[Item]) -> Specs:
-    """Name of a written tensor -> dtype and shape, for several items."""
     return {name: spec for item in items for name, spec in item.specs.items()}
 
 

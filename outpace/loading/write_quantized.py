@@ -17,9 +17,10 @@ from outpace.loading.out_folder import Kind, check_apart, check_out, check_space
 from outpace.loading.safetensors_file import DTYPES, SafetensorsWriter
 from outpace.loading.safetensors_header import read_header
 from outpace.loading.unchanged import Unchanged
+from outpace.loading.weights import first_place
 from outpace.loading.write_calibrated import Run, write_calibrated
 from outpace.loading.write_items import Item, specs_of, write_item
-from outpace.loading.write_shards import Progress, Written, place_of
+from outpace.loading.write_shards import Progress, Written
 from outpace.log import chosen, logger
 from outpace.quant.compressed import METHOD
 
@@ -75,7 +76,7 @@ def write_quantized(
     begin = time.perf_counter()
     out = check_out(out, QUANTIZED, force=force)
     check_apart({item.name: item.source for item in items}, out)
-    files = _files_of(sorted(items, key=lambda item: place_of(item.source)))
+    files = _files_of(sorted(items, key=lambda item: first_place(item.source.pieces)))
     record = _Record(files, unchanged)
     total = sum(item.nbytes for item in items)
     usable = record.usable if run is None else lambda folder: False

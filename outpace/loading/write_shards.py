@@ -20,7 +20,7 @@ from outpace.loading.read_source import read
 from outpace.loading.regions import cut
 from outpace.loading.safetensors_file import SafetensorsWriter
 from outpace.loading.unchanged import Unchanged
-from outpace.loading.weights import Extent, Piece, Source
+from outpace.loading.weights import Extent, Piece, Source, first_place
 from outpace.parallel.spans import Split
 
 SHARDS = Kind("shards", DESCRIPTOR, lambda folder: (folder / DESCRIPTOR).is_file())
@@ -44,7 +44,6 @@ class Written:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(self.files.values())
 
 
@@ -139,7 +138,7 @@ def _write_weights(
     with ExitStack() as stack:
         writers = {file: stack.enter_context(_writer(folder, file, sources, parts, save_id)) for file in files}
         done = 0
-        for name in sorted(sources, key=lambda name: place_of(sources[name])):
+        for name in sorted(sources, key=lambda name: first_place(sources[name].pieces)):
             for nbytes in _write_tensor(writers, name, sources[name], parts[name]):
                 done += nbytes
                 progress(done)
@@ -166,12 +165,6 @@ def _writer(
     if file != WHOLE:
         metadata["regions"] = json.dumps(regions, separators=(",", ":"))
     return SafetensorsWriter(folder / file, {name: (part.dtype, part.shape) for name, part in held.items()}, metadata)
-
-
-def place_of(source: Source) -> tuple[str, int]:
-    """The first place of a source in its file, to read tensors in file order."""
-    place = source.pieces[0].place if source.pieces else None
-    return (str(place.path), place.offset) if isinstance(place, Extent) else ("", 0)
 
 
 def blocks(source: Source, nbytes: int | None = None, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:

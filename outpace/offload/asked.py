@@ -34,22 +34,18 @@ class Layers:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each layer."""
         return tuple(form.nbytes for form in self.forms)
 
     @property
     def experts(self) -> int:
-        """Bytes of all experts."""
         return self.total - sum(form.dense for form in self.forms)
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest layer."""
         return max(self.sizes)
 
     @property
     def total(self) -> int:
-        """Bytes of all layers."""
         return sum(self.sizes)
 
 
@@ -85,7 +81,6 @@ def folder(config: InferenceConfig) -> Path | None:
 
 
 def pinned(config: InferenceConfig) -> bool:
-    """Whether host memory for layers is page-locked."""
     return config.zero.offload_param.pin_memory and config.device_type == "cuda"
 
 
@@ -164,7 +159,6 @@ def _zero_room(config: InferenceConfig, layers: Layers, disk: int | None, ranks:
 
 
 def _free() -> int:
-    """Free bytes of host memory."""
     known = free_memory()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
 

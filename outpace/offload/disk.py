@@ -30,12 +30,11 @@ def measure_disk(folder: str | os.PathLike[str], nbytes: int = 2 << 30, *, threa
             return _read(file.fileno(), total, place, threads)
 
 
-def read_rate(path: str | os.PathLike[str], nbytes: int | None = None, *, threads: int = 1) -> float:
-    """Bytes per second at which the first `nbytes` (all, if None) of a file are read."""
+def read_rate(path: str | os.PathLike[str], *, threads: int = 1) -> float:
+    """Bytes per second at which a file is read."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        size = os.fstat(number).st_size
-        total = (size if nbytes is None else min(size, nbytes)) // ALIGN * ALIGN
+        total = os.fstat(number).st_size // ALIGN * ALIGN
         return _read(number, total, Path(path), threads)
     finally:
         os.close(number)

@@ -77,7 +77,6 @@ class Numbers:
     """Tokens in a page of the cache."""
 
     def sizes(self, precision: str) -> tuple[int, ...]:
-        """Bytes of each layer."""
         return tuple(layer.weights[precision] for layer in self.layers)
 
     def kv_bytes(self, tokens: int) -> int:
@@ -109,11 +108,11 @@ class Rates:
     """Bytes per second read from disk; None: unknown, so no plan uses it."""
 
     @staticmethod
-    def load_or_measure(device: "torch.device", folder: Path | None, cache: Path, *, again: bool = False) -> "Rates":
+    def load_or_measure(device: "torch.device", folder: Path | None, cache: Path) -> "Rates":
         """The rates of this machine. folder: for layers on disk; cache: the folder that stores measured rates."""
         from outpace.offload.probe import probe  # imported late: it needs torch, planning does not
 
-        return probe(device, folder, cache, again=again).rates
+        return probe(device, folder, cache).rates
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,9 @@ def draw(title: str, plans: Sequence[Plan], limits: Sequence[float], path: Path)
 
 
 def row_name(plan: Plan) -> str:
-    """A plan in a few words."""
     return f"{plan.precision}, {layers_text(plan)}, batch {plan.schedule.batch}"
 
 
 def layers_text(plan: Plan) -> str:
-    """How many layers are where."""
     tiers = plan.placement.tiers
     return " + ".join(f"{tiers.count(tier)} {tier}" for tier in ("device", "host", "disk") if tier in tiers)

@@ -24,7 +24,6 @@ class Placement:
         return sum(sizes) - sum(streamed) + self.slots * max(streamed, default=0)
 
     def tier_bytes(self, sizes: Sequence[int], tier: Tier) -> int:
-        """Bytes of the layers in one tier."""
         return sum(size for size, place in zip(sizes, self.tiers, strict=True) if place == tier)
 
 
@@ -67,7 +66,6 @@ def placements(
 
 
 def everywhere(tier: Tier, layers: int) -> tuple[Tier, ...]:
-    """The same tier for all layers."""
     return (tier,) * layers
 
 

@@ -45,7 +45,6 @@ class Places:
 
     @property
     def device(self) -> int:
-        """All bytes on the device."""
         return self.rest + self.layers + self.ring + self.kv + self.workspace
 
 
@@ -63,7 +62,6 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted output tokens per second over the whole work."""
         return self.prediction.tokens_per_second
 
 

@@ -29,7 +29,6 @@ class Schedule:
 
     @property
     def step_tokens(self) -> int:
-        """Maximum tokens of a step."""
         return self.micro_tokens * self.micro_batches
 
 
@@ -85,7 +84,6 @@ def predict(
     work: Work,
     efficiency: Efficiency | None = None,
 ) -> Prediction:
-    """The speed of a model with this placement and schedule."""
     sizes = numbers.sizes(precision)
     streamed = sum(sizes) - placement.tier_bytes(sizes, "device")
     first = sizes[0] if placement.tiers[0] != "device" else 0
@@ -101,7 +99,6 @@ class Clock:
         self._known: dict[tuple[str, Schedule, int, bool], tuple[tuple[float, float], tuple[float, float]]] = {}
 
     def predict(self, precision: str, streamed: int, on_disk: int, first: int, schedule: Schedule) -> Prediction:
-        """Batches run one after the other: first all prefill steps, then the decode steps."""
         rounds, rest = divmod(self._work.requests, schedule.batch)
         seconds, spent = self._fill(first, on_disk), dict[Resource, float]()
         kinds = [(schedule.batch, rounds)] + ([(rest, 1)] if rest else [])

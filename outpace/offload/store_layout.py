@@ -82,12 +82,10 @@ class Layout:
 
     @cached_property
     def name(self) -> str:
-        """Name of the file."""
         return f"{hashlib.sha256(self.key.encode()).hexdigest()[:40]}.units"
 
     @cached_property
     def header_bytes(self) -> int:
-        """Length of the header in the file."""
         tables = 16 * len(self.sizes) + 8 * self.pieces[-1]
         return padded(_START.size + len(self.key.encode()) + tables + _NOTE.size + _DIGEST)
 

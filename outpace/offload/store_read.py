@@ -265,7 +265,6 @@ class UnitFile:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each unit."""
         return self._layout.sizes
 
     def read(self, index: int, into: Tensor) -> Reading:

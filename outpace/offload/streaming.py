@@ -60,7 +60,7 @@ class Streaming:
         self.placement, self.device = placement, device
         self._last, self._pinned, self._folder, self._stay = layers[-1][1], pinned, folder, stay
         streamed = [number for number, tier in enumerate(placement.tiers) if tier != "device"]
-        self.units = [Unit(*layers[number], number, forms[number]) for number in streamed]
+        self.units = [Unit(*layers[number], forms[number]) for number in streamed]
         """The streamed layers."""
         self._largest = max(unit.form.nbytes for unit in self.units)
         self._divided = [index for index, unit in enumerate(self.units) if unit.form.experts]
@@ -80,12 +80,10 @@ class Streaming:
 
     @property
     def capturable(self) -> bool:
-        """Whether a step can be captured in a CUDA graph."""
         return not self._in_file and not self._divided and self._pinned
 
     @property
     def counts(self) -> Counts:
-        """What was fetched so far."""
         return Counts() if self._ring is None else self._ring.counts
 
     def index_of(self, recipe: Recipe, modules: Iterable[nn.Module]) -> int | None:
@@ -146,7 +144,6 @@ class Streaming:
             )
 
     def abandon(self) -> None:
-        """Loading has failed: clean up."""
         if self._writer is not None:
             self._writer.__exit__()
         if self._file is not None:

@@ -38,7 +38,6 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit."""
         return self.dense + self.experts * self.piece
 
     @property
@@ -56,7 +55,6 @@ class Form:
         return found
 
     def expert(self, number: int) -> slice:
-        """The place of an expert."""
         start = self.dense + number * self.piece
         return slice(start, start + self.piece)
 
@@ -74,7 +72,6 @@ class Held:
     """Bytes of the parameter; for a stack, of one expert, with a stride of one piece to the next."""
 
     def view(self, unit: Tensor) -> Tensor:
-        """The parameter as a view of a unit."""
         return unit[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
@@ -84,8 +81,6 @@ class Unit:
 
     path: str
     layer: nn.Module
-    number: int
-    """Its index among all layers."""
     form: Form
     held: list[Held] = field(default_factory=list)
 
@@ -131,7 +126,6 @@ class Unit:
             each.parameter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def bind(self, slot: Tensor) -> None:
-        """Make all parameters views of a slot."""
         for each in self.held:
             each.parameter.data = each.view(slot)
 

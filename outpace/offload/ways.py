@@ -44,7 +44,6 @@ class Stores:
         return {expert: whole[self.forms[unit].expert(expert)] for expert in experts}
 
     def close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.close()
 
@@ -67,7 +66,6 @@ class Reads:
             raise failed
 
     def add(self, others: "Reads") -> None:
-        """Wait for these too."""
         self._readings += others._readings
 
     def settle(self) -> None:
@@ -112,7 +110,6 @@ class Way(ABC):
         """Wait for everything that is being loaded, and drop it."""
 
     def close(self) -> None:
-        """Release threads and files."""
         self.forget()
         self._stores.close()
 
@@ -216,12 +213,10 @@ def now() -> torch.cuda.Event:
 
 
 def _copy_in(form: Form, slot: Tensor, pieces: Mapping[int, Tensor]) -> None:
-    """Copy experts from pieces to their places in a slot."""
     for expert, piece in pieces.items():
         slot[form.expert(expert)].copy_(piece, non_blocking=True)
 
 
 def _copy_out(form: Form, slot: Tensor, pieces: Mapping[int, Tensor]) -> None:
-    """Copy experts from their places in a slot to pieces."""
     for expert, piece in pieces.items():
         piece.copy_(slot[form.expert(expert)], non_blocking=True)

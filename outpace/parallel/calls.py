@@ -89,7 +89,6 @@ class _FromFirst(StoppingCriteria):
         self._criterion, self._group = criterion, group
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Which rows are finished."""
         own = torch.as_tensor(self._criterion(input_ids, scores, **kwargs), device=input_ids.device)
         done = own.to(torch.uint8).expand(len(input_ids)).contiguous()
         return self._group.from_first(done).bool()

@@ -27,7 +27,6 @@ class Group:
 
     @classmethod
     def of(cls, handle: "dist.ProcessGroup") -> "Group":
-        """Wrap a torch process group."""
         by_host = "nccl" not in str(dist.get_backend_config(handle))
         return cls(dist.get_rank(handle), dist.get_world_size(handle), handle, by_host)
 
@@ -101,7 +100,6 @@ class Group:
         return self.lowest([number], device)[0]
 
     def lowest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """The minimum over all ranks of each number."""
         if self.size == 1:
             return numbers
         found = self._there(torch.tensor(numbers, dtype=torch.int64, device=device))

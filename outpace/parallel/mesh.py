@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from outpace.config import InferenceConfig, LLMConfig
 from outpace.config.rules import num_ranks
 from outpace.config.sections import MoEConfig, TensorParallelConfig
-from outpace.errors import ConfigError, StateError
+from outpace.errors import ConfigError, OutpaceError, StateError
 from outpace.log import chosen
 from outpace.parallel import rendezvous
 from outpace.parallel.group import ALONE, Group
 from outpace.parallel.pipeline import ONLY, Stage, stage_of
+
+Result = TypeVar("Result")
 
 _MPU = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 BACKENDS: Mapping[str, str] = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
@@ -77,14 +79,30 @@ class Mesh:
 NO_MESH = Mesh()
 
 
+def on_all(run: Callable[[], Result], agree: Callable[[bool], bool], elsewhere: OutpaceError) -> Result:
+    """Run something that must work on all ranks. Raises this rank's error, or `elsewhere` if only others failed.
+
+    agree: whether a condition holds on all ranks.
+    """
+    try:
+        result = run()
+    except Exception:
+        agree(False)
+        raise
+    if not agree(True):
+        raise elsewhere
+    return result
+
+
 def make_mesh(config: InferenceConfig) -> Mesh:
     """Make the groups of a config, which must be the same on every rank of the world."""
     asked, moe, stages = config.tensor_parallel, config.moe, config.pipeline_parallel.pp_size
     _check_given(asked, moe)
-    if num_ranks(config) == 1 and asked.mpu is None and asked.tp_group is None and not _groups(moe):
+    given = (asked.mpu, asked.tp_group, moe.ep_group, moe.ep_mp_group)
+    if num_ranks(config) == 1 and all(each is None for each in given):
         return NO_MESH
     device = config.torch_device.type
-    if not isinstance(config, LLMConfig) and _is_of_llm():
+    if not isinstance(config, LLMConfig) and _local_of_llm():
         raise StateError(
             f"{_asked(config)}: the other ranks of this process work for an LLM alone; shut it down first, or make the "
             "engine in processes that torchrun starts"
@@ -148,10 +166,6 @@ def mark_as_of_llm(local: int) -> None:
     dist.distributed_c10d._get_default_store().set(_OF_LLM, str(local))
 
 
-def _is_of_llm() -> bool:
-    return _local_of_llm() > 0
-
-
 def _local_of_llm() -> int:
     """Ranks per machine of a world started by an LLM; 0: it was not."""
     with contextlib.suppress(RuntimeError, ValueError):  # a world without a store was made by the user
@@ -189,7 +203,7 @@ def _tensor_groups(config: InferenceConfig, world: int, device: str) -> tuple[Gr
         if asked.tp_size not in (1, group.size):
             raise ConfigError(
                 f"tensor_parallel.tp_size: {asked.tp_size}, but the group that is given has {group.size} ranks; "
-                "leave one of them out"
+                "remove one of them"
             )
         return group, ALONE
     return _cut("tensor_parallel.tp_size", world, asked.tp_size, device, config.pipeline_parallel.pp_size)
@@ -237,10 +251,6 @@ def _checked(field: str, handle: Any) -> Group:
     ):  # mpu is user code: check what it returns
         raise ConfigError(f"{field}: this rank is not in the group; give each rank one that it is in")
     return Group.of(handle)
-
-
-def _groups(moe: Any) -> bool:
-    return moe.ep_group is not None or moe.ep_mp_group is not None
 
 
 def _backend(*groups: Group) -> str:

@@ -21,12 +21,10 @@ from outpace.parallel.trace import Trace, cpu_time, now
 
 
 def stage_of(block: int, stages: int) -> int:
-    """The stage of a block of ranks."""
     return (block - 1) % stages
 
 
 def block_of(stage: int, stages: int) -> int:
-    """The block of ranks of a stage."""
     return (stage + 1) % stages
 
 
@@ -107,7 +105,6 @@ class Link:
             self._on_their_way.popleft()
 
     def flush(self) -> None:
-        """Wait until all sends are complete."""
         while self._on_their_way:
             self._on_their_way.popleft()[0].wait()
 
@@ -138,7 +135,6 @@ class Stage:
 
     @classmethod
     def of(cls, number: int, count: int, peers: Group, everyone: Group) -> "Stage":
-        """Make a stage with its link."""
         trace = Trace.asked(number, dist.get_rank())
         link = Link(peers, block_of(number - 1, count), block_of(number + 1, count), trace)
         return cls(number, count, peers, everyone, link)
@@ -154,7 +150,6 @@ class Stage:
         return self.number == self.count - 1
 
     def from_last(self, x: Tensor) -> Tensor:
-        """Broadcast from the last stage, in place."""
         return self.peers.from_first(x)
 
     @property

@@ -20,7 +20,6 @@ class Split:
     """For each rank, the spans along `dim` whose concatenation is its part."""
 
     def sizes(self) -> tuple[int, ...]:
-        """The size of each rank's part along `dim`."""
         return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
 
 

@@ -53,7 +53,7 @@ def as_asked(layers: Sequence[int], count: int) -> tuple[Span, ...]:
     if sum(layers) != count:
         raise ConfigError(
             f"pipeline_parallel.layers: {tuple(layers)} are {sum(layers)} layers, and the model has {count}; make "
-            f"them add up to {count}, or leave them out"
+            f"them add up to {count}, or remove them"
         )
     stops = [sum(layers[: stage + 1]) for stage in range(len(layers))]
     return tuple(zip([0, *stops], stops, strict=False))

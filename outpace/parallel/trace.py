@@ -37,28 +37,21 @@ Stages = Mapping[int, Sequence[Span]]
 
 
 class Trace:
-    """The spans of one rank, in memory and, if a folder is given, in a file there."""
+    """Writes the spans of one rank to a file in a folder."""
 
-    def __init__(self, stage: int, rank: int = 0, folder: Path | None = None) -> None:
-        self.stage, self.rank = stage, rank
-        self.spans: list[Span] = []
-        self._path: Path | None = None
-        if folder is not None:
-            self._path = _new_file(folder / f"rank{rank}.jsonl", {"stage": stage, "rank": rank})
+    def __init__(self, stage: int, rank: int, folder: Path) -> None:
+        self._path = _new_file(folder / f"rank{rank}.jsonl", {"stage": stage, "rank": rank})
 
     @classmethod
-    def asked(cls, stage: int, rank: int = 0) -> "Trace | None":
+    def asked(cls, stage: int, rank: int) -> "Trace | None":
         """A trace if the environment variable is set, otherwise None."""
         folder = os.environ.get(ENVIRONMENT)
         return cls(stage, rank, Path(folder)) if folder else None
 
     def add(self, step: int, begin: float, end: float, waited: float = 0.0, cpu: float = 0.0) -> None:
         """Record one computation; times are `now()`. On a GPU, synchronize before taking the time of the end."""
-        span = Span(step, begin, end, waited, cpu)
-        self.spans.append(span)
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(span) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps(Span(step, begin, end, waited, cpu)) + "\n")
 
 
 now, cpu_time = time.perf_counter, time.process_time

@@ -15,7 +15,6 @@ NAMED: dict[str, Scheme] = {
 
 
 def asked_rules(config: InferenceConfig) -> Rules:
-    """The rules that a config asks for."""
     quant = config.asked_quant
     return KEEP if quant is None else _rules(quant)
 

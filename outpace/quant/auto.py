@@ -62,7 +62,6 @@ class Choices:
         return self._choice(min(room, self._columns - 1)) if room >= 0 else None
 
     def size(self, picks: Sequence[int]) -> int:
-        """Bytes of a choice."""
         return sum(each[pick].nbytes for each, pick in zip(self.options, picks, strict=True))
 
     def _add(self, options: Sequence[Option], costs: Sequence[int]) -> None:

@@ -19,7 +19,6 @@ Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def bits(scheme: Scheme) -> int:
-    """Bits of one value."""
     return 4 if scheme.values == "int4" else 8
 
 

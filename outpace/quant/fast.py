@@ -52,7 +52,6 @@ class Speed:
 
 
 def on_gpu(capability: tuple[int, int]) -> tuple[Speed, ...]:
-    """The speed of each scheme on a GPU."""
     rows = next(rows for least, _, rows in GPUS if capability >= least)
     return tuple(Speed(scheme, *found) for scheme, found in rows.items())
 
@@ -77,7 +76,6 @@ def on_cpu(flags: frozenset[str]) -> tuple[Speed, ...]:
 
 
 def on_device(device: torch.device) -> tuple[Speed, ...]:
-    """The speed of each scheme on a device of this machine."""
     if device.type == "cuda":
         return on_gpu(torch.cuda.get_device_capability(device))
     return on_cpu(cpu_flags())

@@ -26,12 +26,11 @@ BLOCK = 128  # columns whose corrections are applied to all later columns at onc
 
 
 class Inputs:
-    """X^T X of the inputs X [rows, K] of a linear, with its damping, column order and factorization."""
+    """X^T X of the inputs X [rows, K] of a linear, with its column order and factorization."""
 
-    def __init__(self, x: Tensor, damping: float = DAMPING) -> None:
+    def __init__(self, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
         self._products = rows.t() @ rows
-        self._damping = damping
         self._made: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -54,7 +53,7 @@ class Inputs:
         if self._made is None:
             diagonal = self._products.diagonal()
             order = diagonal.argsort(descending=True, stable=True)
-            self._made = order, _upper(self._products[order][:, order], self._damping)
+            self._made = order, _upper(self._products[order][:, order])
         return self._made
 
 
@@ -109,12 +108,12 @@ def _error(weight: Tensor, sizes: Tensor, scale: Tensor, zero: Tensor | None, sc
     return torch.zeros_like(scale).index_add_(1, group, change.square_().mul_(sizes))
 
 
-def _upper(products: Tensor, damping: float) -> Tensor:
+def _upper(products: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse, with more damping until there is one. Columns without inputs are
     ignored."""
     diagonal = products.diagonal()
     diagonal[diagonal == 0] = 1.0
-    mean = float(diagonal.mean())
+    mean, damping = float(diagonal.mean()), DAMPING
     while True:
         damped = products.clone()
         damped.diagonal().add_(damping * mean)

@@ -23,7 +23,6 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

@@ -40,7 +40,6 @@ class PlannedScheme(ConfigModel):
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme."""
         return Scheme(self.values, self.group, symmetric=self.symmetric, activations=self.activations)
 
 
@@ -89,7 +88,6 @@ class Measured(ConfigModel):
 
     @property
     def increase(self) -> float:
-        """Relative increase of the perplexity."""
         return self.after / self.before - 1
 
     def __str__(self) -> str:
@@ -128,7 +126,6 @@ class QuantPlan(ConfigModel):
         return found
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON."""
         path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -143,7 +140,6 @@ class QuantPlan(ConfigModel):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in the plan."""
         return sum(weight.nbytes for weight in self.weights)
 
     @property

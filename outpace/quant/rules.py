@@ -46,7 +46,6 @@ class Rules:
 
     @property
     def schemes(self) -> list[Scheme]:
-        """All schemes that weights may get."""
         found = (self.scheme, *self.named.values(), *(scheme for scheme, _ in (self.exact or {}).values()))
         return [scheme for scheme in found if scheme is not None]
 

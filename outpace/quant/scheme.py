@@ -45,7 +45,6 @@ class Scheme:
 
     @property
     def kept(self) -> torch.dtype:
-        """The dtype of scales and zeros."""
         return self.scales or (torch.float32 if self.group is None else torch.float16)
 
     def block(self, rows: int) -> int:

@@ -14,11 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from types import FrameType
 from typing import Any
 
-from outpace._version import __version__
 from outpace.config.llm import LLMConfig
 from outpace.errors import EngineDead, OutpaceError
 from outpace.log import logger
@@ -38,9 +36,8 @@ from outpace.ranks.node_messages import (
     StartRanks,
     ToNode,
 )
-from outpace.ranks.process import Written, end_of, start, watched
+from outpace.ranks.process import Written, end_of, start, versions, watched
 
-PROGRAM = "outpace.ranks.follower"
 ANSWER = 5.0  # seconds to wait for node 0's answer
 TRY_EVERY = 0.5  # seconds between attempts to reach node 0
 SAY_EVERY = 5.0  # seconds between log lines while waiting
@@ -86,7 +83,7 @@ class Agent:
     def __init__(self, model: str | None, config: LLMConfig) -> None:
         nodes = self._nodes = config.nodes
         self._place: Place = place_of(nodes)
-        options = given(config)
+        options = all_options(config, exclude_unset=True)
         self._join = Join(PROTOCOL, nodes.nnodes, nodes.node_rank, versions(), gpus(config), model, options)
         self._served = False
 
@@ -209,7 +206,6 @@ class Session:
         self._sender.send_small(frame(Leaving(why)))
 
     def close(self) -> None:
-        """End the ranks and the connection."""
         self._socket.close()
         for rank in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -260,7 +256,7 @@ class Session:
             raise Lost(f"rank {number} cannot reach node 0 at {self._place.master} ({error})") from None
         with sock:
             os.set_inheritable(sock.fileno(), True)
-            rank = _Rank(number, start(PROGRAM, sock, self._place.environment))
+            rank = _Rank(number, start(sock, self._place.environment))
         self._ranks.append(rank)
         self._selector.register(rank.written.file, selectors.EVENT_READ, partial(self._forward, rank))
         if (fd := watched(rank.process.pid)) is not None:
@@ -279,18 +275,12 @@ class Session:
         self._tell(rank)
 
     def _tell(self, rank: _Rank) -> None:
-        """Report how a rank ended."""
         if rank.ended:
             return
         rank.ended = True
         how = end_of(rank.process, rank.written, 1.0)
         logger.error("rank %d %s", rank.number, how)
         self._sender.send_small(frame(Ended(rank.number, how)))
-
-
-def versions() -> dict[str, str]:
-    """Of what decides what a rank computes, without importing any of it."""
-    return {"outpace": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}
 
 
 def gpus(config: LLMConfig) -> int | None:
@@ -302,17 +292,8 @@ def gpus(config: LLMConfig) -> int | None:
     return torch.cuda.device_count()
 
 
-def given(config: LLMConfig) -> dict[str, Any]:
-    """The engine options set by the user, as JSON values."""
-    return _as_json(config, exclude_unset=True)
-
-
-def all_options(config: LLMConfig) -> dict[str, Any]:
-    """All engine options, as JSON values."""
-    return _as_json(config, exclude_unset=False)
-
-
-def _as_json(config: LLMConfig, *, exclude_unset: bool) -> dict[str, Any]:
+def all_options(config: LLMConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
+    """All engine options, or only those that the user set, as JSON values."""
     found = config.model_dump(mode="json", exclude_unset=exclude_unset, exclude=_NOT_HERE, fallback=repr)
     if found.get("dtype") is not None:  # some nodes know it by name only
         found["dtype"] = str(config.dtype).removeprefix("torch.")

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import torch
-import transformers
 
-from outpace._version import __version__
 from outpace.errors import EngineDead
 from outpace.load_paged import PagedParts
 from outpace.loading.checkpoint import WEIGHT_FILES, fetch, local_path
@@ -20,11 +17,6 @@ WEIGHTS = (*WEIGHT_FILES, ".gguf")
 CONFIGS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 HEAD = 1 << 20  # files up to this size are compared whole
 SAMPLES, SAMPLE = 64, 4096  # of larger files: places to compare, and bytes at each
-
-
-def versions() -> dict[str, str]:
-    """Of what decides what a rank computes."""
-    return {"outpace": __version__, "torch": str(torch.__version__), "transformers": transformers.__version__}
 
 
 def facts(parts: PagedParts, model: str | None) -> dict[str, str]:
@@ -41,7 +33,6 @@ def facts(parts: PagedParts, model: str | None) -> dict[str, str]:
 
 
 def check_same(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
-    """Raise if a rank differs from the first."""
     for name, value in first.items():
         if (found := other.get(name)) != value:
             raise EngineDead(

@@ -50,11 +50,9 @@ class Wanted:
 
     @property
     def per_node(self) -> int:
-        """Number of ranks per node."""
         return self.size // self.nnodes
 
     def ranks_of(self, node: int) -> range:
-        """The ranks of one node."""
         return range(node * self.per_node, (node + 1) * self.per_node)
 
     def problem(self, join: Join) -> str | None:
@@ -180,7 +178,6 @@ class Door:
         return over
 
     def close(self) -> None:
-        """Stop listening."""
         for sock in [self.listener, *self._strangers]:
             sock.close()
 

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from outpace.ranks.messages import Begin, Failed, Frames, Here, Launch, Loaded, Ping, Pong, Sender, ToFollower, frame
-from outpace.ranks.network import own_sockets, watch_over_new
-from outpace.ranks.process import watched
+from outpace.ranks.network import own_sockets, received, watch_over_new
+from outpace.ranks.process import versions, watched
 
 if TYPE_CHECKING:
     from outpace.runner.runner import Runner
 
-_AT_ONCE = 1 << 18  # bytes to read at a time
 _PONG = frame(Pong())
 Inbox = queue.SimpleQueue[ToFollower]
 
@@ -64,7 +63,7 @@ def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoR
     while os.getppid() == parent:
         ready = [number for number, _ in news.poll(1000 if limit else None)]
         if sock.fileno() in ready:
-            data = _received(sock)
+            data = received(sock)
             if not data:
                 break
             heard = time.monotonic()
@@ -83,13 +82,6 @@ def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoR
     os._exit(0)
 
 
-def _received(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(_AT_ONCE)
-    except OSError:  # the system closed the connection
-        return b""
-
-
 def _located(begin: Begin, sock: socket.socket) -> Begin:
     """Fill in the address of the store, which a rank on another machine takes from its own connection."""
     if begin.host is not None:
@@ -99,7 +91,6 @@ def _located(begin: Begin, sock: socket.socket) -> Begin:
 
 
 def _failed(error: BaseException) -> Failed:
-    """The message of a rank that ends with an error."""
     from outpace.errors import OutpaceError
     from outpace.ranks.world import of_others
 
@@ -139,7 +130,7 @@ def start(begin: Begin, send: Callable[[Here | Loaded], None]) -> "Runner":
     assert begin.host is not None, "located"
     local = begin.local or begin.size
     store = world.meet(begin.size, begin.port, begin.listening, host=begin.host)
-    send(Here(agree.versions()))
+    send(Here(versions()))
     config = LLMConfig(**begin.config)
     torch.set_num_threads(begin.threads or share(torch.get_num_threads(), local))
     if config.torch_device.type == "cuda":

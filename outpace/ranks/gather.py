@@ -8,11 +8,12 @@ from collections.abc import Callable
 from outpace.config import LLMConfig
 from outpace.errors import EngineDead
 from outpace.log import logger
-from outpace.ranks.agent import all_options, versions
+from outpace.ranks.agent import all_options
 from outpace.ranks.door import Door, Wanted
 from outpace.ranks.messages import frame
 from outpace.ranks.network import Place, listen
 from outpace.ranks.node_messages import StartRanks
+from outpace.ranks.process import versions
 from outpace.ranks.watch import Follower, Watch
 from outpace.ranks.world import shares_device
 

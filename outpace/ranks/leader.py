@@ -28,14 +28,13 @@ from outpace.process_wide import environment
 from outpace.ranks import agree, world
 from outpace.ranks.gather import Tell, gather, open_doors, start_ranks
 from outpace.ranks.messages import Begin, Reset, Sender, ToFollower, frame
-from outpace.ranks.network import Place, connections, own_sockets, place_of, watch_over_new
-from outpace.ranks.process import start
+from outpace.ranks.network import Place, connections, listen, own_sockets, place_of, watch_over_new
+from outpace.ranks.process import start, versions
 from outpace.ranks.steps import launch_of
 from outpace.ranks.watch import Follower, Watch
 from outpace.runner.threads import share
 from outpace.types import Step
 
-PROGRAM = "outpace.ranks.follower"
 GOODBYE = 5.0  # seconds for the others to end when told to
 TRY = timedelta(seconds=2)  # seconds to reach a store before checking whether its rank still lives
 CAUSE = 5.0  # seconds that a failure here waits for the report of another rank that caused it
@@ -94,7 +93,7 @@ class Ranks:
 
     def _start_here(self, begin: Callable[..., None]) -> TCPStore:
         """All ranks on this machine."""
-        with world.listening_socket() as store:
+        with listen(world.HOST, 0) as store:
             port = store.getsockname()[1]
             for rank in range(1, self.size):
                 self._followers.append(_start(rank, self._environment, store if rank == 1 else None))
@@ -137,7 +136,9 @@ class Ranks:
         given = {**config, "device": world.device_of(follower.rank, kind, self.local)}
         threads = share(torch.get_num_threads(), self.local) if node is None else 0
         about = threads, logger.getEffectiveLevel(), host, self.local, nodes.link_timeout if node is not None else 0.0
-        _send(follower, Begin(follower.rank, self.size, port, listening, source, given, *about))
+        message = Begin(follower.rank, self.size, port, listening, source, given, *about)
+        with contextlib.suppress(OSError):  # it is gone: whoever waits for it will notice
+            follower.sender.send(frame(message))
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -151,7 +152,7 @@ class Ranks:
         self._await(lambda each: each.here is not None)
         for each in self._followers:
             assert each.here is not None, "awaited"
-            agree.check_same(agree.versions(), each.here.versions, each.rank)
+            agree.check_same(versions(), each.here.versions, each.rank)
 
     def _cut(self) -> None:
         """Abort collectives of this process that wait for ended ranks.
@@ -239,7 +240,6 @@ class Ranks:
             self._tell(launch_of(step, for_logits=for_logits))
 
     def reset(self) -> None:
-        """Make the others forget all requests."""
         if self.size > 1:
             self._tell(Reset())
 
@@ -355,7 +355,6 @@ def load_ranked(
 
 
 def _asked_by(config: LLMConfig) -> str:
-    """The option that asked for several ranks."""
     return "tensor_parallel_size" if config.pipeline_parallel.pp_size == 1 else "pipeline_parallel_size"
 
 
@@ -399,13 +398,8 @@ def _start(rank: int, environment: Mapping[str, str], store: socket.socket | Non
     """Start a rank on this machine. store: the store's socket, if this rank hosts it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = start(PROGRAM, theirs, environment, [] if store is None else [store.fileno()])
+        process = start(theirs, environment, [] if store is None else [store.fileno()])
     return Follower(rank, process, ours, Sender(ours))
-
-
-def _send(follower: Follower, message: ToFollower) -> None:
-    with contextlib.suppress(OSError):  # it is gone: whoever waits for it will notice
-        follower.sender.send(frame(message))
 
 
 class Interrupt:

@@ -75,7 +75,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     about: About | None
 
     def entry(self) -> ScheduledSequence:
-        """The `ScheduledSequence` for a runner."""
         request = None if self.about is None else self.about.request(self.request_id, self.token_ids)
         numbers = self.request_id, self.start, self.num_new_tokens, self.samples
         return ScheduledSequence(*numbers, self.new_blocks, request, self.token_ids)
@@ -145,7 +144,6 @@ class Unreadable(ValueError):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message as a frame."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 

@@ -19,6 +19,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFCONF = 0x8912
 _ENTRY = 40  # bytes per interface in the system's answer
 _ENTRIES = 256  # most interfaces
+_AT_ONCE = 1 << 18  # bytes to read at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,14 @@ def writable(sock: socket.socket) -> bool:
     return any(event & select.POLLOUT for _, event in ready.poll(0))
 
 
+def received(sock: socket.socket) -> bytes:
+    """The bytes that have arrived, after waiting for some; empty: the connection has ended."""
+    try:
+        return sock.recv(_AT_ONCE)
+    except OSError:  # the system closed the connection
+        return b""
+
+
 def own_sockets() -> dict[int, str]:
     """The sockets of this process: the system's name of each by file descriptor. Empty if the system has none."""
     found = {}
@@ -181,11 +190,6 @@ def watch_over_new(before: Collection[str], seconds: float) -> None:
     """`watch_over` all connections that this process has opened since then: those of gloo."""
     for sock in connections(set(own_sockets().values()) - set(before)):
         watch_over(sock, seconds)
-
-
-def peer(sock: socket.socket) -> str:
-    """The address of the other side; mapped IPv4 addresses as IPv4."""
-    return str(sock.getpeername()[0]).removeprefix("::ffff:")
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -8,15 +8,24 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import IO
 
+from outpace._version import __version__
+
+PROGRAM = "outpace.ranks.follower"
 LAST_LINES = 6  # last lines of a rank's output to show if it ended without a reason
 _AT_ONCE = 1 << 16  # bytes to read at a time
 _LONGEST_LINE = 1 << 16  # most bytes of a line; longer ones are shown in pieces
 
 
+def versions() -> dict[str, str]:
+    """The versions of the packages that decide what a rank computes, without importing them."""
+    return {"outpace": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}
+
+
 def start(
-    program: str, control: socket.socket, environment: Mapping[str, str], kept: Sequence[int] = ()
+    control: socket.socket, environment: Mapping[str, str], kept: Sequence[int] = ()
 ) -> "subprocess.Popen[bytes]":
     """Start a rank's process. It imports from the same paths as this process, but not from the current folder.
 
@@ -24,7 +33,7 @@ def start(
     """
     path = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", program, str(control.fileno()), str(os.getpid())],
+        [sys.executable, "-P", "-m", PROGRAM, str(control.fileno()), str(os.getpid())],
         pass_fds=[control.fileno(), *kept],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ from typing import TypeVar
 from outpace.log import logger
 from outpace.ranks.door import BEAT, PING, Arrived, Door, Node
 from outpace.ranks.messages import Failed, Frames, Here, Loaded, Sender, ToLeader, Unreadable, frame
+from outpace.ranks.network import received
 from outpace.ranks.node_messages import End, Ended, Leaving, Serving
 from outpace.ranks.process import Written, end_of, watched
 from outpace.ranks.world import free
@@ -22,7 +23,6 @@ from outpace.ranks.world import free
 FIRST_HAND = 2.0  # seconds to wait, after a rank's collective failed, for the rank that knows the cause
 GOODBYE = 2.0  # seconds for other nodes to close their connections after they were told to end
 TICK = 0.25  # seconds between checks of links to other nodes
-_AT_ONCE = 1 << 16  # bytes to read at a time
 Kind = TypeVar("Kind")
 
 
@@ -64,7 +64,6 @@ class Follower:
         return self.node.ended.get(self.rank, "closed its connection")
 
     def kill(self) -> None:
-        """Kill it, on whatever machine."""
         if self.process is not None:
             self.process.kill()
         else:
@@ -112,7 +111,6 @@ class Watch:
 
     @property
     def nodes(self) -> list[Node]:
-        """The other nodes that have joined."""
         return [] if self._door is None else [node for node in list(self._door.nodes.values()) if not node.gone]
 
     @property
@@ -191,7 +189,7 @@ class Watch:
 
     def _hear(self, follower: Follower) -> None:
         """Read messages, or the end of the socket, which follows the last message."""
-        data = _received(follower.socket)
+        data = received(follower.socket)
         follower.heard = time.monotonic()
         for message in _read(follower.frames, data):
             if isinstance(message, Here):
@@ -270,7 +268,7 @@ class Watch:
             self._add(follower)
 
     def _hear_node(self, node: Node) -> None:
-        data = _received(node.socket)
+        data = received(node.socket)
         node.heard = time.monotonic()
         for message in _read(node.frames, data):
             if isinstance(message, Ended):
@@ -328,13 +326,6 @@ class Watch:
                 node.socket.close()
             self._door.close()
         self._selector.close()
-
-
-def _received(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(_AT_ONCE)
-    except OSError:
-        return b""
 
 
 def _read(frames: Frames[Kind], data: bytes) -> list[Kind]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import sys
 from datetime import timedelta
 
@@ -20,9 +19,7 @@ PATIENCE = timedelta(minutes=30)  # timeout of a collective: a rank may still be
 MEETING = timedelta(seconds=20)  # seconds for the ranks of several machines to connect with each other
 _ALL_HERE = "outpace/all ranks are here"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-LOCAL_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK}
-
-
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _FIELDS = "tensor_parallel_size, pipeline_parallel_size"
 
 
@@ -58,11 +55,6 @@ def shares_device() -> bool:
 def device_of(rank: int, device_type: str, local: int) -> str:
     """The device of a rank. local: ranks per machine."""
     return "cpu" if device_type == "cpu" else f"cuda:{0 if shares_device() else rank % local}"
-
-
-def listening_socket() -> socket.socket:
-    """A listening socket for the store of a new world."""
-    return socket.create_server((HOST, 0), backlog=1024)
 
 
 def meet(
@@ -105,7 +97,7 @@ def join(store: TCPStore, rank: int, size: int, device: str, local: int) -> None
 
 def local_environment() -> dict[str, str]:
     """Makes gloo listen on this machine only, unless the user has set an interface."""
-    return {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
+    return {} if _INTERFACE in os.environ else {_INTERFACE: _LOOPBACK}
 
 
 def of_others(error: BaseException) -> bool:

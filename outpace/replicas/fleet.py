@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from outpace.replicas.choose import Chooser, Wanted
 
-TICK = 0.02  # seconds between looks at the requests that are left
-
 
 @dataclass(slots=True)
 class Replica:
@@ -82,8 +80,3 @@ class Fleet:
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
         self.draining = True
-
-    async def drained(self) -> None:
-        """Wait until none runs any more."""
-        while self.in_flight:
-            await asyncio.sleep(TICK)

@@ -15,28 +15,24 @@ from outpace.log import logger
 from outpace.replicas.fleet import Fleet, Replica
 from outpace.replicas.upstream import Broken, fetch
 from outpace.server.exit_codes import NOT_STARTED, WRONG_OPTION
+from outpace.server.supervisor import Restarts, kill
 
 READY = b"/health/ready"
 PROGRAM = (sys.executable, "-P", "-m", "outpace.server.from_stdin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How often a replica is asked, when it counts as dead, how soon it is started again. All in seconds."""
+class Timing(Restarts):
+    """How often a replica is probed, when it counts as dead, how soon it is started again. All in seconds."""
 
     probe: float = 1.0
-    """Between two questions whether it is ready."""
+    """From one probe to the next."""
     first_probe: float = 0.1
-    """The same while it starts."""
+    """The same until it is first ready."""
     answer: float = 5.0
-    """Without an answer, until it is not ready."""
+    """Without an answer until it counts as not ready."""
     silence: float = 120.0
-    """The same, until it is killed."""
-    first_delay: float = 0.5
-    """Before the first restart; each that follows waits twice as long."""
-    longest_delay: float = 30.0
-    healthy_after: float = 60.0
-    """A process that lived this long resets the delay."""
+    """Without an answer until it is killed."""
     goodbye: float = 10.0
     """To end after SIGTERM."""
 
@@ -61,7 +57,6 @@ class Keeper:
         self._retired = retired
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
-        self._is_closing = False
         self.failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """The exit code of a first process that could not start by its model or options."""
         self.was_ready = asyncio.Event()
@@ -78,7 +73,6 @@ class Keeper:
 
     async def close(self) -> None:
         """End the process; requests that it still has are cut off."""
-        self._is_closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -89,7 +83,7 @@ class Keeper:
                     self._process.send_signal(number)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), self._timing.goodbye)
-            await self._kill(self._process)
+            await kill(self._process)
 
     async def _keep(self) -> None:
         """Wait for the end of each process, and start the next."""
@@ -109,18 +103,8 @@ class Keeper:
             self._bury(code)
             if time.monotonic() - since >= self._timing.healthy_after:
                 delay = self._timing.first_delay
-            delay = await self._revive(delay)
-
-    async def _revive(self, delay: float) -> float:
-        """Start a new process, however often that takes; the delay before the next one."""
-        while True:
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, self._timing.longest_delay)
-            try:
-                await self._launch()
-                return delay
-            except OSError as error:
-                logger.error("replica %d cannot be started (%s); again in %.2f s", self._replica.index, error, delay)
+            name = f"replica {self._replica.index}"
+            _, delay = await self._timing.until_started(self._launch, name, delay)
 
     def _bury(self, code: int) -> None:
         """Note that a process has ended: it gets no more requests, and its cached prefixes are gone."""
@@ -159,7 +143,7 @@ class Keeper:
                 self.was_ready.set()
             if has_answered and time.monotonic() - heard > timing.silence:
                 logger.error("replica %d (process %d) hangs", self._replica.index, process.pid)
-                await self._kill(process)
+                await kill(process)
             await asyncio.sleep(timing.probe if self.was_ready.is_set() else timing.first_probe)
 
     async def _ask(self) -> int | None:
@@ -168,8 +152,3 @@ class Keeper:
             async with asyncio.timeout(self._timing.answer):
                 return (await fetch(self._replica.path, b"GET", READY))[0]
         return None
-
-    async def _kill(self, process: asyncio.subprocess.Process) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

@@ -17,6 +17,7 @@ from outpace.replicas.upstream import Broken, fetch
 from outpace.server.metrics import CONTENT_TYPE, imbalance
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError
+from outpace.server.responses import json_response
 from outpace.server.supervisor import DRAINING
 
 PATIENCE = 10.0  # seconds that a replica may take to tell its numbers
@@ -48,7 +49,7 @@ class Pages:
 
     async def live(self, headers: Headers) -> Response:
         """The router answers."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, headers: Headers) -> Response:
         """A replica takes requests."""
@@ -73,13 +74,15 @@ class Pages:
             {"ready": each.ready, "in_flight": chooser.running[each.index], "restarts": each.restarts}
             for each in self._fleet.replicas
         ]
-        return _json({**added(told), "replicas": replicas})
+        return json_response({**added(told), "replicas": replicas})
 
     async def experts(self, headers: Headers) -> Response:
         """/status/experts with the tokens of all replicas."""
         told = [msgspec.json.decode(each) for each in (await self._told(b"/status/experts", headers)).values()]
         load = _summed([each["tokens"] for each in told])
-        return _json({"layers": told[0]["layers"], "tokens": load, "imbalance": [imbalance(each) for each in load]})
+        return json_response(
+            {"layers": told[0]["layers"], "tokens": load, "imbalance": [imbalance(each) for each in load]}
+        )
 
     async def _told(self, path: bytes, headers: Headers) -> dict[int, bytes]:
         """The answers of all ready replicas at a path, asked with the caller's key; an error if none answers."""
@@ -166,7 +169,3 @@ def _summed(values: Sequence[Any]) -> Any:
         lists = [each if isinstance(each, list) else [] for each in values]
         return [_summed([each for each in place if each is not None]) for place in zip_longest(*lists)]
     return sum(values)
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -19,9 +19,9 @@ from outpace.replicas.choose import Wanted
 from outpace.replicas.fleet import Fleet, Replica
 from outpace.replicas.relay import Held, relay
 from outpace.replicas.upstream import HOP_BY_HOP, Broken, Exchange, connected
-from outpace.server.gone import until_gone
+from outpace.server.gone import until_gone, whole_body
 from outpace.server.options import ServerConfig
-from outpace.server.problems import LOST, ApiError, ClientGone
+from outpace.server.problems import LOST, ApiError
 from outpace.server.supervisor import DRAINING
 
 LOSSES = 3
@@ -53,7 +53,7 @@ class Router:
             return
         if self._fleet.draining and scope["method"] == "POST":
             raise ApiError(503, f"{DRAINING}; try again later", code=UNAVAILABLE, retry=True)
-        body = await _body(receive)
+        body = await whole_body(receive)
         wanted, scope["state"]["user"] = read(body, self._caller(scope)) if body else (Wanted(), None)
         await until_gone(receive, self._answer(_Request(scope, body), wanted, send))
 
@@ -124,18 +124,6 @@ class _Request:
         self.headers.append((b"x-request-id", scope["state"]["request_id"].encode()))
         if body or scope["method"] not in ("GET", "HEAD"):
             self.headers.append((b"content-length", b"%d" % len(body)))
-
-
-async def _body(receive: Receive) -> bytes:
-    """The whole body; `Guard` bounds its length and its time."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
 
 
 def _problem(status: int, body: bytes) -> ApiError | None:

@@ -2,13 +2,13 @@
 
 import ctypes
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 from outpace.config import AskedConfig
 from outpace.config.rules import num_ranks
 from outpace.errors import ConfigError
 from outpace.runner.machine import cores
+from outpace.server.child import import_path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
@@ -60,5 +60,5 @@ def _names(environment: Mapping[str, str], gpus: int) -> Sequence[str]:
 def for_replicas(asked: AskedConfig, count: int) -> list[dict[str, str]]:
     """The environment of each replica on this machine."""
     gpus = 0 if asked.device_type == "cpu" else num_gpus()
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return environments(count, num_ranks(asked), asked.device, gpus, cores(), {**os.environ, "PYTHONPATH": paths})
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    return environments(count, num_ranks(asked), asked.device, gpus, cores(), environment)

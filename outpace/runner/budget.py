@@ -128,7 +128,7 @@ def _for_a_time(model: BatchModel, config: LLMConfig, limits: Limits, times: Tim
     return Budget(limits=limits, streamed_tokens=streamed, streamed_chunk=chunk, step_seconds=allowed)
 
 
-def _fitting_tokens(guess: int, took: float, allowed: float, max_num_seqs: int, most: int = MICRO_TOKENS) -> int:
+def _fitting_tokens(guess: int, took: float, allowed: float, max_num_seqs: int, most: int) -> int:
     """Tokens of a step that takes at most `allowed` seconds: `guess`, which took `took`, times a power of two."""
     fitting = int(guess * 2.0 ** math.floor(math.log2(allowed / took)))
     return max(max_num_seqs, min(most, fitting))

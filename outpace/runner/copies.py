@@ -204,7 +204,6 @@ class Copies:
             pass
 
     def _submit(self, copying: _Copying) -> None:
-        """Submit file reads or writes to the threads."""
         assert self._readers is not None
         assert self._writer is not None
         threads = self._readers if copying.copy.way is Way.READ else self._writer

@@ -58,7 +58,6 @@ class Deferred:
         return max(self._paid, key=self._paid.__getitem__, default=None)
 
     def done(self, shape: Shape) -> None:
-        """Record that a shape has a graph now."""
         self._paid.pop(shape)
         self._steps = 0
 

@@ -93,7 +93,6 @@ class FastGenerate:
         return decoder.greedy(ids, mask, limit, ends, next(iter((*pads, *ends)), None))
 
     def _reasons(self, arguments: Mapping[str, Any], mask: Tensor | None, setting: Setting) -> Iterator[str]:
-        """Reasons why Hugging Face's loop must run."""
         for name, in_use in _HUGGING_FACE_ONLY.items():
             if in_use(arguments.get(name) if name in arguments else setting(name)):
                 yield f"{name} is not supported by the paged loop"

@@ -19,7 +19,6 @@ class Usage(NamedTuple):
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -21,12 +21,10 @@ class Pooling:
         return [index for index, owner in enumerate(layout.owners) if owner.request.pooling is not None]
 
     def forget(self, requests: Iterable[str]) -> None:
-        """Drop the sums of ended requests."""
         for name in requests:
             self._sums.pop(name, None)
 
     def clear(self) -> None:
-        """Drop all sums."""
         self._sums.clear()
 
     def add(self, layout: Layout, hidden: Tensor) -> "Vectors":

@@ -67,7 +67,6 @@ def _tuned(device: torch.device, kinds: Sequence[Kind], told: Found | None = Non
 
 
 def _told(ranks: Group, taken: Found, device: torch.device) -> Found:
-    """The first rank's choices."""
     text = json.dumps(by_names(taken)).encode()
     size = int(ranks.from_first(torch.tensor([len(text)], device=device))[0])
     given = torch.tensor(list(text) if ranks.rank == 0 else [0] * size, dtype=torch.uint8, device=device)

@@ -20,7 +20,6 @@ class Arriving:
             self._event.record()
 
     def read(self) -> list[Tensor]:
-        """Wait for them."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outpace.cache.file_blocks import SECTOR, FileBlocks, room_in
+from outpace.cache.file_blocks import GIB, SECTOR, FileBlocks, room_in
 from outpace.cache.host_pages import HostPages
 from outpace.cache.kv_cache import Pages, allocate, block_bytes, page_dtype
 from outpace.config import LLMConfig
@@ -21,7 +21,6 @@ from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import Shape
 
 SLACK = 256 << 20  # bytes kept free for steps of sizes that were not tried
-GIB = 1 << 30
 
 
 def everyone(model: BatchModel) -> Group:
@@ -42,7 +41,6 @@ def page_room(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tupl
 def count_blocks(
     model: BatchModel, config: LLMConfig, limits: Limits, per_block: int, room: int, what: str
 ) -> tuple[int, str]:
-    """The number of pages, and the reason."""
     cache, more = config.cache, host_page_bytes(config) // everyone(model).size
     if cache.num_blocks is not None:
         if more and cache.num_blocks * per_block > room + more:
@@ -59,7 +57,7 @@ def count_blocks(
         )
     if 0 < more < per_block:
         raise ConfigError(
-            f"offload.host_pages: less than one page of {per_block / GIB:.3g} GiB; give more, or leave it out"
+            f"offload.host_pages: less than one page of {per_block / GIB:.3g} GiB; give more, or remove it"
         )
     fitting = (max(0, room) + more) // per_block
     what = f"{what}, and offload.host_pages" if more else what
@@ -133,7 +131,7 @@ def host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
     if offload.kv_files:
         row = -(-row // SECTOR) * SECTOR
     if wanted // everyone(model).size < row:
-        raise ConfigError(f"{what}: less than one page of {row / GIB:.3g} GiB; give more, or leave it out")
+        raise ConfigError(f"{what}: less than one page of {row / GIB:.3g} GiB; give more, or remove it")
     if (free := free_memory()) is not None and wanted > free:
         raise ConfigError(
             f"{what}: {wanted / GIB:.1f} GiB of host memory for pages, and {free / GIB:.1f} are free, so "
@@ -163,7 +161,7 @@ def _files(config: LLMConfig, row: int) -> FileBlocks:
     assert folder is not None, "a rule says so"
     asked = int(size * room_in(folder) if isinstance(size, float) else size or 0)
     if asked < row:
-        raise ConfigError(f"offload.kv_files: less than one page of {row / GIB:.3g} GiB; give more, or leave it out")
+        raise ConfigError(f"offload.kv_files: less than one page of {row / GIB:.3g} GiB; give more, or remove it")
     return FileBlocks(folder, asked // row, row)
 
 

@@ -1,4 +1,4 @@
-"""What the device knows of the running requests: a row of tokens and of pages for each. The host sends only changes."""
+"""The running requests on the device: a row of tokens and of pages for each. The host sends only what changes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,11 +47,9 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
         return sum(self.counts)
 
     def only(self, indices: Iterable[int]) -> "Layout":
-        """These sequences of the step."""
         lists = (self.owners, self.starts, self.counts, self.samples)
         return Layout(*([values[index] for index in indices] for values in lists))  # type: ignore[arg-type]
 
@@ -90,11 +88,9 @@ class Rows:
         return len(self._rows)
 
     def of(self, requests: Iterable[str]) -> Tensor:
-        """The rows of these requests [S]."""
         return on_device([self._rows[name].index for name in requests], self._device)
 
     def clear(self) -> None:
-        """Forget every request."""
         self._rows.clear()
         self._free = list(range(self._nobody - 1, -1, -1))
 

@@ -263,7 +263,6 @@ class Runner:
         return None if self._given is None else self._given[:num_tokens]
 
     def _take_in(self, num_tokens: int) -> None:
-        """Receive a step's hidden states from the previous stage."""
         self._stage.link.begin(self._input(num_tokens))
 
     def _hand_on(self, hidden: Tensor) -> None:

@@ -60,14 +60,12 @@ class StagedSequences(Sequences):
         ]
 
     def prefill(self) -> Tensor:
-        """Logits [B, V] after the prompts."""
         with self._measure():
             found = [self._logits(chunk, fresh=True) for group in self._groups for chunk in group.chunks]
         self._num_new = 1
         return self._told(found)
 
     def step(self) -> Tensor:
-        """Logits [B, V] after the newest tokens."""
         with self._measure():
             found = [self._logits(self._decodes(group.members, self._num_new)) for group in self._groups]
         self._num_new += 1

@@ -51,7 +51,6 @@ class Started:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the largest step."""
         return self.budget.limits
 
 

@@ -1,5 +1,5 @@
-"""AsyncTokenizer: text to tokens and back on the HTTP side. Long texts are tokenized in threads, so that nobody else
-waits for them."""
+"""AsyncTokenizer: text to tokens and back in the HTTP process. Long texts are tokenized in threads, so that other
+requests do not wait for them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from outpace.server.big_jobs import BigJobs
 from outpace.server.fields import pieces
 from outpace.tokenizer import token_texts
 
-_SHORT = 4096  # characters; fewer take about a millisecond, and a thread would cost more than it saves
-_LONG = 1 << 18  # characters; one at a time, since tokenizing one needs hundreds of times its size
-_MOST_LONG = 16  # long texts that may wait, for each key
+_SHORT = 4096  # characters; shorter texts take about a millisecond, less than a thread would cost
+_LONG = 1 << 18  # characters; longer texts are tokenized one at a time, because that takes hundreds of times their size
+_MOST_LONG = 16  # long texts of one API key that may wait
 _THREADS = 4
 _INFO = (
     *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "errors"),
@@ -39,17 +39,20 @@ class AsyncTokenizer:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._long_texts = BigJobs("long texts", _MOST_LONG)
         self._texts: dict[int, str] = {}
-        tokenizer("a")  # forget a truncation that the tokenizer's file may ask for
+        tokenizer("a")  # turns off a truncation that the tokenizer's file may set
         self._backend = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
 
     async def encode(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text in pieces, tokenized separately. Special tokens are added only around the first piece."""
-        length = sum(map(len, pieces))
+        """Token ids of a text. Each piece is tokenized separately; special tokens are added only around the first."""
+        return await self._call(sum(map(len, pieces)), self._encode, pieces, add_special_tokens)
+
+    async def _call(self, length: int, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call a function: here, in one of the threads, or after other long texts, by the length of its text."""
         if length < _SHORT:
-            return self._encode(pieces, add_special_tokens)
+            return function(*arguments)
         if length < _LONG:
-            return await in_threads(self._threads, self._encode, pieces, add_special_tokens)
-        return await self._long_texts.run(self._encode, pieces, add_special_tokens)
+            return await in_threads(self._threads, function, *arguments)
+        return await self._long_texts.run(function, *arguments)
 
     def _encode(self, pieces: Sequence[str], add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
@@ -62,12 +65,8 @@ class AsyncTokenizer:
         return ids
 
     async def decode(self, ids: list[int]) -> str:
-        """Text of tokens, special ones too."""
-        if len(ids) < _SHORT:
-            return self._decode(ids)
-        if len(ids) < _LONG:
-            return await in_threads(self._threads, self._decode, ids)
-        return await self._long_texts.run(self._decode, ids)
+        """The text of tokens, including special tokens."""
+        return await self._call(len(ids), self._decode, ids)
 
     def _decode(self, ids: list[int]) -> str:
         if self._backend is not None and _decodes_plainly(self.tokenizer):
@@ -75,18 +74,18 @@ class AsyncTokenizer:
         return str(self.tokenizer.decode(ids))
 
     def names(self, ids: list[int]) -> list[str]:
-        """Tokens as the vocabulary spells them."""
+        """The tokens as they are written in the vocabulary."""
         return [str(name) for name in self.tokenizer.convert_ids_to_tokens(ids)]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to a text by itself."""
+        """The text of each token alone."""
         missing = list({token for piece in pieces(ids) for token in set(piece)} - self._texts.keys())
         if missing:
             self._texts.update(zip(missing, token_texts(self.tokenizer, missing), strict=True))
         return [self._texts[token] for token in ids]
 
     def info(self, max_model_len: int, chat_template: str | None) -> dict[str, Any]:
-        """What tokenizer_config.json says, without paths: clients that make tokens themselves ask for it."""
+        """The content of tokenizer_config.json without paths, for clients that tokenize themselves."""
         tokenizer = self.tokenizer
         given = {name: value for name in _INFO if isinstance(value := tokenizer.init_kwargs.get(name), bool | str)}
         added = {
@@ -122,7 +121,7 @@ class AsyncTokenizer:
 
 
 def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether calling the tokenizer comes down to calling the tokenizers library."""
+    """Whether calling the tokenizer only calls the tokenizers library."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -132,7 +131,7 @@ def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """The same of decoding."""
+    """Whether decoding only calls the tokenizers library."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)

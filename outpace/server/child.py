@@ -12,6 +12,11 @@ _START_TIMEOUT = 30.0  # seconds until a fresh process must answer; the first on
 _INHERITED = ("PATH", "PYTHONPATH", "TZ", "LD_LIBRARY_PATH")
 
 
+def import_path() -> str:
+    """PYTHONPATH for a process that imports from the same places as this one, but not from the current folder."""
+    return os.pathsep.join(path for path in sys.path if path)
+
+
 class Child:
     """A Python process at the other end of a pipe, which ends when the pipe does. For one thread at a time."""
 

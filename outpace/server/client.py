@@ -87,18 +87,17 @@ class EngineClient:
         self._expert_load: list[list[int]] = []
         self._looked_at = float("-inf")
 
-    async def open(self, sock: socket.socket, start: Start, *, since: float | None = None) -> None:
-        """Have the engine load the model, and wait until it has; the socket is the client's from here on.
+    async def open(self, sock: socket.socket, start: Start, *, since: float) -> None:
+        """Let the engine load the model, and wait for it. The client owns the socket from now on.
 
         since: when the process was started, on the monotonic clock.
         """
-        begin = time.monotonic() if since is None else since
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=sock)
         self._transport = transport
         self._send(start)
         ready = await self._ready
-        self.startup_seconds = _all_parts(ready.status.startup_seconds, time.monotonic() - begin)
+        self.startup_seconds = _all_parts(ready.status.startup_seconds, time.monotonic() - since)
 
     @property
     def ready(self) -> Ready:
@@ -176,14 +175,10 @@ class EngineClient:
         )
 
     def ping(self) -> None:
-        """Ping an idle engine, if it is one that answers."""
-        if self.ready.answers_pings and self.pinged_at is None:
+        """Ask an idle engine for a sign of life, unless a ping is unanswered."""
+        if self.pinged_at is None:
             self.pinged_at = time.monotonic()
             self._send(Ping())
-
-    async def close(self) -> None:
-        """Close the socket: the engine process ends."""
-        self.lose("the engine is closed")
 
     def lose(self, reason: str) -> None:
         """The engine is gone: every request fails."""

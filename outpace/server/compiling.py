@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from outpace.errors import InputError
-from outpace.server.render import end_after, limit_memory
+from outpace.server.render import limit_memory, time_limit
 from outpace.structured.compile import Compiler
 from outpace.structured.grammar_text import GrammarText
 from outpace.structured.outputs import StructuredOutputs
@@ -65,9 +65,8 @@ def main(handle: int, megabytes: int, seconds: float) -> None:
         connection.send_bytes(b"{}")  # ready
         while True:
             job = connection.recv_bytes()
-            done = end_after(seconds)
-            answer = compiled(compiler, job)
-            done()
+            with time_limit(seconds):
+                answer = compiled(compiler, job)
             connection.send_bytes(answer)
     except (EOFError, OSError, MemoryError):
         return

@@ -203,6 +203,3 @@ class Engine(Protocol):
 
     def status(self) -> EngineStatus:
         """The newest numbers."""
-
-    async def close(self) -> None:
-        """End the engine. Requests that run get EngineDead."""

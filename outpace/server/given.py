@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.config import LLMConfig
-from outpace.config.nearest import nearest
+from outpace.config.nearest import did_you_mean
 from outpace.errors import ConfigError
 from outpace.server.options import ServerConfig
 
@@ -16,15 +16,10 @@ def split_options(given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any],
         raise ConfigError(f"model: expected a name or a path, got {model!r}")
     of_server = {*ServerConfig.model_fields, *ServerConfig.aliases}
     of_engine = {*LLMConfig.model_fields, *LLMConfig.aliases, *LLMConfig.deprecated}
-    _refuse_unknown(given, {"model", *of_server, *of_engine})
+    known = {"model", *of_server, *of_engine}
+    for name in (each for each in given if each not in known):
+        hint = did_you_mean(name, known) or "; `outpace serve --help` lists the options"
+        raise ConfigError(f"unknown name {name!r}{hint}")
     server = {name: value for name, value in given.items() if name in of_server}
     llm = {name: value for name, value in given.items() if name not in of_server and name != "model"}
     return model, llm, server
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
-    for name in given:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f": did you mean {near!r}?" if near else "; `outpace serve --help` lists the options"
-            raise ConfigError(f"unknown name {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""Work for a client that may go away."""
+"""Reading from, and working for, a client that may close its connection."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -11,8 +11,20 @@ from outpace.server.problems import ClientGone
 Result = TypeVar("Result")
 
 
+async def whole_body(receive: Receive) -> bytes:
+    """The body of a request; `Guard` limits its length and how long it takes."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
 async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of some work, unless the client goes away first: then the work is cancelled."""
+    """The result of `work`. If the client closes the connection first, the work is cancelled: `ClientGone`."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -29,4 +41,4 @@ async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
             each.cancel()
         await asyncio.wait((task, watch))
         for each in (task, watch):
-            _ = each.cancelled() or each.exception()  # read, so that asyncio does not warn of an unread error
+            _ = each.cancelled() or each.exception()  # read it: asyncio warns about unread errors

@@ -2,8 +2,6 @@
 
 import hashlib
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from outpace.log import logger
 from outpace.server.async_tokenizer import in_threads
 from outpace.server.big_jobs import BigJobs
-from outpace.server.child import Child
+from outpace.server.child import Child, import_path
 from outpace.server.compiling import BROKEN, MADE, MAX_ANSWER, CompileJob
 from outpace.server.engine import ModelCard
 from outpace.server.options import ServerConfig
@@ -152,5 +150,5 @@ class GrammarService:
 
     def _start(self) -> Child:
         options = self._options
-        path = os.pathsep.join(path for path in sys.path if path)  # the same imports as in this process
-        return Child(_PROGRAM, (str(options.grammar_memory_mb), str(options.grammar_timeout)), {"PYTHONPATH": path})
+        limits = str(options.grammar_memory_mb), str(options.grammar_timeout)
+        return Child(_PROGRAM, limits, {"PYTHONPATH": import_path()})

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from outpace.server.options import ServerConfig
+from outpace.server.options import ServerConfig, local_url
 
 
 def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *, has_template: bool) -> list[str]:
@@ -17,8 +17,7 @@ def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *,
     if sock.family == socket.AF_UNIX:
         return [f"{Path(sock.getsockname()).stem} is ready ({took})"]
     host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http{'s' if config.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+    url = local_url(host, port, tls=config.ssl_certfile is not None)
     served = config.served_model_name[0] if config.served_model_name else name
     body: dict[str, Any] = {"model": served, "max_tokens": 64}
     if has_template:

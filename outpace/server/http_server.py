@@ -19,25 +19,22 @@ from outpace.server.listen import BACKLOG
 from outpace.server.options import ServerConfig
 
 FLUSH = 5  # seconds for clients to read the ends of their answers
-DATE_TICK = 1.0  # seconds between looks at the clock, for the date header
-DRAIN_TICK = 0.02  # seconds between looks at the requests that are left
+DATE_TICK = 1.0  # seconds between updates of the date header
+DRAIN_TICK = 0.02  # seconds between checks whether requests still run
 
 
 class Behind(Protocol):
-    """An engine or a fleet of replicas: answers requests, and can be drained."""
+    """What answers the requests: an engine or a fleet of replicas."""
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
 
     def drain(self) -> None:
-        """Take no more requests; those that run go on."""
-
-    async def drained(self) -> None:
-        """Wait until none runs any more."""
+        """Refuse new requests; running ones continue."""
 
     async def close(self) -> None:
-        """End it. Requests that run get an error."""
+        """End it. Running requests get an error."""
 
 
 class HttpServer(uvicorn.Server):
@@ -48,12 +45,12 @@ class HttpServer(uvicorn.Server):
         self._ending = asyncio.Event()
 
     def end(self) -> None:
-        """Take no more connections, and end when those that there are have ended."""
+        """Accept no more connections; the server ends when the open ones have ended."""
         self.should_exit = True
         self._ending.set()
 
     async def main_loop(self) -> None:
-        """Renew the date that answers carry, until `end`."""
+        """Update the date header of answers until `end` is called."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), DATE_TICK)
@@ -71,10 +68,10 @@ async def until_signal(
     patience: float,
     signals: tuple[asyncio.Event, asyncio.Event],
 ) -> int:
-    """Serve until a signal, then drain; the exit code. running: counts requests that clients have not had whole.
+    """Serve until a signal, then drain. Returns the exit code. running: counts requests without a complete answer.
 
-    The first SIGTERM or SIGINT drains: new requests get 503, those that run may finish for `patience` seconds. What
-    runs after that, or when a second signal comes, is cut off with an error.
+    After the first SIGTERM or SIGINT new requests get 503, and running ones have `patience` seconds to finish. Requests
+    that still run then, or at a second signal, are cut off with an error.
     """
     first, second = signals
     await first_of(serving, asyncio.create_task(first.wait()))
@@ -98,14 +95,13 @@ async def until_signal(
 
 
 async def drained(behind: Behind, running: Counter[int | None]) -> None:
-    """Wait until nothing runs, and every answer has been taken."""
-    await behind.drained()
-    while running.total():
+    """Wait until no request runs, and clients have read every answer."""
+    while behind.in_flight or running.total():
         await asyncio.sleep(DRAIN_TICK)
 
 
 def catch_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events that the first and the second signal set."""
+    """Two events: the first SIGTERM or SIGINT sets one, the second signal sets the other."""
     first, second = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -117,12 +113,12 @@ def catch_signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 async def first_of(*tasks: asyncio.Task[Any], timeout: float | None = None) -> None:
-    """Wait until one of these is done."""
+    """Wait until one of the tasks is done."""
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """How an app is served: with the limits that hold before a request reaches it."""
+    """uvicorn's options, with the limits that act before a request reaches the app."""
     return uvicorn.Config(
         app,
         http=limited(
@@ -147,7 +143,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 
 def ended_by_itself(serving: asyncio.Task[None]) -> NoReturn:
-    """Raise why the HTTP server ended without `end`."""
+    """Raise the error of an HTTP server that ended before `end` was called."""
     serving.result()
     raise StateError("the HTTP server ended by itself; its log says why")
 
@@ -156,7 +152,7 @@ def ended_by_itself(serving: asyncio.Task[None]) -> NoReturn:
 async def listening(
     app: ASGIApp, config: ServerConfig, sock: socket.socket
 ) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None]]]:
-    """An HTTP server on a socket that listens, and the task that serves; it ends with the context."""
+    """An HTTP server on a listening socket, and its task. It ends with the context."""
     server = HttpServer(uvicorn_config(app, config))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:

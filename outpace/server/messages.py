@@ -80,8 +80,6 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     card: ModelCard
     status: EngineStatus
     max_num_seqs: int
-    answers_pings: bool = False
-    """Whether silence means that it hangs, also when it has no work."""
 
 
 class NotStarted(msgspec.Struct, frozen=True, array_like=True, tag=True):

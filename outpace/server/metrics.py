@@ -1,8 +1,9 @@
-"""Prometheus metrics under vLLM's names, with `outpace:` for a prefix. Each server has a registry of its own."""
+"""Prometheus metrics under vLLM's names, with the prefix `outpace:`. Each server has its own registry."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,6 +20,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _FEW = (1, 2, 5, 10, 20)
 _PLACES = ("device", "host", "file")
+_Key = TypeVar("_Key", bound=tuple[str, ...])
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 def _used(status: EngineStatus) -> float:
@@ -49,7 +52,7 @@ _LEVELS: tuple[tuple[str, str, str, bool, str, tuple[str, ...]], ...] = (
     ("kv_offload_blocks", "Blocks of a level.", "level", False, "_blocks", _PLACES[1:]),
     ("kv_offload_used_blocks", "Blocks of a level that hold something.", "level", False, "_used", _PLACES[1:]),
 )
-"""Name, text, label, whether it is a total, how the numbers of `EngineStatus.levels` end, and values of the label."""
+"""Name, text, label, whether it is a counter, ending of the names in `EngineStatus.levels`, values of the label."""
 
 
 _OF_REQUESTS: tuple[tuple[str, str, tuple[float, ...], str], ...] = (
@@ -66,11 +69,11 @@ _OF_REQUESTS: tuple[tuple[str, str, tuple[float, ...], str], ...] = (
     ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS, "prompt_tokens"),
     ("request_generation_tokens", "Tokens of the answers of a request.", _TOKENS, "output_tokens"),
 )
-"""Histograms of requests: name, text, buckets, and the field of `Ended`; requests where it is None do not count."""
+"""Histograms of requests: name, text, buckets, field of `Ended`. Requests where the field is None are not counted."""
 
 
 class _Engine(Collector):
-    """The numbers of the engine, read when they are asked for."""
+    """The numbers of the engine, read at each scrape."""
 
     def __init__(self, model: str, status: Callable[[], EngineStatus], *, experts: bool) -> None:
         self._model, self._status, self._experts = model, status, experts
@@ -78,71 +81,57 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(f"outpace:{name}", text, labels=_LABELS)
-            gauge.add_metric([self._model], float(value(status)))
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, text, {(): value(status)})
         for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(f"outpace:{name}", text, labels=_LABELS)
-            counter.add_metric([self._model], float(value(status)))
-            yield counter
+            yield self._family(CounterMetricFamily, name, text, {(): value(status)})
         text = "Sequences that wait, by reason: for capacity, or deferred by something else, which nothing is here."
-        waiting = GaugeMetricFamily("outpace:num_requests_waiting_by_reason", text, labels=(*_LABELS, "reason"))
-        for reason, count in (("capacity", status.waiting), ("deferred", 0)):
-            waiting.add_metric([self._model, reason], float(count))
-        yield waiting
-        parts = GaugeMetricFamily("outpace:startup_seconds", "What the last start took.", labels=(*_LABELS, "part"))
-        for part, seconds in status.startup_seconds.items():
-            parts.add_metric([self._model, part], seconds)
-        yield parts
-        config = status.cache_config
-        about = GaugeMetricFamily("outpace:cache_config_info", "How the cache was made.", labels=(*_LABELS, *config))
-        about.add_metric([self._model, *config.values()], 1.0)
-        yield about
+        waiting = {("capacity",): status.waiting, ("deferred",): 0}
+        yield self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", text, waiting, "reason")
+        parts = {(part,): seconds for part, seconds in status.startup_seconds.items()}
+        yield self._family(GaugeMetricFamily, "startup_seconds", "What the last start took.", parts, "part")
+        about = {tuple(status.cache_config.values()): 1}
+        yield self._family(
+            GaugeMetricFamily, "cache_config_info", "How the cache was made.", about, *status.cache_config
+        )
         counts = status.step_sizes or [0] * (len(STEP_SIZES) + 1)
-        yield _family(
+        yield _histogram(
             "iteration_tokens_total", "Tokens of a step.", self._model, STEP_SIZES, counts, status.step_tokens
         )
-        yield from self._of_levels(status.levels)
-        yield from self._of_experts(status)
+        if status.levels:
+            yield from self._of_levels(status.levels)
+        if status.expert_layers:
+            yield from self._of_experts(status)
+
+    def _family(self, kind: _Kind, name: str, text: str, values: Mapping[_Key, float], *labels: str) -> Metric:
+        """A metric with a value for each combination of labels."""
+        family = kind(f"outpace:{name}", text, labels=(*_LABELS, *labels))
+        for key, value in values.items():
+            family.add_metric([self._model, *key], float(value))
+        return family
 
     def _of_levels(self, levels: Mapping[str, int]) -> Iterator[Metric]:
-        """Levels of the prefix cache, where there are others than the device's pages."""
-        for name, text, label, counts, ending, values in _LEVELS if levels else ():
-            kind = CounterMetricFamily if counts else GaugeMetricFamily
-            family = kind(f"outpace:{name}", text, labels=(*_LABELS, label))
-            for value in values:
-                family.add_metric([self._model, value], float(levels.get(f"{value}{ending}", 0)))
-            yield family
-        if levels:
-            loading = GaugeMetricFamily("outpace:kv_offload_loading_blocks", "Blocks on their way up.", labels=_LABELS)
-            loading.add_metric([self._model], float(levels["loading"]))
-            yield loading
-            failed = CounterMetricFamily(
-                "outpace:kv_offload_failed_blocks", "Blocks of files that could not be read or written.", labels=_LABELS
-            )
-            failed.add_metric([self._model], float(levels["failed"]))
-            yield failed
+        """Levels of the prefix cache below the device's pages."""
+        for name, text, label, counts, ending, values in _LEVELS:
+            found = {(value,): levels.get(f"{value}{ending}", 0) for value in values}
+            yield self._family(CounterMetricFamily if counts else GaugeMetricFamily, name, text, found, label)
+        text, loading = "Blocks on their way up.", {(): levels["loading"]}
+        yield self._family(GaugeMetricFamily, "kv_offload_loading_blocks", text, loading)
+        text, failed = "Blocks of files that could not be read or written.", {(): levels["failed"]}
+        yield self._family(CounterMetricFamily, "kv_offload_failed_blocks", text, failed)
 
     def _of_experts(self, status: EngineStatus) -> Iterator[Metric]:
-        """How evenly tokens go to experts; counts of each expert only if asked for, since there may be thousands."""
-        if not status.expert_layers:
-            return
+        """How evenly tokens go to experts. Counts of each expert only if asked for: there may be thousands."""
+        loads = [(str(layer), load) for layer, load in zip(status.expert_layers, status.expert_load, strict=False)]
+        ratios = {(layer,): ratio for layer, load in loads if (ratio := imbalance(load))}
         text = "Tokens of the busiest expert of a layer, as a multiple of the mean of its experts."
-        balance = GaugeMetricFamily("outpace:expert_imbalance", text, labels=(*_LABELS, "layer"))
-        each = CounterMetricFamily(
-            "outpace:expert_tokens", "Tokens that went to an expert.", labels=(*_LABELS, "layer", "expert")
-        )
-        for layer, load in zip(status.expert_layers, status.expert_load, strict=False):
-            if ratio := imbalance(load):
-                balance.add_metric([self._model, str(layer)], ratio)
-            for expert, tokens in enumerate(load if self._experts else ()):
-                each.add_metric([self._model, str(layer), str(expert)], tokens)
-        yield balance
+        yield self._family(GaugeMetricFamily, "expert_imbalance", text, ratios, "layer")
         if self._experts:
-            yield each
+            each = {(layer, str(number)): tokens for layer, load in loads for number, tokens in enumerate(load)}
+            text = "Tokens that went to an expert."
+            yield self._family(CounterMetricFamily, "expert_tokens", text, each, "layer", "expert")
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the engine."""
+        """Empty, so that registering does not ask the engine."""
         return []
 
 
@@ -152,10 +141,10 @@ def imbalance(load: Sequence[int]) -> float | None:
     return max(load) * len(load) / total if total else None
 
 
-def _family(
+def _histogram(
     name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> HistogramMetricFamily:
-    """A histogram from counts: how many numbers up to each bound, and above the last."""
+    """A histogram from counts: how many values are in each bucket, and how many above the last bound."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     family = HistogramMetricFamily(f"outpace:{name}", text, labels=_LABELS)
     family.add_metric([model], list(zip(names, accumulate(counts), strict=True)), total)
@@ -163,26 +152,25 @@ def _family(
 
 
 class _Gaps(Collector):
-    """Time between tokens, observed for each token of each stream: the library's own histogram is much slower."""
+    """Time between tokens. Observed for each token, for which the library's own histogram is too slow."""
 
     def __init__(self, model: str) -> None:
         self._model, self._counts, self._total = model, [0] * (len(_GAPS) + 1), 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self._counts[bisect_left(_GAPS, seconds)] += 1
         self._total += seconds
 
     def collect(self) -> Iterator[Metric]:
         text = "Time between two pieces of an answer, most of which are one token."
-        yield _family("inter_token_latency_seconds", text, self._model, _GAPS, self._counts, self._total)
+        yield _histogram("inter_token_latency_seconds", text, self._model, _GAPS, self._counts, self._total)
 
 
 class Metrics:
     """The metrics of one server."""
 
     def __init__(self, model: str, status: Callable[[], EngineStatus], *, experts: bool = False) -> None:
-        """`status` is the engine's own function of that name. experts: a series for each expert of each layer."""
+        """status: of the engine. experts: a series for each expert of each layer."""
         self.registry = CollectorRegistry()
         self.registry.register(_Engine(model, status, experts=experts))
         self._gaps = _Gaps(model)
@@ -213,7 +201,7 @@ class Metrics:
         self._outcomes.labels(self._model, outcome).inc()
 
     def render(self) -> bytes:
-        """The text that Prometheus reads, as `CONTENT_TYPE`."""
+        """All metrics as text of `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, label: str) -> Counter:

@@ -339,6 +339,12 @@ def _weight(text: str) -> float:
 _KEY_VALUES: Mapping[str, Callable[[str], float | int]] = {"weight": _weight, "min_priority": int, "max_priority": int}
 
 
+def local_url(host: str, port: int, *, tls: bool) -> str:
+    """The URL of a server for clients on its own machine. host: where it listens."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def host_name(host: str) -> str:
     """The name in a Host header, without port and brackets."""
     if host.count(":") > 1 and not host.startswith("["):

@@ -5,13 +5,12 @@ import time
 import uuid
 from collections.abc import Callable
 
-import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outpace.server.problems import ApiError, error_response
-from outpace.server.responses import Health
+from outpace.server.responses import Health, json_response
 
 LIVE = "/health/live"
 _PAGE = """<!doctype html>
@@ -45,7 +44,7 @@ class Placeholder:
     def _answer(self, scope: Scope) -> Response:
         if scope["path"].removeprefix(self._root_path) == LIVE:
             alive: Health = {"status": "ok"}
-            return Response(msgspec.json.encode(alive), media_type="application/json")
+            return json_response(alive)
         said = f"The server is starting: {self._part()}, {time.monotonic() - self._since:.0f} s so far."
         if _is_browser(scope):
             headers = {"retry-after": str(self._retry_after), **_PAGE_HEADERS}

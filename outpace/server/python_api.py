@@ -23,8 +23,9 @@ from outpace.config import AskedConfig
 from outpace.errors import ConfigError, EngineDead, InputError, ModelError, OutpaceError, Overloaded, StateError
 from outpace.mii import Response
 from outpace.server.checks import check_policy
+from outpace.server.child import import_path
 from outpace.server.given import split_options
-from outpace.server.options import ServerConfig
+from outpace.server.options import ServerConfig, local_url
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 60.0
@@ -168,18 +169,15 @@ class Server(Client):
         if asked.nodes.node_rank:
             raise ConfigError("node_rank: node 0 alone serves; on other machines run `outpace serve` there")
         keys = config.all_api_keys()
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-        shown = f"[{host}]" if ":" in host else host
-        scheme = "https" if config.ssl_certfile else "http"
-        url, certificate = f"{scheme}://{shown}:{config.port}", config.ssl_certfile
-        super().__init__(url, keys[0] if keys else None, certificate=certificate)
+        url = local_url(config.host, config.port, tls=config.ssl_certfile is not None)
+        super().__init__(url, keys[0] if keys else None, certificate=config.ssl_certfile)
         self._said: deque[str] = deque(maxlen=20)
         self._patience = config.shutdown_timeout + STOP_SECONDS
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "outpace.server.from_stdin"],  # -P: nothing is imported from where it stands
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=os.environ | {"PYTHONPATH": import_path()},
         )
         assert self.process.stdin is not None, "it is a pipe"
         self.process.stdin.write(json.dumps({"model": model, "options": dict(options)}).encode() + b"\n")

@@ -7,8 +7,10 @@ of its own keeps it from running forever or filling the memory: the parent kills
 import contextlib
 import json
 import math
+import resource
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -80,21 +82,17 @@ def render(job: dict[str, Any]) -> dict[str, str]:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let the system refuse more memory than this, where it can."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    """Let the system refuse more memory than this, if it can."""
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, megabytes * 2**20))
 
 
-def end_after(seconds: float) -> Callable[[], None]:
-    """End this process if a render takes longer and the parent is gone, which would have killed it."""
-    import signal
-
-    if sys.platform == "win32":
-        return lambda: None
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End this process if the block takes longer. The parent would have killed it; it may be gone."""
     signal.alarm(math.ceil(seconds) + 1)
-    return lambda: (signal.alarm(0), None)[1]
+    yield
+    signal.alarm(0)
 
 
 def main(handle: int, megabytes: int, seconds: float) -> None:
@@ -107,9 +105,8 @@ def main(handle: int, megabytes: int, seconds: float) -> None:
             job = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
-        done = end_after(seconds)
-        answer = render(job)
-        done()
+        with time_limit(seconds):
+            answer = render(job)
         connection.send_bytes(json.dumps(answer).encode())
 
 

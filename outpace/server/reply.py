@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -13,26 +13,11 @@ from outpace.server.big_jobs import BigJobs
 from outpace.server.engine import Delta
 from outpace.server.gone import until_gone
 from outpace.server.problems import DONE
+from outpace.server.write import AnswerWriter
 
 PING = b": ping\n\n"
 _MANY = 1024  # log-probabilities; writing them takes milliseconds
 Result = TypeVar("Result")
-
-
-class Writer(Protocol):
-    """How a route writes its answers: the same chunks are sent one by one, or joined to one answer."""
-
-    of_prompt: int
-    """Log-probabilities of the prompt in the first chunk of an answer."""
-
-    def chunks(self, delta: Delta) -> list[Any]:
-        """What a delta adds, as the route writes it; empty for a delta that shows nothing yet."""
-
-    def last_chunks(self) -> list[Any]:
-        """The chunks at the end of a stream."""
-
-    def whole(self, chunks: Sequence[Any]) -> Any:
-        """The answer that these chunks are the pieces of."""
 
 
 class Reply(Response):
@@ -42,7 +27,7 @@ class Reply(Response):
     code. A later error is raised too, and `guard.Guard` makes it the last event of the stream.
     """
 
-    def __init__(self, deltas: AsyncGenerator[Delta, None], writer: Writer, *, stream: bool) -> None:
+    def __init__(self, deltas: AsyncGenerator[Delta, None], writer: AnswerWriter, *, stream: bool) -> None:
         super().__init__(media_type="text/event-stream" if stream else "application/json")
         self._deltas, self._writer, self._stream = deltas, writer, stream
         self._started, self._sent_at = False, 0.0

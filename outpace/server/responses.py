@@ -8,12 +8,19 @@ from typing import (
     NotRequired,  # pydantic needs this one before Python 3.12
 )
 
+import msgspec
 from pydantic import create_model
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from outpace.server.engine import EngineStatus
 
 FinishText = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+
+def json_response(value: object) -> Response:
+    """A response with a value as JSON."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 class ErrorText(TypedDict):

@@ -10,21 +10,21 @@ process does not) it is not ready, and may still recover.
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.errors import EngineDead, EngineUnavailable, OutpaceError, StateError
 from outpace.log import logger
 from outpace.server.admission import Admission
+from outpace.server.child import import_path
 from outpace.server.client import EngineClient
 from outpace.server.engine import LEVEL_TOTALS, Delta, EngineRequest, EngineStatus, ModelCard
 from outpace.server.messages import Start
@@ -37,11 +37,35 @@ READY_PINGS = 2  # times in `ready_timeout`
 SILENT = "the engine shows no sign of life"
 RESTARTING = "the engine is being restarted"
 DRAINING = "the server is shutting down"
+Started = TypeVar("Started")
 _TOTALS = ("steps", "prompt_tokens", "generated_tokens", "preemptions", "prefix_hits", "prefix_queries", "step_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Healing:
+class Restarts:
+    """How soon a process that ended is started again. All in seconds."""
+
+    first_delay: float = 0.5
+    """Before the first restart; the delay doubles with each further one."""
+    longest_delay: float = 30.0
+    healthy_after: float = 60.0
+    """A process that lived this long resets the delay."""
+
+    async def until_started(
+        self, start: Callable[[], Awaitable[Started]], name: str, delay: float
+    ) -> tuple[Started, float]:
+        """Call `start` until it works, first after `delay`. Returns what it made, and the delay of the next restart."""
+        while True:
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self.longest_delay)
+            try:
+                return await start(), delay
+            except (OutpaceError, OSError) as error:
+                logger.error("%s cannot be started (%s); again in %.2f s", name, error, delay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healing(Restarts):
     """When a worker counts as dead, and how soon it is started again. All in seconds."""
 
     stall_timeout: float = 120.0
@@ -50,11 +74,6 @@ class Healing:
     """Without a sign of life, until it is not ready."""
     start_timeout: float = 1800.0
     """Until the model is loaded."""
-    first_delay: float = 0.5
-    """Before the first restart; each that follows waits twice as long."""
-    longest_delay: float = 30.0
-    healthy_after: float = 60.0
-    """A worker that lived this long resets the delay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +189,6 @@ class Supervisor:
         """Take no more requests; those that run go on."""
         self._draining = True
 
-    async def drained(self) -> None:
-        """Wait until none runs any more."""
-        while self.in_flight:
-            await asyncio.sleep(0.02)
-
     async def close(self) -> None:
         """End the engine process and wait for its end. Requests that run get EngineDead."""
         self._draining = True
@@ -183,13 +197,13 @@ class Supervisor:
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._launched is not None:
             self._launched.socket.close()
-            await _kill(self._launched.process)
+            await kill(self._launched.process)
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.client.lose(DRAINING)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(worker.process.wait(), GOODBYE)
-            await _kill(worker.process)
+            await kill(worker.process)
 
     def _client(self) -> EngineClient:
         if self._draining:
@@ -208,7 +222,7 @@ class Supervisor:
                 await client.open(launched.socket, self._start, since=launched.since)
         except BaseException as error:
             client.lose("the engine did not start")
-            await _kill(process)
+            await kill(process)
             if isinstance(error, TimeoutError):
                 raise EngineDead(f"the engine was not ready in {self._healing.start_timeout:g} s") from None
             raise
@@ -230,21 +244,11 @@ class Supervisor:
             self._bury(worker, reason)
             if reason == "hangs":
                 await _dump(worker.process)
-            await _kill(worker.process)
+            await kill(worker.process)
             if time.monotonic() - worker.since >= healing.healthy_after:
                 delay = healing.first_delay
-            worker, delay = await self._revive(delay)
+            worker, delay = await healing.until_started(self._spawn, "the engine", delay)
             self._worker = worker
-
-    async def _revive(self, delay: float) -> tuple[_Worker, float]:
-        """A new worker, after as many tries as it takes, and the delay before the next one."""
-        while True:
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, self._healing.longest_delay)
-            try:
-                return await self._spawn(), delay
-            except (OutpaceError, OSError) as error:
-                logger.error("the engine cannot be started (%s); again in %.2f s", error, delay)
 
     async def _end_of(self, worker: _Worker) -> str:
         """Wait until a worker has ended or hangs; which of the two, in words."""
@@ -287,12 +291,10 @@ class _Pulse:
         self._computed, self._at = cpu_ticks(pid), time.monotonic()
 
     def silence(self) -> float:
-        """Seconds since then. 0 if the worker has nothing to do and does not answer pings: silence says nothing."""
+        """Seconds since then."""
         now, computed = time.monotonic(), cpu_ticks(self._pid)
         if computed != self._computed:
             self._computed, self._at = computed, now
-        if not self._client.in_flight and not self._client.ready.answers_pings:
-            return 0.0
         return now - max(self._at, self._client.heard_at)
 
 
@@ -320,12 +322,11 @@ def _hangs(client: EngineClient, healing: Healing) -> bool:
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
     """A worker at the other end of a socket. It has this process's import path, without the current folder."""
     module, arguments = "outpace.server.engine_process", (str(sock.fileno()), str(os.getpid()))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", module, *arguments),
         pass_fds=(sock.fileno(),),
         stdin=asyncio.subprocess.DEVNULL,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": import_path()},
     )
 
 
@@ -337,8 +338,9 @@ async def _dump(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     code = await process.wait()
-    logger.log(logging.DEBUG, "engine process %d ended with code %d", process.pid, code)
+    logger.debug("process %d ended with code %d", process.pid, code)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from outpace.structured.check import SchemaCheck
 from outpace.structured.outputs import StructureCheck
+from outpace.structured.schema import no_constant
 
 Style = Literal["hermes", "llama3_json", "none"]
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -177,7 +178,7 @@ class LlamaJson:
 
 
 def _several(text: str) -> list[Call] | None:
-    decoder, place, calls = json.JSONDecoder(parse_constant=_no_constant), 0, []
+    decoder, place, calls = json.JSONDecoder(parse_constant=no_constant), 0, []
     while place < len(text):
         if text[place] in "; \n\t\r":
             place += 1
@@ -195,7 +196,7 @@ def _several(text: str) -> list[Call] | None:
 
 def _object(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
 
@@ -208,10 +209,6 @@ def _call(value: Any, arguments: str) -> Call | None:
         return None
     name = value["name"].encode(errors="replace").decode()  # escapes in JSON can spell what is no character
     return Call(name, json.dumps(given, ensure_ascii=False).encode(errors="replace").decode())
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _begun(text: str, tag: str) -> int:

@@ -62,7 +62,7 @@ class Worker:
         """The message that the model is loaded."""
         status = replace(self._fixed, startup_seconds=startup_seconds)
         card = model_card(self._engine, self._parts)
-        return Ready(card, status, self._engine.scheduler.max_num_seqs, answers_pings=True)
+        return Ready(card, status, self._engine.scheduler.max_num_seqs)
 
     def run(self) -> int:
         """Work until the other side goes (0) or the engine cannot go on (1)."""

@@ -4,8 +4,9 @@ Keys that have no value are null where vLLM has them: whole answers name all of 
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -28,8 +29,11 @@ _VOCABULARY = 2**15  # log-probabilities that -1 stands for, about
 _LEAST = -9999.0  # JSON has no infinity and no NaN; OpenAI writes this
 
 
-class AnswerWriter:
-    """What both routes share: the head of each chunk, the usage, the names of tokens."""
+class AnswerWriter(ABC):
+    """How a route writes its answers: chunks are sent one by one, or joined to one answer. Holds what routes share."""
+
+    chunk_kind: ClassVar[str]
+    """`object` of each chunk."""
 
     def __init__(
         self,
@@ -67,9 +71,21 @@ class AnswerWriter:
         if delta.num_cached_tokens is not None:
             self._cached_tokens = (self._cached_tokens or 0) + delta.num_cached_tokens
 
-    def _head(self, kind: str, choices: Sequence[Any]) -> Any:
-        chunk: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-        chunk["choices"] = choices
+    @abstractmethod
+    def chunks(self, delta: Delta) -> list[Any]:
+        """The chunks of a delta; none if it shows nothing yet."""
+
+    @abstractmethod
+    def whole(self, chunks: Sequence[Any]) -> Any:
+        """The answer that these chunks add up to."""
+
+    def last_chunks(self) -> list[Any]:
+        """The chunks at the end of a stream: the usage, if asked for."""
+        return [{**self._head([]), "usage": self.usage}] if self._usage_last else []
+
+    def _head(self, choices: Sequence[Any]) -> Any:
+        chunk: dict[str, Any] = {"id": self._id, "object": self.chunk_kind, "created": self._created}
+        chunk |= {"model": self._model, "choices": choices}
         if self._usage_always:
             chunk["usage"] = self.usage
         elif self._usage_last:
@@ -78,7 +94,7 @@ class AnswerWriter:
 
     def _whole_head(self, kind: str, choices: Sequence[Any]) -> Any:
         about = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
-        return {**self._head(kind, choices), **about, "usage": self.usage}
+        return {**self._head(choices), "object": kind, **about, "usage": self.usage}
 
     @staticmethod
     def _by_answer(chunks: Sequence[Any]) -> list[list[Any]]:
@@ -88,9 +104,6 @@ class AnswerWriter:
             for choice in chunk["choices"]:
                 parts.setdefault(choice["index"], []).append(choice)
         return [parts[index] for index in sorted(parts)]
-
-    def _usage_chunk(self, kind: str) -> list[Any]:
-        return [{**self._head(kind, []), "usage": self.usage}] if self._usage_last else []
 
     def _name(self, token: int) -> str:
         if self._request.return_tokens_as_token_ids:
@@ -133,6 +146,8 @@ def check_text(check: StructureCheck) -> StructureCheckText:
 class CompletionWriter(AnswerWriter):
     """/v1/completions."""
 
+    chunk_kind = "text_completion"
+
     def __init__(
         self,
         request: CompletionRequest,
@@ -149,7 +164,6 @@ class CompletionWriter(AnswerWriter):
         self._shown: dict[int, PromptLogprobs] = {}  # the same as it is written, for the n answers to a prompt
 
     def chunks(self, delta: Delta) -> list[Completion]:
-        """What a delta adds."""
         self._count(delta)
         prompt, first = delta.index // self._prompts[0].params.n, delta.index not in self._begun
         asked = self._prompts[prompt]
@@ -177,15 +191,10 @@ class CompletionWriter(AnswerWriter):
             if prompt not in self._shown:
                 self._shown[prompt] = self._prompt_logprobs(self._of_prompts.get(prompt, []))
             choice["prompt_logprobs"] = self._shown[prompt]
-        return [self._head("text_completion", [choice])]
-
-    def last_chunks(self) -> list[Completion]:
-        """The usage, if asked for."""
-        return self._usage_chunk("text_completion")
+        return [self._head([choice])]
 
     def whole(self, chunks: Sequence[Completion]) -> Completion:
-        """The answer as JSON."""
-        result: Completion = self._whole_head("text_completion", list(map(_joined, self._by_answer(chunks))))
+        result: Completion = self._whole_head(self.chunk_kind, list(map(_joined, self._by_answer(chunks))))
         return result
 
     def _logprobs(self, delta: Delta, begins: int | None) -> CompletionLogprobs | None:

@@ -35,6 +35,8 @@ class _Message:
 class ChatWriter(AnswerWriter):
     """/v1/chat/completions."""
 
+    chunk_kind = "chat.completion.chunk"
+
     def __init__(
         self,
         request: ChatRequest,
@@ -71,7 +73,7 @@ class ChatWriter(AnswerWriter):
         """The chunk before any tokens of an answer; the first of all also has what is known of the prompt."""
         part: AnswerDelta = {"role": self._role, "content": ""}
         choice: ChatChunkChoice = {"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None}
-        chunk: ChatChunk = self._head("chat.completion.chunk", [choice])
+        chunk: ChatChunk = self._head([choice])
         if not self._told:
             self._told = True
             chunk["prompt_token_ids"] = self._prompts[0].prompt_token_ids if self._request.return_token_ids else None
@@ -79,12 +81,7 @@ class ChatWriter(AnswerWriter):
                 chunk["prompt_logprobs"] = self._prompt_logprobs(delta.prompt_logprobs or [])
         return chunk
 
-    def last_chunks(self) -> list[ChatChunk]:
-        """The usage, if asked for."""
-        return self._usage_chunk("chat.completion.chunk")
-
     def whole(self, chunks: Sequence[ChatChunk]) -> ChatCompletion:
-        """The answer as JSON."""
         result: ChatCompletion = self._whole_head("chat.completion", list(map(_message, self._by_answer(chunks))))
         result["prompt_logprobs"] = chunks[0].get("prompt_logprobs")
         result["prompt_token_ids"] = chunks[0].get("prompt_token_ids")
@@ -121,7 +118,7 @@ class ChatWriter(AnswerWriter):
                 choice["structure_check"] = check_text(delta.check)
         if self._request.return_token_ids:
             choice["token_ids"] = delta.token_ids if begins else []
-        return self._head("chat.completion.chunk", [choice])
+        return self._head([choice])
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._asked.logprobs or delta.logprobs is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace.errors import InputError
 from outpace.structured.ebnf import lark_of_ebnf
-from outpace.structured.outputs import StructuredOutputs
+from outpace.structured.outputs import StructuredOutputs, is_text
 from outpace.structured.regex import checked_regex
 from outpace.structured.schema import MAX_DEPTH, checked_schema
 from outpace.structured.vocabulary import llguidance
@@ -31,7 +31,7 @@ class GrammarText:
 def grammar_text(asked: StructuredOutputs, name: str, max_depth: int = MAX_DEPTH) -> GrammarText:
     """The grammar of what is asked. name: of the field, for errors. InputError: it cannot be enforced, and why."""
     for text in (asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ())):
-        if isinstance(text, str) and not _is_text(text):
+        if isinstance(text, str) and not is_text(text):
             raise InputError(f"{name}: it holds a surrogate, which is not a character")
     if asked.choice is not None:
         return GrammarText(f"{_HEAD}start: CHOICE\nCHOICE: {' | '.join(map(_quoted, asked.choice))}\n")
@@ -106,11 +106,3 @@ def _json_options(*, compact: bool = False) -> dict[str, Any]:
 def _quoted(text: str) -> str:
     """A text as a string of Lark; an empty text is left out."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

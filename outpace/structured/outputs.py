@@ -62,6 +62,15 @@ class StructuredOutputs:
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+def is_text(text: str) -> bool:
+    """Whether a string has only characters: JSON can also contain half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _as_json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -64,7 +64,7 @@ class CheckedSchema:
 def checked_schema(text: str, where: str, max_depth: int = MAX_DEPTH) -> CheckedSchema:
     """The schema in llguidance's form. InputError names what is wrong."""
     try:
-        schema = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        schema = json.loads(text, parse_constant=no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: it is not JSON ({str(error)[:80]})") from None
     check = _Check(schema, where, max_depth)
@@ -74,13 +74,14 @@ def checked_schema(text: str, where: str, max_depth: int = MAX_DEPTH) -> Checked
     return CheckedSchema(json.dumps(made, ensure_ascii=False), tuple(check.later))
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's parser accepts."""
     raise ValueError(f"{name[:20]} is not a number of JSON")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
-    return value if math.isfinite(value) else _no_constant(digits)
+    return value if math.isfinite(value) else no_constant(digits)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -47,19 +48,20 @@ def compare(
     if len(plain[0].places) != len(fused[0].places):
         raise ModelError(f"verify: {len(plain[0].places)} outputs of the plain model, {len(fused[0].places)} injected")
     names, count = _names(plain[0], layers), len(plain[0].states)
-    judged = _against_plain(plain, fused, dtype) if reference is None else _against_exact(reference, plain, fused)
+    judged = _judge(plain, reference, fused, dtype)
     reports = []
     for (name, inputs), errors, want, got in zip(prompts.items(), judged, plain, fused, strict=True):
         places = tuple(Compared(place, *error) for place, error in zip(names, errors, strict=True))
         length = inputs["input_ids"].shape[1]
+        new, ours = ([] if each.tokens is None else each.tokens[:, length:].tolist() for each in (want, got))
         reports.append(
             PromptReport(
                 name=name,
                 lengths=tuple(inputs["attention_mask"].sum(1).tolist()),
                 layers=places[:count],
                 logits=None if want.logits is None else places[count],
-                new_tokens=0 if want.tokens is None else want.tokens.shape[1] - length,
-                first_difference=_first_difference(want.tokens, got.tokens, length),
+                new_tokens=len(new[0]) if new else 0,
+                first_difference=first_difference(new, ours),
             )
         )
     return tuple(reports)
@@ -82,36 +84,47 @@ def token_errors(expected: Tensor, found: Tensor) -> Tensor:
     return (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-Judged = list[list[tuple[float, float]]]
-"""For each set of prompts and each place: the error, and the allowed error."""
+def first_difference(wanted: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """Prompt and new token, both counted from 0, where outputs first differ or one of them ends."""
+    differences = (
+        (place, prompt)
+        for prompt, outputs in enumerate(zip(wanted, found, strict=True))
+        for place, (ours, theirs) in enumerate(zip_longest(*outputs))
+        if ours != theirs
+    )
+    place, prompt = min(differences, default=(None, None))
+    return None if place is None or prompt is None else (prompt, place)
 
 
-def _against_plain(plain: Sequence[Observed], fused: Sequence[Observed], dtype: torch.dtype) -> Judged:
-    limit = WITHOUT_REFERENCE.get(dtype)
-    if limit is None:
-        return [[(_finite(rows.max()), TOLERANCE) for rows in places] for places in _errors(plain, fused)]
-    return [[(_mean(rows), limit) for rows in places] for places in _errors(plain, fused)]
+def _judge(
+    plain: Sequence[Observed], reference: Sequence[Observed] | None, fused: Sequence[Observed], dtype: torch.dtype
+) -> list[list[tuple[float, float]]]:
+    """For each set of prompts and each place: the error, and the allowed error.
 
-
-def _against_exact(exact: Sequence[Observed], plain: Sequence[Observed], fused: Sequence[Observed]) -> Judged:
-    """A set may have the largest error of plain Hugging Face in any set, times the headroom, and more with few tokens.
-
-    If a large value rounds well in one run and badly in the other, the errors of a single token differ by a factor of 9
-    (SmolLM2, float16), and those of 300 tokens by 1.1.
+    With a reference, that is the largest error of plain Hugging Face in any set, times the headroom, and more with few
+    tokens: if a large value rounds well in one run and badly in the other, the errors of a single token differ by a
+    factor of 9 (SmolLM2, float16), and those of 300 tokens by 1.1.
     """
-    largest = [max(map(_mean, sets)) for sets in zip(*_errors(exact, plain), strict=True)]
+    if reference is None:
+        error, allowed = (_mean, WITHOUT_REFERENCE[dtype]) if dtype in WITHOUT_REFERENCE else (_worst, TOLERANCE)
+        return [[(error(rows), allowed) for rows in places] for places in _errors(plain, fused)]
+    largest = [max(map(_mean, sets)) for sets in zip(*_errors(reference, plain), strict=True)]
     return [
         [
             (_mean(rows), HEADROOM * (1 + 1 / math.sqrt(rows.numel())) * most)
             for rows, most in zip(places, largest, strict=True)
         ]
-        for places in _errors(exact, fused)
+        for places in _errors(reference, fused)
     ]
 
 
 def _errors(expected: Sequence[Observed], found: Sequence[Observed]) -> list[list[Tensor]]:
     """For each set of prompts and each place, the errors of the tokens."""
     return [list(map(token_errors, want.places, got.places)) for want, got in zip(expected, found, strict=True)]
+
+
+def _worst(errors: Tensor) -> float:
+    return _finite(errors.max())
 
 
 def _mean(errors: Tensor) -> float:
@@ -129,15 +142,3 @@ def _names(observed: Observed, layers: Sequence[str]) -> list[str]:
     named = ["embedding", *layers]
     states = named if len(named) == count else [f"hidden state {place}" for place in range(count)]
     return states if observed.logits is None else [*states, "logits"]
-
-
-def _first_difference(want: Tensor | None, got: Tensor | None, start: int) -> tuple[int, int] | None:
-    """Prompt and new token where two outputs first differ, or where one of them ends."""
-    if want is None or got is None:
-        return None
-    length = min(want.shape[1], got.shape[1])
-    differ = (want[:, :length] != got[:, :length]).nonzero().tolist()
-    if differ:
-        row, column = min(differ, key=lambda place: (place[1], place[0]))
-        return row, column - start
-    return None if want.shape == got.shape else (0, length - start)

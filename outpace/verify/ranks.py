@@ -10,6 +10,7 @@ import torch
 from outpace.llm import LLM
 from outpace.loading.dtypes import short
 from outpace.types import RequestOutput, SamplingParams
+from outpace.verify.compare import first_difference
 from outpace.verify.prompts import LENGTHS, NEW_TOKENS, excerpts, text_tokens
 
 ALLOWED = {torch.float32: 1e-3}
@@ -72,7 +73,7 @@ def verify_ranks(
         error=max(map(_error, found, wanted)),
         allowed=ALLOWED.get(dtype, ALLOWED_16_BITS),
         new_tokens=len(wanted[0].outputs[0].token_ids),
-        first_difference=_first_difference(found, wanted),
+        first_difference=first_difference(*map(_tokens, (wanted, found))),
         tokens_count=dtype in ALLOWED,
     )
 
@@ -103,12 +104,5 @@ def _error(found: RequestOutput, wanted: RequestOutput) -> float:
     return max(differences, default=0.0)
 
 
-def _first_difference(found: Sequence[RequestOutput], wanted: Sequence[RequestOutput]) -> tuple[int, int] | None:
-    tokens = ([output.outputs[0].token_ids for output in outputs] for outputs in (found, wanted))
-    places = (
-        (prompt, place)
-        for prompt, pair in enumerate(zip(*tokens, strict=True))
-        for place, (ours, theirs) in enumerate(zip(*pair, strict=True))
-        if ours != theirs
-    )
-    return next(places, None)
+def _tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,12 @@ from outpace.inject.policies import by_class
 from outpace.loading.build import Loaded, load
 from outpace.loading.dtypes import short
 from outpace.loading.fill import to_dtype
-from outpace.loading.inspect import ModelInfo, check_model, describe, encoder_decoder
+from outpace.loading.inspect import check_model, describe, encoder_decoder
 from outpace.loading.memory import free_bytes
 from outpace.log import chosen
 from outpace.verify.compare import WITHOUT_REFERENCE, Observed, compare, rule
 from outpace.verify.prompts import Inputs, make_prompts, new_tokens
 from outpace.verify.report import Report
-
-Progress = Callable[[str], None]
-"""Called with each step as it begins."""
 
 
 def verify(
@@ -33,7 +30,7 @@ def verify(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     prompt_seed: int = 0,
-    progress: Progress = lambda step: None,
+    progress: Callable[[str], None] = lambda step: None,
     **options: Any,
 ) -> Report:
     """Compare a model with its injected self: hidden states, logits, greedy tokens.
@@ -52,17 +49,28 @@ def verify(
     if info.kind == "encoder-decoder":
         raise encoder_decoder(loaded.name)
     prompts = make_prompts(loaded.model, info, tokenizer or loaded.tokenizer, prompt_seed)
+    new = new_tokens(info)
+
+    def observe(run: str, model: nn.Module, new: int) -> list[Observed]:
+        found = []
+        for number, inputs in enumerate(prompts.values(), 1):
+            progress(f"{run}, prompts {number} of {len(prompts)}")
+            found.append(_observed(model, inputs, new))
+        return found
+
     longest = max(inputs["input_ids"].shape[1] for inputs in prompts.values())
-    config = _engine_config(asked, loaded, longest + new_tokens(info))
+    config = _engine_config(asked, loaded, longest + new)
     _refuse_early(loaded.model, config)
-    plain = _observe_all(loaded.model, info, _each(prompts, "plain", progress))
+    new = new if info.can_generate else 0
+    plain = observe("plain", loaded.model, new)
     _check_plain(plain, loaded)
-    reference = _reference(loaded, _each(prompts, "float32 copy", progress))
+    exact = _float32_copy(loaded)
+    reference = None if exact is None else observe("float32 copy", exact, 0)
+    del exact  # its memory is needed
     progress("injecting fused layers")
     engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
-    fused = _observe_all(engine, info, _each(prompts, "injected", progress))
+    fused = observe("injected", engine, new)
     layers = [path for path, module in engine.module.named_modules() if isinstance(module, FusedLayer)]
-    reports = compare(prompts, plain, reference, fused, layers, loaded.dtype)
     return Report(
         model=loaded.name,
         dtype=short(loaded.dtype),
@@ -70,7 +78,7 @@ def verify(
         fused_layers=len(layers),
         rule=rule(loaded.dtype, reference=reference is not None),
         tokens_count=loaded.dtype not in WITHOUT_REFERENCE,
-        prompts=reports,
+        prompts=compare(prompts, plain, reference, fused, layers, loaded.dtype),
     )
 
 
@@ -119,20 +127,9 @@ def _check_plain(plain: Sequence[Observed], loaded: Loaded) -> None:
         raise ModelError(f"verify: all that plain {loaded.name} gives is zero; its weights are zero or were not loaded")
 
 
-def _each(prompts: Mapping[str, Inputs], run: str, progress: Progress) -> Iterator[Inputs]:
-    """The sets of prompts, each announced before it is used."""
-    for place, inputs in enumerate(prompts.values(), 1):
-        progress(f"{run}, prompts {place} of {len(prompts)}")
-        yield inputs
-
-
-def _observe_all(model: nn.Module, info: ModelInfo, prompts: Iterator[Inputs]) -> list[Observed]:
-    greedy = _greedy(model, info) if info.can_generate else None
-    return [_observed(model, inputs, greedy) for inputs in prompts]
-
-
 @torch.no_grad()
-def _observed(model: nn.Module, inputs: Inputs, greedy: Callable[[Inputs], Tensor] | None) -> Observed:
+def _observed(model: Any, inputs: Inputs, new: int) -> Observed:
+    """Run a model, and generate this many greedy tokens: an engine over pages, a plain model in Hugging Face's loop."""
     output = model(**inputs, output_hidden_states=True)
     if output.get("hidden_states") is None:
         raise ModelError("verify: the model gives no hidden states with output_hidden_states=True")
@@ -141,24 +138,18 @@ def _observed(model: nn.Module, inputs: Inputs, greedy: Callable[[Inputs], Tenso
     def rows(values: Tensor) -> Tensor:
         return (values[real] if values.shape[:2] == real.shape else values).cpu()
 
-    logits = output.get("logits")
-    return Observed(
-        states=[rows(values) for values in output.hidden_states],
-        logits=None if logits is None else rows(logits),
-        tokens=None if greedy is None else greedy(inputs).cpu(),
-    )
+    logits, tokens = output.get("logits"), None
+    if new:
+        own = model.generation_config
+        end = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
+        pad = end if own.pad_token_id is None else own.pad_token_id  # Hugging Face's choice, without its warning
+        options = {} if pad is None else {"pad_token_id": pad}
+        tokens = model.generate(**inputs, max_new_tokens=new, do_sample=False, **options).cpu()
+    return Observed(list(map(rows, output.hidden_states)), None if logits is None else rows(logits), tokens)
 
 
-def _greedy(model: Any, info: ModelInfo) -> Callable[[Inputs], Tensor]:
-    """Greedy generation: an engine runs over pages, a plain model in Hugging Face's loop."""
-    own, options = model.generation_config, {"max_new_tokens": new_tokens(info), "do_sample": False}
-    end = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
-    pad = end if own.pad_token_id is None else own.pad_token_id  # Hugging Face's choice, without its warning
-    return lambda inputs: model.generate(**inputs, **options, **({} if pad is None else {"pad_token_id": pad}))
-
-
-def _reference(loaded: Loaded, prompts: Iterator[Inputs]) -> list[Observed] | None:
-    """What a float32 copy of a 16-bit model computes; None: not needed, or no memory for it."""
+def _float32_copy(loaded: Loaded) -> nn.Module | None:
+    """A copy of a 16-bit model; None: not needed, or no memory for it."""
     if loaded.dtype not in WITHOUT_REFERENCE:
         return None
     if not _has_room(loaded.model):
@@ -166,12 +157,11 @@ def _reference(loaded: Loaded, prompts: Iterator[Inputs]) -> list[Observed] | No
         return None
     exact = copy.deepcopy(loaded.model)
     to_dtype(exact, torch.float32)
-    return [_observed(exact, inputs, None) for inputs in prompts]
+    return exact
 
 
 def _has_room(model: nn.Module) -> bool:
     """Whether a float32 copy fits beside the model, with a tenth to spare."""
     parameters = list(model.parameters())
-    needed, device = 4.4 * sum(parameter.numel() for parameter in parameters), parameters[0].device
-    free = free_bytes(device)
-    return free is None or free > needed
+    free = free_bytes(parameters[0].device)
+    return free is None or free > 4.4 * sum(parameter.numel() for parameter in parameters)

@@ -1,6 +1,5 @@
 """`scripts/bench guard` as a command, with a tiny model: rows, references, exit codes."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ DEVICE = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"
 FAST = "batches,few-long"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> int:
-    given = ["guard", "--tiny", "--out", str(folder), "--history", str(folder / history.NAME), *options]
-    monkeypatch.setattr(sys, "argv", given)
-    return guard.main()
+def run(folder: Path, *options: str) -> int:
+    return guard.main(["--tiny", "--out", str(folder), "--history", str(folder / history.NAME), *options])
 
 
 def doctor(folder: Path, times: float, **changes: Any) -> None:
@@ -29,9 +26,9 @@ def doctor(folder: Path, times: float, **changes: Any) -> None:
     history.write(folder / history.NAME, [*earlier, replace(last, figures=figures, **changes)])
 
 
-def test_the_whole_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [part for part in guard.PARTS if part != "start"]  # that takes two new processes
-    assert run(monkeypatch, tmp_path, "--only", ",".join(parts), "--commit", "first") == 0
+    assert run(tmp_path, "--only", ",".join(parts), "--commit", "first") == 0
     out = capsys.readouterr().out
     assert f"no run on {DEVICE} in" in out
     assert "this one is the first, and becomes the reference" in " ".join(out.split())  # a long path wraps the line
@@ -49,15 +46,13 @@ def test_the_whole_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert {path.name for path in tmp_path.iterdir()} == {"history.jsonl", f"history_{DEVICE}.png"}
 
 
-def test_exit_codes_follow_the_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, tmp_path, "--only", FAST, "--commit", "one") == 0
+def test_exit_codes_follow_the_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--only", FAST, "--commit", "one") == 0
     doctor(tmp_path, 1e-6)
-    assert run(monkeypatch, tmp_path, "--only", FAST, "--commit", "two") == 0  # everything rose
+    assert run(tmp_path, "--only", FAST, "--commit", "two") == 0  # everything rose
     doctor(tmp_path, 1e6)
     capsys.readouterr()
-    assert run(monkeypatch, tmp_path, "--only", FAST, "--commit", "three") == 1
+    assert run(tmp_path, "--only", FAST, "--commit", "three") == 1
     out = capsys.readouterr().out
     assert "tiny: batches: once more, since tiny: step of 1 fell by 100.0%" in out
     worse = [line for line in out.splitlines() if line.startswith("WORSE: ")]
@@ -65,8 +60,8 @@ def test_exit_codes_follow_the_history(
     assert "tiny: step of 1 fell by 100.0% (allowed: 5%): " in worse[0]
     assert " of its limit; it was " in worse[0]
     assert worse[0].endswith("(two)")
-    assert run(monkeypatch, tmp_path, "--only", FAST, "--reference", "one") == 0
-    assert run(monkeypatch, tmp_path, "--only", "few-long", "--reference", "two", "--accept") == 0
+    assert run(tmp_path, "--only", FAST, "--reference", "one") == 0
+    assert run(tmp_path, "--only", "few-long", "--reference", "two", "--accept") == 0
     assert [sorted(each.fell)[:1] for each in history.read(tmp_path / history.NAME)] == [
         [], [], ["attention: 1 x 200 + 3 x 20 keys"], [], [],
     ]  # fmt: skip
@@ -75,14 +70,14 @@ def test_exit_codes_follow_the_history(
 def test_what_could_not_be_measured_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, tmp_path, "--only", FAST) == 0
+    assert run(tmp_path, "--only", FAST) == 0
     doctor(tmp_path, 1e-6)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")
 
     monkeypatch.setitem(guard.MEASURES, "batches", broken)
-    assert run(monkeypatch, tmp_path, "--only", FAST) == 1
+    assert run(tmp_path, "--only", FAST) == 1
     worse = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WORSE: ")]
     assert worse[0] == "WORSE: tiny: batches could not be measured"
     assert [line.split(" was ")[0] for line in worse[1:]] == ["WORSE: tiny: step of 1", "WORSE: tiny: step of 2"]
@@ -99,22 +94,18 @@ def test_what_could_not_be_measured_is_named(
         (["--reference", "abc"], f"--reference: no run abc on {DEVICE}; there are: none"),
     ],
 )
-def test_bad_options(
-    options: list[str], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options(options: list[str], wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, tmp_path, *options)
+        run(tmp_path, *options)
     assert ended.value.code == 2
     assert wrong in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_history_is_told_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_history_is_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / history.NAME).write_text("{}\n")
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, tmp_path)
+        run(tmp_path)
     assert ended.value.code == 2
     assert "history.jsonl, line 1 is no run of the guard" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ def test_starts_have_a_wider_band_and_an_option_sets_one_for_all() -> None:
 def test_new_figures_and_those_of_other_devices_are_compared_with_nothing() -> None:
     runs = [run("a", device="cpu", step=0.1)]
     assert kinds({"step": figure(0.8)}, runs) == {"step": "new"}
-    assert history.expected(runs, "h200") == set()
+    assert history.missing(run("b"), history.references(runs, "h200"), runs, ["m: batches"]) == []
 
 
 def test_each_figure_has_the_newest_reference_that_had_not_fallen() -> None:
@@ -64,11 +64,10 @@ def test_a_run_named_by_its_commit_or_date() -> None:
 
 def test_missing_figures_are_those_of_parts_that_ran() -> None:
     runs = [run("a", gone=0.1), run("b", step=0.8, first=0.7)]
-    past, names = history.references(runs, "h200"), history.expected(runs, "h200")
-    now = {"step": figure(0.8)}
-    (found,) = history.missing(now, past, names, ["m: batches"])
+    now, past = run("now", step=0.8), history.references(runs, "h200")
+    (found,) = history.missing(now, past, runs, ["m: batches"])
     assert (found.name, found.kind, found.change) == ("first", "missing", None)
-    assert history.missing(now, past, names, ["m: prefill"]) == []
+    assert history.missing(now, past, runs, ["m: prefill"]) == []
 
 
 def test_of_two_measurements_the_better_one_counts() -> None:

@@ -1,7 +1,6 @@
 """`scripts/bench kernels` on tiny shapes: what is timed, what is checked, and that a kernel that fails is no end."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,15 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cases, "gemv_triton", gemv)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> list[dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["kernels", "--out", str(folder), *options])
-    kernels.main()
+def run(folder: Path, *options: str) -> list[dict[str, Any]]:
+    kernels.main(["--out", str(folder), *options])
     (file,) = folder.glob("kernels_*.json")
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     return rows
 
 
-def test_the_linears_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = run(monkeypatch, tmp_path, "--models", "tiny:2", "--only", "gemv")
+def test_the_linears_of_a_rank(tmp_path: Path) -> None:
+    rows = run(tmp_path, "--models", "tiny:2", "--only", "gemv")
     assert [(row["what"], row["way"]) for row in rows] == [
         (what, way)
         for what in ("qkv 1 x 32 x 32", "o 1 x 32 x 16", "gate_up 1 x 48 x 32", "down 1 x 32 x 24", "head 1 x 128 x 32")
@@ -52,7 +50,7 @@ def test_a_sweep_has_the_fastest_first(tmp_path: Path, monkeypatch: pytest.Monke
         yield Way("without what is fused", gemv)
 
     monkeypatch.setattr(linear_cases, "_gemv_tiles", tiles)
-    rows = run(monkeypatch, tmp_path, "--models", "tiny", "--only", "gemv", "--sweep")
+    rows = run(tmp_path, "--models", "tiny", "--only", "gemv", "--sweep")
     some = [row for row in rows if row["what"].startswith("o ")]
     assert [row["us"] for row in some] == sorted(row["us"] for row in some)
     assert {row["way"] for row in some} == {"own", "torch"}, "a wrong result is left out"
@@ -74,19 +72,17 @@ def test_what_is_wrong_or_fails_is_told_and_left_out(capsys: pytest.CaptureFixtu
     assert "k, c: wrong: ArithmeticError('off by 2" in out
 
 
-def test_routing_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = run(monkeypatch, tmp_path, "--models", "tiny-moe", "--only", "experts", "--rows", "1", "64")
+def test_routing_and_experts(tmp_path: Path) -> None:
+    rows = run(tmp_path, "--models", "tiny-moe", "--only", "experts", "--rows", "1", "64")
     found = {(row["kernel"], row["what"], row["way"]) for row in rows}
     assert {("route", "1 tokens", "torch"), ("experts", "64 tokens", "torch")} <= found
     assert {row["limit"] for row in rows} == {"copy", "read"}
 
 
 @pytest.mark.parametrize("wrong", ["nobody", "tiny:many"])
-def test_models_that_do_not_exist(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_do_not_exist(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path, "--models", wrong)
+        run(tmp_path, "--models", wrong)
     assert f"--models: {wrong} is not NAME or NAME:RANKS" in capsys.readouterr().err
 
 

@@ -1,7 +1,6 @@
 """`scripts/bench ranks` on tiny shapes: one rank's steps beside their limits."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LIMITS", {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": 64})
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", ["ranks", "--out", str(folder), *options])
-    ranks.main()
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    ranks.main(["--out", str(folder), *options])
     (file,) = folder.glob("ranks_steps_*.json")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def test_steps_of_ranks_and_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, tmp_path, "--ranks", "tiny:3,tiny-moe:4")
+def test_steps_of_ranks_and_one_that_fails(tmp_path: Path) -> None:
+    found = run(tmp_path, "--ranks", "tiny:3,tiny-moe:4")
     assert [row["what"] for row in found["rows"]] == [
         "tiny, one of 3 ranks, none: steps FAILED: ModelError",
         *(f"tiny-moe, one of 4 ranks, none: step of {batch}" for batch in (1, 3)),
@@ -36,15 +34,13 @@ def test_steps_of_ranks_and_one_that_fails(tmp_path: Path, monkeypatch: pytest.M
     assert three["limit_ms"] > one["limit_ms"]
 
 
-def test_what_comes_too_late_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, tmp_path, "--ranks", "tiny:2", "--seconds", "-1")
+def test_what_comes_too_late_is_a_row(tmp_path: Path) -> None:
+    found = run(tmp_path, "--ranks", "tiny:2", "--seconds", "-1")
     assert [row["what"] for row in found["rows"]] == ["tiny, one of 2 ranks, none: steps LEFT OUT: no time"]
 
 
 @pytest.mark.parametrize("wrong", ["tiny", "nobody:2"])
-def test_what_does_not_exist(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_exist(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path, "--ranks", wrong)
+        run(tmp_path, "--ranks", wrong)
     assert f"{wrong} is not NAME:RANKS" in capsys.readouterr().err

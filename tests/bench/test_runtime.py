@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import runtime
-from bench.plans import PLANS, TINY, Sizes, ways
+from bench.plans import PLANS, TINY, ways
 from bench.report import Report, row
 from bench.runtime import Bench
 from outpace.bench.latency import decode_step, first_token
@@ -20,11 +20,11 @@ from outpace.kernels.limits import Speed
 from tests.models import tiny
 
 SPEED = Speed(1e9, 1e10)
+LENGTH = '{"max_model_len": 64}'
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", ["runtime", *options, "--out", str(folder)])
-    runtime.main()
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    runtime.main([*options, "--out", str(folder)])
     (file,) = folder.glob("*.json")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -50,9 +50,9 @@ def test_results_are_written_after_each_part_and_a_failure_is_one_row(tmp_path: 
     assert "| m: decode | 5.000 | tok/s | 10.000 | 0.500 | 2 (them) | 2.500 |" in file.with_suffix(".md").read_text()
 
 
-def test_parts_and_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_and_their_limits(tmp_path: Path) -> None:
     parts = "throughput,latency,full-load,sweep,long-prompts,batches,prefill,few-long"
-    found = run(monkeypatch, tmp_path, "--models", "tiny", "--tiny", "--only", parts)
+    found = run(tmp_path, "--models", "tiny", "--tiny", "--only", parts)
     rows = {row["what"].removeprefix("tiny: "): row for row in found["rows"]}
     between = "median between tokens"
     assert list(rows) == [
@@ -75,9 +75,9 @@ def test_parts_and_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len([*tmp_path.glob("runtime_*_tiny_sweep.png")]) == 1
 
 
-def test_experts_and_schemes_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_schemes_one_after_the_other(tmp_path: Path) -> None:
     asked = ("--models", "tiny-moe", "--tiny", "--only", "decode,throughput", "--schemes", "none,int4")
-    found = run(monkeypatch, tmp_path, "moe", *asked, "--max-model-len", "64")
+    found = run(tmp_path, "moe", *asked, "--options", LENGTH)
     rows = {row["what"].removeprefix("tiny-moe: "): row for row in found["rows"]}
     parts = ("throughput", "throughput, median between tokens", "decode step of 1", "decode of one", "first token")
     assert {f"{way}, {part}" for way in ("torch", "torch int4") for part in parts} <= {*rows}
@@ -109,7 +109,7 @@ def test_a_start_is_measured_twice_and_failures_are_rows(tmp_path: Path, monkeyp
         return {"load": 2.0, "all": 12.0 if len(asked) == 1 else 6.0}
 
     monkeypatch.setattr(runtime, "seconds_of_start", start)
-    found = run(monkeypatch, tmp_path, "moe", "--models", "tiny-moe", "--only", "decode,start", "--experts", "triton")
+    found = run(tmp_path, "moe", "--models", "tiny-moe", "--only", "decode,start", "--experts", "triton")
     assert [(row["what"], row["figure"], row["of limit"]) for row in found["rows"]] == [
         ("tiny-moe, triton: ready, decode FAILED: ConfigError", 0.0, "-"),  # Triton needs a GPU
         ("tiny-moe: triton, ready, kernel cache empty", 10.0, 1.0),
@@ -129,16 +129,16 @@ def test_what_the_process_that_is_started_says(
     assert took["all"] > took["load"] > 0
 
 
-def test_a_model_is_started_and_what_it_cannot_hold_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_started_and_what_it_cannot_hold_is_told(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "tiny")
-    options = ["--models", str(tmp_path / "tiny"), "--only", "throughput", "--max-model-len", "64"]
-    found = [row["what"] for row in run(monkeypatch, tmp_path / "out", *options)["rows"]]
+    options = ["--models", str(tmp_path / "tiny"), "--only", "throughput", "--options", LENGTH]
+    found = [row["what"] for row in run(tmp_path / "out", *options)["rows"]]
     assert found[0].endswith("tiny: ready, without making weights")
     assert found[-1].endswith("throughput FAILED: InputError")
 
 
-def test_a_model_that_cannot_be_started_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(monkeypatch, tmp_path, "--models", "nobody/nothing", "--only", "batches")
+def test_a_model_that_cannot_be_started_is_one_row(tmp_path: Path) -> None:
+    found = run(tmp_path, "--models", "nobody/nothing", "--only", "batches")
     assert [row["what"].split(" FAILED")[0] for row in found["rows"]] == ["nobody/nothing: batches"]
 
 
@@ -156,8 +156,9 @@ def test_a_step_is_one_in_which_all_requests_take_part() -> None:
             first_token(subject, 64)
 
 
-def test_few_long_contexts_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,), details = runtime.few_long(SPEED, TINY)
+def test_few_long_contexts_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = Report("runtime", tmp_path, SPEED, "somewhere")
+    (found,), details = Bench("attention", to, TINY).few_long()
     assert details["bytes"] == (200 + 3 * 20) * 2 * 2 * 16 * 2  # keys, K and V, heads, size, bytes of fp16
     assert found["limit"] == pytest.approx(details["bytes"] / SPEED.bandwidth * 1e3)
     assert found["figure"] > 0
@@ -168,15 +169,20 @@ def test_few_long_contexts_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(runtime, "attend", batch)
     with pytest.raises(StopIteration):
-        runtime.few_long(SPEED, Sizes())
+        Bench("attention", to).few_long()
 
 
-def test_others_stand_beside_the_same_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "on_h200", lambda: True)
-    others = PLANS["quantization"].others
-    row = Bench("llama-3.1-8b", "fp8+fp8", others=others).row("decode step of 8", 3.69, "ms")
-    assert (row["best other"], row["times other"]) == ("3.69 (vLLM 0.26.0)", 1.0)
-    assert Bench("llama-3.1-8b", "int8", others=others).row("decode step of 8", 3.69, "ms")["best other"] == "-"
+@pytest.mark.parametrize(
+    ("device", "scheme", "best", "ratio"),
+    [("h200", "fp8+fp8", "3.69 (vLLM 0.26.0)", 1.0), ("h200", "int8", "-", "-"), ("b200", "fp8+fp8", "-", "-")],
+)
+def test_others_stand_beside_the_same_way_alone(
+    tmp_path: Path, device: str, scheme: str, best: str, ratio: float | str
+) -> None:
+    to = Report("quantization", tmp_path, SPEED, device)
+    bench = Bench("llama-3.1-8b", to, way=scheme, others=PLANS["quantization"].others)
+    row = bench.row("decode step of 8", 3.69, "ms")
+    assert (row["best other"], row["times other"]) == (best, ratio)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +195,15 @@ def test_others_stand_beside_the_same_way_alone(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_does_not_exist(
-    options: list[str], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path, *options)
+        run(tmp_path, *options)
     assert re.search(wrong, capsys.readouterr().err)
 
 
-def test_options_of_the_engine_are_given_to_it_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_engine_are_given_to_it_and_written(tmp_path: Path) -> None:
     asked = ["--models", "tiny", "--tiny", "--only", "latency", "--options", '{"max_num_batched_tokens": 48}']
-    found = run(monkeypatch, tmp_path, *asked)
+    found = run(tmp_path, *asked)
     assert found["options of LLM"] == '{"max_num_batched_tokens": 48}'
     assert found["details"]["tiny: latency"]["outpace"]["max_num_batched_tokens"] == 48

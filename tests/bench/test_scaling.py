@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -124,8 +123,8 @@ def test_results_and_the_document_are_written(
     docs.mkdir()
     (docs / "scaling.md").write_text(f"before\n{scaling.BEGIN}\nold\n{scaling.END}\nafter\n")
     monkeypatch.setattr(scaling, "DOCS", docs)
-    monkeypatch.setattr(sys, "argv", ["scaling", "--out", str(out), "--results", str(with_ranks.folder), "--docs"])
-    scaling.main()
+    monkeypatch.setattr(report, "RESULTS", with_ranks.folder)
+    scaling.main(["--out", str(out), "--docs"])
     text = (docs / "scaling.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith(f"{scaling.END}\nafter\n")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.soak import __main__ as soak_main
-from bench.soak.client import Answer, Ledger, outcomes, parse
+from bench.soak.client import Answer, Ledger, outcomes
 from bench.soak.leaks import Sample, growth, positive_control
 from bench.soak.row import Result, Soak, percentile
 from bench.soak.streams import differences
@@ -27,7 +27,7 @@ def test_chunks_are_read_and_a_missing_end_is_seen(pieces: list[bytes], cut: int
 
 def answered(head: str, body: bytes) -> Answer:
     answer = Answer(0.0)
-    parse(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body, answer)
+    answer.parse(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
     return answer
 
 
@@ -107,6 +107,7 @@ def test_counts_are_the_full_ones_from_ten_minutes_on() -> None:
 
 CHOICE = {"index": 0, "text": "abc", "finish_reason": "stop"}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2}
+PLAIN = Answer(0.0, status=200, whole=True, body=json.dumps({"choices": [CHOICE], "usage": USAGE}).encode())
 
 
 def streamed(*texts: str, reasons: int = 1, usage: object = USAGE) -> Answer:
@@ -126,12 +127,11 @@ def streamed(*texts: str, reasons: int = 1, usage: object = USAGE) -> Answer:
         (streamed("abc", reasons=0), "finish reasons"),
         (streamed("abc", usage={"prompt_tokens": 2}), "usage"),
         (Answer(0.0), "lost"),
+        (PLAIN, "[DONE]"),
     ],
 )
 def test_n2_what_a_stream_has_wrong_is_seen(stream: Answer, word: str) -> None:
-    body = json.dumps({"choices": [CHOICE], "usage": USAGE}).encode()
-    plain = Answer(0.0, status=200, whole=True, body=body)
-    found = differences(plain, stream)
+    found = differences(PLAIN, stream)
     assert (word in found[0]) if word else found == []
 
 
@@ -140,7 +140,7 @@ def test_a_failed_row_fails_the_run_and_results_are_written(
 ) -> None:
     async def row(soak: Soak) -> Result:
         soak.details["overload"] = {"accepted": [[0.0, 1.0]], "rejected": [[0.0, 0.01]]}
-        return Result("F-3", "none", "as measured", soak.minutes > 5, "1 run")
+        return Result("none", "as measured", soak.minutes > 5, "1 run")
 
     monkeypatch.setattr(soak_main, "OWN", {"F-3": row})
     codes = []

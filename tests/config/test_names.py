@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from outpace import ConfigError, InferenceConfig, default_inference_config
-from outpace.config import (
-    CheckpointConfig,
-    MoEConfig,
-    QuantizationConfig,
-    TensorParallelConfig,
-)
-from outpace.config.quantization import BaseQuantConfig, QKVQuantConfig, WeightQuantConfig
+from outpace.config.quantization import BaseQuantConfig, QKVQuantConfig, QuantizationConfig, WeightQuantConfig
+from outpace.config.sections import CheckpointConfig, MoEConfig, TensorParallelConfig
 from tests.config.walk import nested
 
 # DeepSpeed 0.19.6, DeepSpeedInferenceConfig. Ours differs where the comment says so.

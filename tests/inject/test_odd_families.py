@@ -35,11 +35,6 @@ def test_encoder_states_are_refused() -> None:
         fused(**padded_prompts(VOCAB), encoder_hidden_states=torch.zeros(3, 2, 48))
 
 
-@pytest.mark.parametrize(("asked", "found"), [(64, 64), (128, 128), (1024, 128)])
-def test_pages_know_how_many_positions_there_are(asked: int, found: int) -> None:
-    assert PagedModel(*injected_copy(family_model("GPT2")), asked).max_positions == found
-
-
 @pytest.mark.parametrize(
     ("family", "options", "positions", "reason"),
     [

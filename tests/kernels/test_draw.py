@@ -110,6 +110,14 @@ def test_tokens_that_tie_with_the_threshold_are_all_kept(filters: dict[str, floa
     assert rows.part(first).kernel().tolist() == [0, 2, 8]
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.1}])
+def test_a_min_p_of_minus_zero_changes_nothing(filters: dict[str, float], device: torch.device) -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5)).to(device).expand(6, 300).contiguous()
+    drawn = rows_of(logits, min_p=-0.0, **filters).kernel(SMALL)
+    assert torch.equal(drawn, rows_of(logits, min_p=0.0, **filters).kernel(SMALL))
+    assert torch.equal(drawn, draw_torch(*rows_of(logits, min_p=-0.0, **filters).all()))
+
+
 @pytest.mark.parametrize("top_k", [1, 63, 64, 65, 150, 299, 300])
 def test_top_k_below_and_above_the_number_of_lanes(top_k: int, device: torch.device) -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(3)).to(device)

@@ -18,11 +18,12 @@ from outpace.ranks import agent, door, gather, network
 from outpace.ranks.door import Door, Wanted
 from outpace.ranks.messages import Frames, Pong, frame
 from outpace.ranks.node_messages import PROTOCOL, Accepted, Arrive, End, Join, Refused, ToNode
+from outpace.ranks.process import versions
 from outpace.ranks.watch import Watch
 from tests.nodes.hosts import free_ports
 from tests.patience import PATIENCE
 
-JOIN = Join(PROTOCOL, 3, 1, agent.versions(), None, None, {"tensor_parallel": {"tp_size": 3}})
+JOIN = Join(PROTOCOL, 3, 1, versions(), None, None, {"tensor_parallel": {"tp_size": 3}})
 
 
 @dataclass
@@ -68,7 +69,7 @@ def ends(sock: socket.socket) -> bool:
 @pytest.fixture
 def hall() -> Iterator[Hall]:
     options = agent.all_options(LLMConfig.of(device="cpu", tensor_parallel_size=3))
-    wanted = Wanted(3, 3, agent.versions(), None, options, PATIENCE)
+    wanted = Wanted(3, 3, versions(), None, options, PATIENCE)
     made = Door(socket.create_server(("127.0.0.1", 0)), wanted)
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     watch = Watch([], lost.put, made, lambda: None)
@@ -95,7 +96,7 @@ def test_all_nodes_come_in_and_later_ones_are_told_to_come_again(hall: Hall) -> 
     [
         ({"protocol": 99}, "speaks protocol 99, node 0 1; install the same version"),
         ({"nnodes": 2}, "was started with nnodes=2, node 0 with 3; give all of them the same"),
-        ({"versions": {**agent.versions(), "torch": "1.0"}}, "has torch 1.0, node 0 has "),
+        ({"versions": {**versions(), "torch": "1.0"}}, "has torch 1.0, node 0 has "),
         ({"options": {"cache": {"block_size": 16}}}, "was given cache.block_size=16, node 0 has 64; give all"),
     ],
 )

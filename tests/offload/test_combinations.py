@@ -393,7 +393,7 @@ def test_ragged_engine(tmp_path: Path) -> None:
         assert torch.equal(*(each.put(list(batch), list(batch.values())) for each in (engine, plain)))
     engine.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outpace-read")]
-    with pytest.raises(ConfigError, match="kv: it concerns the scheduler of LLM"):
+    with pytest.raises(ConfigError, match="kv: this engine has no scheduler"):
         RaggedEngine(deep("llama"), **options, offload={"kv": "1MB"})
 
 

@@ -22,6 +22,7 @@ from outpace.cli.app import app
 from outpace.errors import ConfigError, EngineDead, InputError, NotSupported, StateError
 from outpace.ranks import agree
 from outpace.ranks.leader import Ranks
+from outpace.ranks.process import versions
 from outpace.runner.runner import Runner
 from outpace.structured.outputs import StructuredOutputs
 from outpace.types import RequestOutput, SamplingParams
@@ -68,7 +69,7 @@ def one(folder: Path) -> outpace.LLM:
 def ranked() -> Iterator[pytest.MonkeyPatch]:
     """Ranks compare their rows after every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.ranks.leader.PROGRAM", follower.NAME)
+        patch.setattr("outpace.ranks.process.PROGRAM", follower.NAME)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield patch
 
@@ -263,7 +264,7 @@ class TestFailures:
         assert not dist.is_initialized()
 
     def test_ranks_that_differ(self) -> None:
-        own = agree.versions()
+        own = versions()
         agree.check_same(own, dict(own), 1)
         with pytest.raises(EngineDead, match=r"ranks differ in torch: .* in rank 0, 1\.0 in rank 1"):
             agree.check_same(own, {**own, "torch": "1.0"}, 1)

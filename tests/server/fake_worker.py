@@ -21,6 +21,7 @@ from outpace.server.messages import (
     Look,
     News,
     NotStarted,
+    Ping,
     Ready,
     Start,
     ToWorker,
@@ -57,6 +58,8 @@ def main(sock: socket.socket) -> int:
                     time.sleep(600)
                 card = ModelCard("fake", 64, 97, (), "float32", "cpu", 0)
                 send(Ready(card, FIXED, 8))
+            elif isinstance(message, Ping):
+                send(News(pong=True))
             elif isinstance(message, Look):
                 send(News(expert_load=[[3, 4]]))
             elif isinstance(message, Add):

@@ -52,7 +52,7 @@ while not (folder / "go").exists():
         sys.exit(1)
     time.sleep(0.01)
 card = ModelCard("tiny", 64, 258, (), "float32", "cpu", 0)
-sock.sendall(frame(Ready(card, EngineStatus(startup_seconds={"load": 0.5}, num_blocks=16), 8, answers_pings=True)))
+sock.sendall(frame(Ready(card, EngineStatus(startup_seconds={"load": 0.5}, num_blocks=16), 8)))
 while sock.recv(1 << 16):
     if not (folder / "deaf").exists():
         sock.sendall(frame(News(pong=True)))
@@ -292,12 +292,12 @@ async def told() -> AsyncIterator[tuple[EngineClient, Told]]:
     """A client that is open, and its worker."""
     ours, theirs = socket.socketpair()
     client, worker = EngineClient(), Told(theirs)
-    opening = asyncio.create_task(client.open(ours, Start(None, {}, 30)))
+    opening = asyncio.create_task(client.open(ours, Start(None, {}, 30), since=time.monotonic()))
     await worker.read(Start)
     await worker.say(Ready(ModelCard("fake", 64, 97, (), "float32", "cpu", 0), EngineStatus(num_blocks=16), 8))
     await opening
     yield client, worker
-    await client.close()
+    client.lose("the test ends")
     theirs.close()
 
 

@@ -1,7 +1,6 @@
 """Rows of load in seconds, against a real server; `scripts/soak` runs them in full. Times are not judged here."""
 
 import asyncio
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +8,10 @@ import pytest
 
 import outpace
 from bench.soak import faults, load
-from bench.soak.client import Answer, post
+from bench.soak.client import COMPLETIONS, Answer, post
 from bench.soak.leaks import sample
 from bench.soak.row import Soak
-from bench.soak.server import Server, serving, write_model
+from bench.soak.server import Server, serving, until, write_model
 from outpace.types import SamplingParams
 from tests.models import prompts, tiny
 from tests.patience import PATIENCE
@@ -51,7 +50,7 @@ def check_refusals(answers: list[Answer]) -> None:
 
 @pytest.mark.slow
 def test_l2_overload_refuses_what_is_too_much_and_goes_on(runner: asyncio.Runner, server: Server) -> None:
-    check_refusals(runner.run(load.open_loop(server, 300, 1.0, lambda text: None)))
+    check_refusals(runner.run(load.open_loop(server, 300, 1.0)))
     assert runner.run(server.is_ready())
 
 
@@ -62,27 +61,17 @@ def test_l3_of_a_burst_each_request_is_answered_or_refused(runner: asyncio.Runne
 
 @pytest.mark.slow
 def test_l4_idle_and_slow_clients_hold_up_nobody(runner: asyncio.Runner, server: Server) -> None:
-    asked = post("/v1/completions", load.body(0, 300, logprobs=5, stream=True), keep_alive=True)
-
     async def go() -> list[Answer]:
-        loop = asyncio.get_running_loop()
-        async with load.connections(server, 100), load.connections(server, 10, buffer=2048) as slow:
-            for sock in slow:
-                await loop.sock_sendall(sock, asked)
-                server.client.ledger.sent += 1
-            reading = asyncio.create_task(load.sip(slow))
-            answers = await load.closed_loop(server, 2, 1.0, lambda number: load.body(number, 4))
+        slow = load.slow_readers(server, 10, load.body(0, 300, logprobs=5, stream=True))
+        async with load.connections(server, 100, b""), slow:
+            answers = await load.closed_loop(server, 2, load.bodies_for(1.0, lambda number: load.body(number, 4)))
             while (await server.status())["running"]:
                 await asyncio.sleep(0.02)
-            reading.cancel()
-        server.client.ledger.ends["cancelled"] += len(slow)
         return answers
 
-    before = sample(server.pid, 0.0)
+    before = sample(server.pid)
     answers = runner.run(go())
-    after = sample(server.pid, 0.0)
-    assert before is not None
-    assert after is not None
+    after = sample(server.pid)
     assert answers
     assert {answer.outcome for answer in answers} == {"done"}
     assert after.rss_mb - before.rss_mb < 50
@@ -91,28 +80,17 @@ def test_l4_idle_and_slow_clients_hold_up_nobody(runner: asyncio.Runner, server:
 @pytest.mark.slow
 def test_l4_a_client_that_never_reads_is_let_go(runner: asyncio.Runner, server: Server) -> None:
     """Its answer is larger than what the system takes; `keep_alive_timeout` is two seconds here."""
-    big = load.body(1, 1, prompt=["a" * 4000] * 4, echo=True, logprobs=20)
-
-    def files() -> float:
-        found = sample(server.pid, 0.0)
-        assert found is not None
-        return found.fds
+    big = post(COMPLETIONS, load.body(1, 1, prompt=["a" * 4000] * 4, echo=True, logprobs=20), keep_alive=True)
 
     async def go() -> None:
         await server.idle()
-        before = files()
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.client.port))
-            await asyncio.get_running_loop().sock_sendall(sock, post("/v1/completions", big, keep_alive=True))
-            server.client.ledger.sent += 1
+        before = sample(server.pid).fds
+        async with load.connections(server, 1, big, buffer=2048):
+            server.ledger.sent += 1
             await server.idle(PATIENCE)
-            assert files() > before, "the system took all of it: the test shows nothing"
-            async with asyncio.timeout(PATIENCE):
-                while files() > before:
-                    await asyncio.sleep(0.05)
-        server.client.ledger.ends["cancelled"] += 1
+            assert sample(server.pid).fds > before, "the system took all of it: the test shows nothing"
+            await until(lambda: sample(server.pid).fds <= before, "the connection is closed", PATIENCE)
+        server.ledger.ends["cancelled"] += 1
 
     runner.run(go())
 
@@ -126,12 +104,12 @@ def test_f8_clients_that_leave_at_random_moments_leave_nothing(
 
 @pytest.mark.slow
 def test_n1_the_server_counted_what_the_clients_did(runner: asyncio.Runner, server: Server, soak: Soak) -> None:
-    runner.run(load.open_loop(server, 100, 0.5, lambda text: None))
+    runner.run(load.open_loop(server, 100, 0.5))
     runner.run(faults.f8(soak, server))
     status, counted = runner.run(server.idle())
-    assert server.client.ledger.agrees(counted), (server.client.ledger, counted)
+    assert server.ledger.agrees(counted), (server.ledger, counted)
     assert status["free_blocks"] == status["num_blocks"]
-    other = replace(server.client.ledger, sent=server.client.ledger.sent + 1)
+    other = replace(server.ledger, sent=server.ledger.sent + 1)
     assert not other.agrees(counted)
 
 

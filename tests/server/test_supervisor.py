@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from outpace.errors import EngineDead, ModelError, OutpaceError, StateError
 from outpace.server import client as client_module
 from outpace.server import supervisor as supervisor_module
 from outpace.server.engine import Delta, EngineRequest
+from outpace.server.http_server import drained
 from outpace.server.supervisor import Healing, Supervisor
 from outpace.types import SamplingParams
 from tests.models import tiny
@@ -251,7 +253,7 @@ def test_draining_refuses_new_requests_and_lets_running_ones_go_on() -> None:
                 await anext(engine.generate(request()))
             with pytest.raises(EngineDead, match="shutting down"):
                 await engine.embed([vector_of([1])])
-            waiting = asyncio.create_task(engine.drained())
+            waiting = asyncio.create_task(drained(engine, Counter()))
             assert (await anext(stream)).token_ids
             assert not waiting.done()
             await stream.aclose()

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -90,10 +91,10 @@ async def engine(
     thread.start()
     client = EngineClient(admission)
     try:
-        await client.open(ours, Start(str(folder), OPTIONS | options, 30))
+        await client.open(ours, Start(str(folder), OPTIONS | options, 30), since=time.monotonic())
         yield client
     finally:
-        await client.close()
+        client.lose("the test ends")
         await asyncio.to_thread(thread.join)
         theirs.close()
 
@@ -333,7 +334,7 @@ def test_closing_the_client_ends_the_worker_and_fails_requests(folder: Path) -> 
         async with engine(folder, codes=codes) as client:
             stream = client.generate(request(params=greedy(50)))
             await anext(stream)
-            await client.close()
+            client.lose("the test ends")
             with pytest.raises(EngineDead, match="closed"):
                 async for _ in stream:
                     pass

@@ -100,7 +100,6 @@ class Quantized(PackedFormat):
 
     @property
     def peeks(self) -> tuple[str, ...]:
-        """The column order, because it decides whether the weight runs as stored."""
         return (_G_IDX,)
 
     def shape(self, parts: Parts) -> tuple[int, int]:

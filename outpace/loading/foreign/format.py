@@ -46,7 +46,6 @@ class Parts:
         return tensor
 
     def error(self, problem: str, remedy: str = "download the model again") -> ModelError:
-        """An error about this weight."""
         return ModelError(f"model: {self.stem}: {problem}; {remedy}")
 
 
@@ -116,7 +115,6 @@ class PackedFormat(Format):
         """The weight as it is stored, its columns in the order of groups; on the meta device only its form."""
 
     def dequantized(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The converted weight [N, K]."""
         return self.packed(parts).dequantized(dtype)
 
 

@@ -32,12 +32,12 @@ class Fp8(PackedFormat):
     def shape(self, parts: Parts) -> tuple[int, int]:
         rows, columns = parts.take("", [(None, None)], torch.float8_e4m3fn).shape
         ending = self._ending(parts)
-        scale_of(parts, ending, self._span(parts, ending, (rows, columns)), (rows, columns), *_SCALE_DTYPES)
+        scale_of(parts, ending, self._span(parts, ending), (rows, columns), *_SCALE_DTYPES)
         return rows, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
         shape, ending = self.shape(parts), self._ending(parts)
-        span = self._span(parts, ending, shape)
+        span = self._span(parts, ending)
         scale = scale_of(parts, ending, span, shape, *_SCALE_DTYPES)
         block, group = span.of(parts, shape)
         scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
@@ -46,7 +46,7 @@ class Fp8(PackedFormat):
     def _ending(self, parts: Parts) -> str:
         return next((ending for ending in _SCALES if ending in parts.tensors), _SCALES[0])
 
-    def _span(self, parts: Parts, ending: str, shape: tuple[int, int]) -> Span:
+    def _span(self, parts: Parts, ending: str) -> Span:
         if self.blocks is not None:
             return Span(self.blocks[0], self.blocks[1], whole_groups=False)
         found = parts.tensors.get(ending)

@@ -15,7 +15,6 @@ class Settings:
     where: str = "quantization_config"
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         found = self._get(key, default)
         if not isinstance(found, str):
             raise self._wrong(key, found, "a string")
@@ -26,7 +25,6 @@ class Settings:
         return self.text(key, default) if self.values.get(key) is not None else default
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         found = self._get(key, default)
         if not isinstance(found, bool):
             raise self._wrong(key, found, "true or false")
@@ -49,7 +47,6 @@ class Settings:
         return None if found == -1 else found
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Two numbers above 0."""
         found = self.values.get(key)
         if found is None:
             return None
@@ -68,7 +65,6 @@ class Settings:
         return found
 
     def part(self, key: str) -> "Settings":
-        """The settings in an object."""
         return Settings(self.mapping(key), f"{self.where}.{key}")
 
     def texts(self, key: str) -> tuple[str, ...]:

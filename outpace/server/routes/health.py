@@ -11,9 +11,8 @@ from outpace._version import __version__
 from outpace.server.engine import EngineStatus
 from outpace.server.metrics import CONTENT_TYPE, imbalance
 from outpace.server.problems import ApiError
-from outpace.server.responses import ExpertStatus, Health, Status, Version
+from outpace.server.responses import ExpertStatus, Health, Status, Version, json_response
 from outpace.server.routes.documented import answers
-from outpace.server.routes.openai import json_response
 from outpace.server.services import Services
 
 SPLIT_FUSE_BOUND = 2.5

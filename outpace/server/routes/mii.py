@@ -10,9 +10,9 @@ from outpace.server.engine import EngineRequest
 from outpace.server.gone import until_gone
 from outpace.server.problems import ApiError
 from outpace.server.protocol import MiiRequest
-from outpace.server.responses import MiiResponse
+from outpace.server.responses import MiiResponse, json_response
 from outpace.server.routes.documented import answers
-from outpace.server.routes.openai import deltas, json_response
+from outpace.server.routes.openai import deltas
 from outpace.server.services import Services
 
 

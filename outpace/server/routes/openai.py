@@ -27,6 +27,7 @@ from outpace.server.responses import (
     EmbeddingUsage,
     ModelEntry,
     ModelList,
+    json_response,
 )
 from outpace.server.routes.documented import answers
 from outpace.server.services import Services
@@ -35,11 +36,6 @@ from outpace.server.write import CompletionWriter
 from outpace.server.write_chat import ChatWriter
 
 _MANY = 4096  # numbers of all vectors
-
-
-def json_response(value: object) -> Response:
-    """A value as JSON."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def long_list(values: list[Any]) -> Any:

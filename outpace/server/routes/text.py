@@ -5,9 +5,9 @@ from starlette.responses import Response
 
 from outpace.server.body import StrictRoute
 from outpace.server.protocol import DetokenizeRequest, TokenizeRequest
-from outpace.server.responses import DetokenizedText, TokenizedText, TokenizerInfo
+from outpace.server.responses import DetokenizedText, TokenizedText, TokenizerInfo, json_response
 from outpace.server.routes.documented import answers
-from outpace.server.routes.openai import json_response, long_list
+from outpace.server.routes.openai import long_list
 from outpace.server.services import Services
 
 _MANY = 4096  # tokens
