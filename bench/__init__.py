@@ -1,1 +1,1 @@
-"""What is measured and how; results lie in bench/results."""
+"""The benchmarks of scripts/bench and scripts/soak; results are in bench/results."""

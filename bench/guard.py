@@ -1,8 +1,8 @@
-"""Ten minutes of the figures that matter, compared with the last ones of the same device in history.jsonl.
+"""Measures the most important figures in ten minutes, and compares them with earlier runs on the same device.
 
-Every figure is a ratio of the limit that is measured in the same run. A part in which one falls is measured once more,
-and the better one counts. Exit code 0: none fell by more than 5 % (starts: 25 %); 1: one did, or could not be measured;
-2: bad options or a broken history. The run is added to history.jsonl, and its picture is drawn.
+Figures are compared by their ratio to the limit that is measured in the same run. If a figure falls, its part is
+measured again, and the better figure counts. Exit code 0: no figure fell by more than 5 % (starts: 25 %); 1: one did,
+or could not be measured; 2: bad options or a broken history. The run is added to history.jsonl, which is plotted.
 """
 
 import argparse
@@ -42,31 +42,31 @@ PLAN: Plan = {
 """Parts of each model."""
 TINY_PLAN: Plan = {"tiny": tuple(part for part in PARTS if part != "few-long"), "attention": ("few-long",)}
 FULL = Sizes(batches=(1, 8), prefills=(8192,))
-AGAIN_UNTIL = 400.0  # seconds after which nothing is measured a second time
+AGAIN_UNTIL = 400.0  # seconds after which no part is measured again
 
 
 @dataclass(kw_only=True)
 class Guard(Report):
-    """A run, what it is compared with, and its line in history.jsonl."""
+    """A run, the references of its figures, and its line in history.jsonl."""
 
     runs: Sequence[Run]
-    """The earlier ones."""
+    """Earlier runs."""
     run: Run
     past: Mapping[str, Past]
     band: float | None
     accept: bool
     parts: list[str] = field(default_factory=list)
-    """Those that have run."""
+    """Parts that have run."""
 
     def measure(self, plan: Plan, sizes: Sizes) -> None:
-        """Every part of a plan, with the options of `LLM` that are the default."""
+        """Measure every part of a plan, with the default options of `LLM`."""
         for model, parts in plan.items():
             bench = Bench(model, self, sizes)
             bench.share_start({part: MEASURES[part] for part in parts if part in MEASURES}, bench.plain)
             bench.start_alone(parts)
 
     def part(self, what: str, measure: Callable[[], Found]) -> None:
-        """Measure, and write the line anew: a run may be ended from outside."""
+        """Measure a part, and write the line after each part, since the run may be killed."""
         rows = list[Row]()
         super().part(what, partial(self._twice_if_worse, what, measure, rows))
         self.parts.append(what)
@@ -77,24 +77,24 @@ class Guard(Report):
             history.write(self.folder / history.NAME, [*self.runs, self.run])
 
     def _twice_if_worse(self, what: str, measure: Callable[[], Found], rows: list[Row]) -> Found:
-        """Measure a part, and once more if a figure fell. `rows` gets what counts, even if the second time fails."""
+        """Measure a part, and again if a figure fell. `rows` gets the rows that count, also if the second try fails."""
         rows[:], details = measure()
         now = history.compare(history.figures_of(what, rows), self.past, self.band)
         worse = [each for each in now if each.kind == "fell"]
         if worse and time.perf_counter() - self.begin < AGAIN_UNTIL:
-            self.say(f"{what}: once more, since {worse[0].name} fell by {-(worse[0].change or 0):.1%}")
+            self.say(f"{what}: again, since {worse[0].name} fell by {-(worse[0].change or 0):.1%}")
             again, details = measure()
             rows[:] = history.better(rows, again)
         return rows, details
 
     def verdicts(self) -> list[Verdict]:
-        """What has become of each figure, those of the last run that are missing included."""
+        """Each figure compared with its reference, and the figures of the last run that are missing."""
         found = history.compare(self.run.figures, self.past, self.band)
         return [*found, *history.missing(self.run, self.past, self.runs, self.parts)]
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
-    """Print all figures beside those that they are compared with."""
+    """Print all figures with their references."""
     rows = [
         {
             "figure": each.name,
@@ -116,7 +116,7 @@ def _text(figure: Figure | None) -> str:
 
 
 def problems(verdicts: Sequence[Verdict], failures: Sequence[str], band: float | None) -> list[str]:
-    """Why the exit code is 1, a sentence each."""
+    """The reasons for exit code 1, one sentence each."""
     found = [f"{what} could not be measured" for what in failures]
     for each in verdicts:
         if each.kind == "fell" and each.now and each.before:
@@ -131,7 +131,7 @@ def problems(verdicts: Sequence[Verdict], failures: Sequence[str], band: float |
 
 
 def commit() -> str:
-    """The commit that is checked out, with + if files differ from it; unknown where git cannot say."""
+    """The commit that is checked out, with + if files differ from it; "unknown" without git."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=report.RESULTS, capture_output=True, text=True, check=False)
@@ -152,14 +152,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--history", type=Path, default=report.RESULTS / history.NAME, help="runs to compare with")
     options.add_argument("--reference", metavar="RUN", help="compare with this run: a commit or a date of the history")
     options.add_argument("--band", type=float, help="share by which a ratio may fall, e.g. 0.05")
-    options.add_argument("--accept", action="store_true", help="what fell becomes the reference; exit code 0")
-    options.add_argument("--commit", help="what this run is called; default: the commit that is checked out")
+    options.add_argument("--accept", action="store_true", help="figures that fell become references; exit code 0")
+    options.add_argument("--commit", help="name of this run; default: the commit that is checked out")
     options.add_argument("--tiny", action="store_true", help="a tiny model, to try the guard itself on a CPU")
     return options
 
 
 def chosen_plan(plan: Plan, models: str | None, only: str | None) -> Plan:
-    """The part of a plan that is asked for."""
+    """The requested part of a plan."""
     names = plan if models is None else models.split(",")
     parts = PARTS if only is None else only.split(",")
     for option, asked, there in (("models", names, plan), ("only", parts, PARTS)):
@@ -172,7 +172,7 @@ def chosen_plan(plan: Plan, models: str | None, only: str | None) -> Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, compare, write; the exit code."""
+    """Measure, compare and write; returns the exit code."""
     options = parser()
     asked = options.parse_args(arguments)
     device = device_name(report.DEVICE)
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         options.error(f"--{error}")
     if not past:
-        CONSOLE.print(f"no run on {device} in {asked.history} yet: this one is the first, and becomes the reference")
+        CONSOLE.print(f"no run on {device} in {asked.history} yet: this run becomes the reference")
     speed, given = measure_speed(report.DEVICE, report.DTYPE), {"band": asked.band, "accept": asked.accept}
     run = begun(asked.commit or commit(), device, speed)
     guard = Guard("guard", asked.out, speed, device, save=False, runs=runs, run=run, past=past, **given)
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def begun(name: str, device: str, speed: Speed) -> Run:
-    """A run without figures yet."""
+    """A new run without figures."""
     compiler = triton.__version__ if HAS_TRITON else "none"
     versions = {"outpace": outpace.__version__, "torch": torch.__version__, "triton": compiler}
     rates = {"read_bandwidth_gb_s": speed.bandwidth / 1e9, "matmul_gflop_s": speed.flops / 1e9}

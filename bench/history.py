@@ -1,4 +1,4 @@
-"""bench/results/history.jsonl: a line of JSON for each run of the guard, and what a run is compared with.
+"""bench/results/history.jsonl: a line of JSON for each run of the guard, and the comparison of runs.
 
 Figures are compared by their ratio to the limit that was measured in the same run, so that a slower device does not
 look like slower code.
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from bench.report import CONSOLE, Row
-from outpace.errors import InputError
+from outpace.bench.plot import canvas
+from outpace.errors import ConfigError, InputError
 
 NAME = "history.jsonl"
-PANELS = 4  # of the picture, beside each other
+PANELS = 4  # in each row of the picture
 BAND = 0.05  # share by which a ratio may fall
 BANDS: Mapping[str, float] = {"start": 0.25}
-"""Parts with another band: a start is mostly the host's compiler, and hosts differ by that much."""
+"""Parts with another band: a start is mostly compilation on the host, and hosts differ by this much."""
 Kind = Literal["held", "fell", "rose", "new", "missing"]
 
 
@@ -43,10 +44,10 @@ class Run:
     device: str
     versions: Mapping[str, str]
     speed: Mapping[str, float]
-    """Rates of the device that the limits were made of."""
+    """Rates of the device, from which the limits were computed."""
     figures: Mapping[str, Figure]
     fell: Sequence[str] = field(default=())
-    """Figures that fell, and were not accepted: they are no reference for later runs."""
+    """Figures that fell and were not accepted, so they are no reference for later runs."""
 
 
 class Past(NamedTuple):
@@ -58,7 +59,7 @@ class Past(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What has become of a figure."""
+    """A figure compared with its reference."""
 
     name: str
     kind: Kind
@@ -96,7 +97,7 @@ def _run(where: str, line: str) -> Run:
 
 
 def write(path: Path, runs: Iterable[Run]) -> None:
-    """All runs, a line each; the file is replaced whole."""
+    """Write all runs, one per line; the file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs), encoding="utf-8")
@@ -117,16 +118,16 @@ def _short(value: Any) -> Any:
 
 
 def references(runs: Sequence[Run], device: str, named: str | None = None) -> dict[str, Past]:
-    """What each figure is compared with: the newest one of the same device that had not fallen, or that of a named run.
+    """The reference of each figure: the newest on this device that had not fallen, or the figure of a named run.
 
-    A run is named by the beginning of its commit or date; the newest of several counts.
+    named: the beginning of a commit or date; if several runs match, the newest.
     """
     own = [run for run in runs if run.device == device]
     if named is not None:
         own = [run for run in own if run.commit.startswith(named) or run.date.startswith(named)][-1:]
         if not own:
             there = ", ".join(f"{run.commit} ({run.date})" for run in runs if run.device == device) or "none"
-            raise InputError(f"reference: no run {named} on {device}; there are: {there}")
+            raise InputError(f"reference: no run {named} on {device}; known: {there}")
     found: dict[str, Past] = {}
     for run in own:
         found |= {name: Past(each, run) for name, each in run.figures.items() if name not in run.fell or named}
@@ -139,7 +140,7 @@ def band_of(part: str, band: float | None = None) -> float:
 
 
 def compare(now: Mapping[str, Figure], past: Mapping[str, Past], band: float | None = None) -> list[Verdict]:
-    """What has become of each figure of a run."""
+    """Compare each figure of a run with its reference."""
     found = []
     for name, figure in now.items():
         before = past.get(name)
@@ -152,14 +153,14 @@ def compare(now: Mapping[str, Figure], past: Mapping[str, Past], band: float | N
 
 
 def missing(run: Run, past: Mapping[str, Past], runs: Sequence[Run], parts: Sequence[str]) -> list[Verdict]:
-    """Figures that the last run on the device had and this one has not, although it ran their parts."""
+    """Figures that the last run on the device had and this run lacks, although it ran their parts."""
     (last,) = [each.figures for each in runs if each.device == run.device][-1:] or [{}]
     gone = [name for name in last if name not in run.figures and name in past and past[name].figure.part in parts]
     return [Verdict(name, "missing", None, past[name]) for name in sorted(gone)]
 
 
 def better(first: Sequence[Row], again: Sequence[Row]) -> list[Row]:
-    """Of rows that were measured twice those with the higher ratio; rows without a limit are of the second time."""
+    """The better of two measurements of each row, by ratio; the second one for rows without a limit."""
     before = {row["what"]: row for row in first}
 
     def choose(row: Row) -> Row:
@@ -172,16 +173,15 @@ def better(first: Sequence[Row], again: Sequence[Row]) -> list[Row]:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Ratios over the runs of one device: a panel for each part, a line for each figure, red where it fell."""
-    try:
-        from matplotlib.figure import Figure as Picture
-    except ImportError:
-        CONSOLE.print("no picture: matplotlib is not installed (pip install 'outpace[bench]')")
-        return
     parts = list(dict.fromkeys(figure.part for run in runs for figure in run.figures.values()))
     if not parts:
         return
     rows = -(-len(parts) // PANELS)
-    figure = Picture(figsize=(4 * PANELS, 0.8 + 2.9 * rows), layout="constrained")
+    try:
+        figure = canvas(4 * PANELS, 0.8 + 2.9 * rows)
+    except ConfigError as error:
+        CONSOLE.print(f"no picture: {error}")
+        return
     for place, part in enumerate(parts, 1):
         _panel(figure.add_subplot(rows, PANELS, place), part, runs)
     figure.suptitle(f"{runs[-1].device}: share of the limit measured in the same run", x=0.01, ha="left")

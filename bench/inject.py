@@ -1,4 +1,4 @@
-"""`init_inference` at batch 1, each figure beside its limit: a forward, decode and prefill of generate, start-up, BERT.
+"""`init_inference` at batch 1, with limits: a forward, decode and prefill of `generate`, start-up, and BERT.
 
 Decode: 128 prompt tokens, 256 new ones, greedy, no end token; tokens/s = 255 / (time for 256 tokens - time for 1).
 Prefill: time for 1 token. A forward: one token without a cache, by Hugging Face and from a CUDA graph.
@@ -20,7 +20,7 @@ from outpace.bench import shapes
 from outpace.kernels import limits
 
 PROMPT, NEW = 128, 256
-PREFILLS = {"llama-3.1-8b": (128, 2048, 8192)}  # others: the first of them
+PREFILLS = {"llama-3.1-8b": (128, 2048, 8192)}  # other models: 128
 GRAPH = DEVICE.type == "cuda"
 
 
@@ -30,7 +30,7 @@ def prompt(length: int, most: int = 30000) -> torch.Tensor:
 
 
 def wall_seconds(run: Callable[[], object]) -> float:
-    """Seconds of one call, with the GPU's work."""
+    """Seconds of one call until the GPU is done."""
     begin = time.perf_counter()
     run()
     if GRAPH:
@@ -71,7 +71,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def prefill_flops(config: Any, length: int) -> float:
-    """Operations of a prompt: two for each weight of the layers and token, the head once, causal attention."""
+    """Operations of a prompt: two for each token and weight of the layers, the head once, and causal attention."""
     heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     layer = config.hidden_size * ((2 * heads + 2 * kv) * dim + 3 * config.intermediate_size)
     attention = 2 * heads * dim * length  # half of all pairs, a product for scores and one for values

@@ -1,7 +1,7 @@
-"""What `scripts/bench kernels` times: a generator of cases for each kind of kernel, at the sizes of a model.
+"""The cases of `scripts/bench kernels`: a generator of cases for each kind of kernel, at the sizes of a model.
 
-A case has inputs to rotate among, so that the L2 cache holds none of them, the ways that are always timed, and the
-candidates of a sweep: other tiles, each checked against the result that is wanted.
+A case has several inputs, used in turn so that the L2 cache holds none of them; the ways that are always timed; and the
+candidates of a sweep, which are other tiles whose results are checked.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.report import DEVICE
 from outpace.bench.shapes import SHAPES, rank_shape
 from outpace.kernels.activation import gated_act_triton
 from outpace.kernels.attention import paged_attention
@@ -26,12 +27,11 @@ from outpace.kernels.packed import Packed
 from outpace.kernels.rms_norm import rms_norm_triton
 from outpace.kernels.rotary import rope_and_cache_triton
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-COLD = 256 << 20  # bytes that are read in turn: five times the L2 cache
+COLD = 256 << 20  # bytes of all inputs together: five times the L2 cache
 SHARED = 220 << 10  # bytes of shared memory of an SM
-TOLERANCE = 0.02  # of the largest result, in 16 bits
-ROUNDED = 0.1  # of that where activations are quantized too
+TOLERANCE = 0.02  # allowed error relative to the largest result, in 16 bits
+ROUNDED = 0.1  # the same with quantized activations
 PAGE = 64
 KINDS: Mapping[str, tuple[str, int | None, int]] = {
     "int8": ("int8", None, 1), "int4": ("int4", 128, 1), "fp8": ("fp8", None, 1), "fp8-blocks": ("fp8", 128, 128),
@@ -42,7 +42,7 @@ Run = Callable[..., Any]
 
 
 class Way(NamedTuple):
-    """A kernel, or one with other tiles; called with each of the inputs of a case."""
+    """A kernel with certain tiles; it is called with the inputs of a case in turn."""
 
     name: str
     run: Run
@@ -51,7 +51,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size, and the least that it has to do."""
+    """One kernel at one size, and the least work for it."""
 
     kernel: str
     what: str
@@ -60,19 +60,19 @@ class Case:
     amount: float
     """Bytes or operations of a call."""
     limit: str
-    """What bounds it: read, copy or product."""
+    """The rate that limits it: read, copy or product."""
     want: Callable[[], Tensor] | None = None
-    """What the first inputs should give; None: nothing is checked."""
+    """The right result for the first inputs; None: nothing is checked."""
     candidates: Iterable[Way] = ()
 
 
 class Work(NamedTuple):
-    """What is asked for."""
+    """The requested sizes."""
 
     rows: Sequence[int]
     """Tokens of a product."""
     kinds: Sequence[str]
-    """Of weights; none: 16 bits."""
+    """Kinds of weights; none: 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Model:
 
     @property
     def experts(self) -> int:
-        """Of a layer; 0: it has one MLP."""
+        """Experts of a layer; 0: it has one MLP."""
         return max(self.shape.get(key, 0) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
     @property
@@ -125,7 +125,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def copies(size: float) -> int:
-    """How many inputs of so many bytes are read in turn."""
+    """Number of inputs of this many bytes that are used in turn."""
     return max(2, int(COLD // size)) if DEVICE.type == "cuda" else 1
 
 
@@ -147,7 +147,7 @@ def random_weight(kind: str, shape: tuple[int, int], experts: int | None = None)
 
 
 def streaming(model: Model, work: Work) -> Iterator[Case]:
-    """Norms, activation and rotary of a large step: about as much is written as read."""
+    """Norms, activation and rotary of a large step, which write about as much as they read."""
     rows = 8192 if DEVICE.type == "cuda" else 64
     weight, bias = randn(model.hidden), randn(model.hidden)
     x = [(randn(rows, model.hidden),) for _ in range(4)]
@@ -188,7 +188,7 @@ def attention(model: Model, work: Work) -> Iterator[Case]:
 
 
 def attend(heads: tuple[int, int, int], seqs: Sequence[tuple[int, int]]) -> Case:
-    """A batch whose sequences, given as (queries, keys), have their pages anywhere."""
+    """A batch of sequences, given as (queries, keys), with pages in random order."""
     queries, kv_heads, dim = heads
     lens = [keys for _, keys in seqs]
     counts = [-(-keys // PAGE) for keys in lens]

@@ -1,9 +1,9 @@
-"""Kernels at the sizes of models, each as a share of what the device can do: `scripts/bench kernels`.
+"""Kernels at the sizes of models, each as a share of the device's limit: `scripts/bench kernels`.
 
-Kernels that move bytes stand beside the read bandwidth (or that of a copy, if they write as much as they read), those
-that multiply beside the rate of a large bf16 product. Each is timed in a CUDA graph of many launches over different
-data, so that neither launch gaps nor the L2 cache are measured. --sweep tries other tiles too, each checked first, and
-shows the best; what wins goes into the tile tables of outpace/kernels.
+The limit of kernels that move bytes is the read bandwidth (or that of a copy, if they write as much as they read); that
+of kernels that multiply is the rate of a large bf16 product. Each is timed in a CUDA graph of many launches over
+different data, so that neither launch gaps nor the L2 cache are measured. --sweep also tries other tiles, checks their
+results and shows the fastest; these go into the tile tables of outpace/kernels.
 """
 
 import contextlib
@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import kernel_cases, linear_cases, report
 from bench.expert_cases import experts
-from bench.kernel_cases import DEVICE, KINDS, Case, Model, Way, Work
+from bench.kernel_cases import KINDS, Case, Model, Way, Work
 from bench.linear_cases import linears
+from bench.report import DEVICE
 from outpace.kernels import limits
 from outpace.kernels.compile_ahead import compile_ahead
-from outpace.kernels.gemv import MAX_ROWS
+from outpace.kernels.launch_options import MAX_ROWS
 
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 PARTS: Mapping[str, Callable[[Model, Work], Iterator[Case]]] = {
@@ -37,14 +37,14 @@ ROWS: Mapping[str, Sequence[int]] = {
     "invariant": (1, 16, 64, 256, 2048), "tuned": (32, 64, 128, 192, 232, 256, 512, 2048),
 }  # fmt: skip
 SCHEMES: Mapping[str, Sequence[str]] = {"experts": ("none",), "packed": tuple(KINDS)}
-BEST = 8  # rows shown of each case of a sweep
-GRAPH_MS = 2.0  # of work in a graph, beside which its own launch is lost
+BEST = 8  # fastest rows of each case of a sweep that are shown
+GRAPH_MS = 2.0  # least milliseconds of work in a graph, so that its own launch does not matter
 
 Calls = Sequence[Callable[[], object]]
 
 
 def seconds_of(calls: Calls) -> float:
-    """Seconds of one of the calls, in a CUDA graph of many; on a CPU: of the first one."""
+    """Mean seconds of a call, in a CUDA graph of many; on a CPU, seconds of the first call."""
     if DEVICE.type == "cpu":
         return limits.seconds_of(calls[0], DEVICE)
     for call in calls:
@@ -60,8 +60,8 @@ def seconds_of(calls: Calls) -> float:
 
 
 def error_of(way: Way, case: Case, want: torch.Tensor) -> float:
-    """The largest difference of a result, as a share of the largest number; NaN where nothing was written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills new memory with NaN
+    """The largest error of a result, relative to the largest number; NaN if something was not written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this fills new memory with NaN
     try:
         got = way.run(*case.inputs[0])
     finally:
@@ -70,11 +70,11 @@ def error_of(way: Way, case: Case, want: torch.Tensor) -> float:
 
 
 def time_way(way: Way, case: Case, want: torch.Tensor | None, rates: Mapping[str, float]) -> dict[str, Any] | None:
-    """A row, or None: what is wrong or does not fit the device is told, and is no reason to stop."""
+    """A row; None: the result is wrong or the kernel does not fit the device, which is printed."""
     try:
         error = 0.0 if want is None or way.tolerance == math.inf else error_of(way, case, want)
         if not error <= way.tolerance:
-            raise ArithmeticError(f"off by {error:.3g} of the largest result, allowed: {way.tolerance}")
+            raise ArithmeticError(f"error {error:.3g} relative to the largest result, allowed: {way.tolerance}")
         took = seconds_of([partial(way.run, *each) for each in case.inputs])
     except Exception as problem:
         report.CONSOLE.print(f"{case.kernel}, {case.what}: {way.name}: {problem!r}"[:300], soft_wrap=True)
@@ -88,7 +88,7 @@ def time_way(way: Way, case: Case, want: torch.Tensor | None, rates: Mapping[str
 
 @torch.no_grad()
 def time_case(case: Case, rates: Mapping[str, float], *, sweep: bool) -> list[dict[str, Any]]:
-    """Rows of the ways of a case; of a sweep those of all candidates too, the fastest first."""
+    """Rows for the ways of a case; in a sweep also for all candidates, the fastest first."""
     ways, want = [*case.ways, *(case.candidates if sweep else ())], None
     if sweep:
         compile_ahead(partial(_tried, way, case) for way in ways)
@@ -99,40 +99,16 @@ def time_case(case: Case, rates: Mapping[str, float], *, sweep: bool) -> list[di
 
 
 def _tried(way: Way, case: Case) -> None:
-    with contextlib.suppress(Exception):  # told when it is timed
+    with contextlib.suppress(Exception):  # the same error is printed when it is timed
         way.run(*case.inputs[0])
 
 
-def measure(
-    models: Sequence[Model], parts: Sequence[str], rows: Sequence[int], kinds: Sequence[str], sweep: bool, folder: Path
-) -> None:
-    """Time what is asked for and write the table; of each case of a sweep the best are shown."""
-    rates = {"read": 1e10, "copy": 1e10, "product": 1e11}
-    if DEVICE.type == "cuda":
-        rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
-    found, device = list[dict[str, Any]](), limits.device_name(DEVICE)
-    notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
-    for model, part in product(models, parts):
-        work = Work(rows or ROWS.get(part, ()), kinds or SCHEMES.get(part, ()))
-        for case in PARTS[part](model, work):
-            new = [{"model": model.name, **row} for row in time_case(case, rates, sweep=sweep)]
-            found += new
-            if sweep and new:
-                usual = {way.name for way in case.ways}
-                rest = [row for row in new[BEST:] if row["way"] in usual]
-                report.show(f"{model.name}, {case.kernel}", new[:BEST] + rest)
-            report.save("kernels", device, found, notes, folder)
-            torch.cuda.empty_cache()
-    report.show("kernels", found)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure from the command line."""
+    """Time the requested parts and write the table; show the fastest ways of each case of a sweep."""
     parser = report.parser(__doc__)
     models = [Model.of(name) for name in MODELS]
-    help_of_models = "shapes, or one rank of them"
     parser.add_argument(
-        "--models", nargs="+", type=Model.of, default=models, metavar="NAME[:RANKS]", help=help_of_models
+        "--models", nargs="+", type=Model.of, default=models, metavar="NAME[:RANKS]", help="shapes, or one rank of them"
     )
     usual = ["streaming", "attention", "gemv", "experts"]
     parser.add_argument("--only", nargs="+", choices=PARTS, default=usual, metavar="PART", help=", ".join(PARTS))
@@ -140,7 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=("none", *KINDS), default=[], metavar="KIND", help="of weights")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
     asked = parser.parse_args(arguments)
-    measure(asked.models, asked.only, asked.rows, asked.kinds, asked.sweep, asked.out)
+    rates = {"read": 1e10, "copy": 1e10, "product": 1e11}
+    if DEVICE.type == "cuda":
+        rates = {"read": limits.read_bandwidth(), "copy": limits.copy_bandwidth(), "product": limits.matmul_flops()}
+    found, device = list[dict[str, Any]](), limits.device_name(DEVICE)
+    notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
+    for model, part in product(asked.models, asked.only):
+        work = Work(asked.rows or ROWS.get(part, ()), asked.kinds or SCHEMES.get(part, ()))
+        for case in PARTS[part](model, work):
+            new = [{"model": model.name, **row} for row in time_case(case, rates, sweep=asked.sweep)]
+            found += new
+            if asked.sweep and new:
+                usual = [way.name for way in case.ways]
+                rest = [row for row in new[BEST:] if row["way"] in usual]
+                report.show(f"{model.name}, {case.kernel}", new[:BEST] + rest)
+            report.save("kernels", device, found, notes, asked.out)
+            torch.cuda.empty_cache()
+    report.show("kernels", found)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Pages in host memory (offload.kv): conversations that no longer fit the device come back with one more turn.
+"""Pages in host memory (offload.kv): conversations that no longer fit on the device continue with one more turn.
 
-All conversations have their first turn. Then all come back at once, beside others that decode: time to first token and
-the rate of the others are measured with the tier, where the pages come from host memory, and without it, where the
-prompts are computed again. The limit of the first token is the time in which the link can copy the pages that were
-found in host memory.
+First all conversations have their first turn. Then all continue at once while other requests decode. Time to first
+token and the rate of the others are measured with the tier, where the pages come from host memory, and without it,
+where the prompts are computed again. The limit of the first token is the time that the link needs to copy the pages
+that were found in host memory.
 """
 
 import random
@@ -20,12 +20,10 @@ from outpace.bench.subject import started
 from outpace.bench.workload import Item
 from outpace.kernels import limits
 
-GIB = limits.GIB
-
 
 @dataclass(frozen=True)
 class Experiment:
-    """How many come back, and beside whom."""
+    """The sizes of the measurement."""
 
     model: str = "llama-3.1-8b"
     conversations: int = 64
@@ -33,15 +31,16 @@ class Experiment:
     """Tokens of the first prompt."""
     answer: int = 16
     turn: int = 64
-    """Tokens that are new when it comes back."""
+    """New tokens of the second turn."""
     fit: int = 16
-    """Conversations that fit the device beside the others."""
+    """Conversations that fit on the device beside the other requests."""
     others: int = 32
+    """Other requests, which decode."""
     steps: int = 100
-    """Of the others alone."""
+    """Decode steps of the others alone."""
     block_size: int = 64
     token_bytes: int = 2 * 32 * 8 * 128 * 2
-    """Of the keys and values of a token: those of an 8B in bf16."""
+    """Bytes of the keys and values of a token: those of an 8B in bf16."""
 
     @property
     def blocks_each(self) -> int:
@@ -55,12 +54,12 @@ class Experiment:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for all conversations, and those who decode beside them."""
+        """Bytes of host memory for all conversations and the other requests."""
         others = self.others * -(-self.other_length // self.block_size)
         return ((self.conversations + 1) * self.blocks_each + others) * self.block_size * self.token_bytes
 
     def options(self, host_bytes: int | None) -> dict[str, Any]:
-        """Of LLM, with the tier or without."""
+        """Options of LLM; None: without the tier."""
         room = self.others * (-(-self.other_length // self.block_size) + 1)
         return {
             "max_num_seqs": self.conversations + self.others,
@@ -76,7 +75,7 @@ TINY = Experiment("tiny", 6, 90, 4, 9, 2, 2, 8, 16, token_bytes=4 * 2 * 2 * 2 * 
 
 
 def first_round(driver: Driver, experiment: Experiment, vocab_size: int) -> list[list[int]]:
-    """Every conversation's first turn; the prompts with which they come back."""
+    """Run every conversation's first turn; returns the prompts of the second turn."""
     draw = random.Random(0)
     first = [[draw.randrange(vocab_size) for _ in range(experiment.length)] for _ in range(experiment.conversations)]
     traces = [driver.add(Item(prompt, experiment.answer)) for prompt in first]
@@ -89,7 +88,7 @@ def first_round(driver: Driver, experiment: Experiment, vocab_size: int) -> list
 
 
 def comes_back(driver: Driver, experiment: Experiment, second: Sequence[list[int]], vocab_size: int) -> dict[str, Any]:
-    """One conversation that comes back alone, then all others at once beside requests that decode."""
+    """Continue one conversation alone, then the rest at once beside requests that decode."""
     alone = driver.add(Item(second[0], 1))
     while driver.live:
         driver.step()
@@ -115,7 +114,7 @@ def comes_back(driver: Driver, experiment: Experiment, second: Sequence[list[int
 
 
 def _rate(driver: Driver, others: Sequence[EngineTrace], done: Callable[[], bool], most: int) -> float:
-    """Tokens per second of the others, until it is done or for so many steps."""
+    """Tokens/s of the others until it is done, or for `most` steps."""
     count, begin = sum(len(each.times) for each in others), time.perf_counter()
     for _ in range(most):
         if done():
@@ -133,7 +132,7 @@ def _first_ms(trace: EngineTrace) -> float:
 def measure(
     experiment: Experiment, speed: limits.Speed, host_bytes: int | None, second: list[list[int]] | None = None
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """With the tier or, given the prompts that come back, without it and without their first turns."""
+    """Measure with the tier; or without it, given the prompts of the second turn, and without first turns."""
     options = {"speed": speed, "device": DEVICE.type, **experiment.options(host_bytes)}
     with started(experiment.model, **options) as subject:
         driver, engine = Driver(subject.llm.engine), subject.llm.engine
@@ -145,7 +144,7 @@ def measure(
 
 
 def rows_of(tier: dict[str, Any], off: dict[str, Any], rate: float, experiment: Experiment) -> list[Row]:
-    """The figures with the tier beside those without, and the time that the link needs."""
+    """The figures with the tier, compared with those without it and with the time that the link needs."""
     link = 1e3 * tier["loaded_bytes"] / rate
     figures = {
         "alone_ms": ("first token, one alone", "ms", link / experiment.conversations),
@@ -173,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     to.say("without it")
     off, _ = measure(experiment, to.speed, None, second)
     what = f"{experiment.conversations} of {experiment.length} tokens, of which {experiment.fit} fit"
-    to.notes = {"conversations": what, "link GB/s": rate / 1e9, "host memory GiB": experiment.host_bytes / GIB}
+    to.notes = {"conversations": what, "link GB/s": rate / 1e9, "host memory GiB": experiment.host_bytes / limits.GIB}
     to.details = {"tier": tier, "off": off}
     to.add("kv_tier", rows_of(tier, off, rate, experiment))
     to.show()

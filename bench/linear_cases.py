@@ -1,4 +1,4 @@
-"""The linear layers of a model as `scripts/bench kernels` times them: in 16 bits, quantized, batch-invariant, tuned."""
+"""The cases of `scripts/bench kernels` for linear layers: in 16 bits, quantized, batch-invariant, tuned."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.kernel_cases import DTYPE, ROUNDED, SHARED, Case, Model, Run, Way, Work, copies, randn, random_weight
 from outpace.kernels.cublaslt import CublasLt, Product
-from outpace.kernels.gemv import MAX_ROWS, fused_linear_torch, gemv_triton
+from outpace.kernels.gemv import fused_linear_torch, gemv_triton
+from outpace.kernels.launch_options import MAX_ROWS
 from outpace.kernels.library import TunedLinear
 from outpace.kernels.matmul import MatmulTiles, chunk_depth, matmul_invariant_triton, matmul_torch
 from outpace.kernels.packed import Packed
@@ -23,7 +24,7 @@ from outpace.kernels.scaled_linear import scaled_linear_triton, scaled_matmul_tr
 
 
 class Linear(NamedTuple):
-    """A linear layer with so many rows; a gated one has two rows of the weight for each output."""
+    """A linear layer and the rows of its input; a gated layer has two rows of the weight for each output."""
 
     layer: str
     rows: int
@@ -39,7 +40,7 @@ class Linear(NamedTuple):
 
 
 Ways = tuple[Run, Sequence[Way], Iterator[Way]]
-"""What gives the right result, what is always timed, and candidates."""
+"""The function with the right result, the ways that are always timed, and the candidates of a sweep."""
 
 
 def linears(name: str, ways: Callable[[Linear], Ways], most: int, model: Model, work: Work) -> Iterator[Case]:
@@ -57,7 +58,7 @@ def linears(name: str, ways: Callable[[Linear], Ways], most: int, model: Model, 
 
 
 def gemv(each: Linear) -> Ways:
-    """As a decode step launches it, with what is fused into it; torch has the bare product."""
+    """The kernel as a decode step launches it, with everything that is fused into it; torch: only the product."""
     fused: dict[str, Any] = {"norm_weight": randn(each.depth), "eps": 1e-5}
     if each.layer in ("o", "down"):
         fused = {"add": randn(each.rows, each.outputs)}
@@ -69,7 +70,7 @@ def gemv(each: Linear) -> Ways:
 
 
 def _gemv_tiles(run: Run, rows: int, depth: int) -> Iterator[Way]:
-    """16-byte loads of weight and x alike, and no more sums of a thread than registers hold; overlapping or not."""
+    """Tiles with 16-byte loads of weight and x, and sums that fit the registers of a thread; overlapping or not."""
     widest, height = max(256, 1 << (depth - 1).bit_length()), 1 << (rows - 1).bit_length()
     sizes = product((1, 2, 4, 8), (256, 512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 3), (False, True))
     for n, k, warps, stages, overlaps in sizes:
@@ -94,7 +95,7 @@ def _invariant_tiles(rows: int, outputs: int, depth: int) -> Iterator[Way]:
 
 
 def tuned(each: Linear) -> Ways:
-    """By torch, and by what a start with kernels={"linear": "tuned"} finds."""
+    """torch, and the algorithm that a start with kernels={"linear": "tuned"} finds."""
     linear = TunedLinear()
     wanted = Product(each.rows, each.outputs * (1 + each.gated), each.depth, DTYPE, False, False)
     kind = Kind(wanted, tuple((weight, None) for weight in each.weights), (each.rows,))
@@ -104,7 +105,7 @@ def tuned(each: Linear) -> Ways:
 
 
 def packed(each: Linear) -> Ways:
-    """With quantized weights: by the kernel of few rows, by that of many, after dequantizing, with quantized rows."""
+    """Quantized weights: the kernels for few and for many rows, dequantized weights, and quantized rows."""
     usual = [Way("dequantized", lambda x, weight: matmul_torch(x, dequantize_triton(weight, x.dtype)))]
     usual.append(Way("many", packed_matmul_triton))
     if each.rows <= MAX_ROWS:
@@ -116,14 +117,14 @@ def packed(each: Linear) -> Ways:
 
 
 def _scaled(x: Tensor, weight: Packed, run: Run = scaled_matmul_triton, **tiles: Any) -> Tensor:
-    """Rows quantized, then multiplied: what a layer with quantized activations takes in all."""
+    """Quantize the rows, then multiply: all the work of a layer with quantized activations."""
     values, scales = quantize_rows_triton(x, weight.kind)
     result: Tensor = run(values, scales, weight, dtype=x.dtype, **tiles)
     return result
 
 
 def _packed_tiles(each: Linear) -> Iterator[Way]:
-    """Few rows: 32 to 128 bytes of weights for each thread. Many: what fits the rows and the shared memory."""
+    """Few rows: 32 to 128 bytes of weights per thread. Many: tiles that suit the rows and fit the shared memory."""
     bits = 4 if each.kind == "int4" else 8
     for n, k, warps in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1, 2, 4)):
         weights = n * k // (32 * warps)  # of a thread
@@ -137,7 +138,7 @@ def _packed_tiles(each: Linear) -> Iterator[Way]:
 
 
 def _matmul_tiles(each: Linear, size: int) -> Iterator[PackedTiles]:
-    """size: bytes of a number of x."""
+    """Tiles that fit; size: bytes of an element of x."""
     heights = [m for m in (16, 32, 64, 128, 256) if min(each.rows, 64) <= m < max(32, 2 * each.rows)]
     for m, n, k, stages, warps in product(heights, (64, 128), (64, 128)[size == 1 :], (3, 4), (4, 8)):
         programs = -(-each.outputs // n) * -(-each.rows // m)

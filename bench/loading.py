@@ -1,10 +1,10 @@
-"""From a folder of safetensors to the first token, by part, beside what the disk cache and the link allow.
+"""Seconds from a folder of safetensors to the first token, by part, compared with the page cache and the link.
 
-The limits are measured in the same run: several threads that read the files into page-locked memory, and copies of such
-memory to the device. The files are in the page cache, since they have just been written.
+The limits are measured in the same run: several threads read the files into page-locked memory, and such memory is
+copied to the device. The files are in the page cache, since they have just been written.
 
-Starts are measured with bytecode present, as pip leaves it after an install, however the packages here were installed:
-it is kept in a folder of this run, which a start that is not measured fills. That start has a kernel cache of its own.
+Starts are measured with bytecode present, as after an install with pip. It is in a folder of this run, which is filled
+by a start that is not measured and has another kernel cache.
 """
 
 import json
@@ -91,7 +91,7 @@ def read_speed(files: list[Path], threads: int, ring: torch.Tensor) -> float:
 
 
 def start(model: Path, kernels: str, options: Mapping[str, Any] | None = None) -> tuple[dict[str, float], Any]:
-    """A start in a process of its own: seconds by part, and what else there is to know."""
+    """Start in a new process; returns the seconds of each part, and details."""
     caches = {"TRITON_CACHE_DIR": str(model.parent / kernels), "PYTHONPYCACHEPREFIX": str(model.parent / "bytecode")}
     environment = {**caches, "PYTHONDONTWRITEBYTECODE": ""}  # empty: it is written
     parts, details = report.child("-c", START, str(model), json.dumps(options or {}), environment=environment)
@@ -99,7 +99,7 @@ def start(model: Path, kernels: str, options: Mapping[str, Any] | None = None) -
 
 
 def measure_limits(files: list[Path]) -> tuple[list[Row], float]:
-    """Seconds of reads by several numbers of threads and of the copy to the device; the slower of the best of both."""
+    """Seconds of reads by different numbers of threads and of the copy to the device; the slower of both at best."""
     size = sum(path.stat().st_size for path in files)
     ring = torch.zeros(RING, CHUNK, dtype=torch.uint8, pin_memory=True)
     reads = {threads: size / read_speed(files, threads, ring) for threads in THREADS}
@@ -109,10 +109,10 @@ def measure_limits(files: list[Path]) -> tuple[list[Row], float]:
 
 
 def measure(model: Path, to: Report, schemes: Sequence[str]) -> None:
-    """The limits, then starts with an empty and a full kernel cache, then one with each scheme."""
+    """Measure the limits, then starts with an empty and a full kernel cache, then a start with each scheme."""
     rows, limit = measure_limits(sorted(model.glob("*.safetensors")))
     to.add("limits", rows)
-    start(model, "other kernels")  # leaves the bytecode
+    start(model, "other kernels")  # writes the bytecode
     for state in ("empty", "full"):
         parts, known = start(model, "kernels")
         of = {"weights": limit}

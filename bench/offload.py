@@ -1,18 +1,18 @@
-"""Layers in host memory and on disk: how near decode comes to the link and to the disk, and what a budget holds.
+"""Layers in host memory and on disk: how near decode comes to the limits of the link and of the disk.
 
     scripts/bench offload --only host,int4
 
-Weights are random, made while a model is loaded, so that nothing has to be on a disk. Parts (--only):
+Weights are random and made while a model is loaded, so no checkpoint is needed. Parts (--only):
   host    70B, 40 of its 80 layers, all streamed from page-locked memory: decode of a few requests, and 96 requests of
           512 prompt and 32 new tokens
   int4    the same with int4 weights, which travel as they are
   disk    some layers of the 8B from a file
-  context a long context with the pages of most layers in host memory, beside one with all on the device
-  plan    placements that the planner's efficiencies were taken from (with those above)
+  context a long context with the pages of most layers in host memory, compared with all pages on the device
+  plan    placements from which the planner's efficiencies were derived (with those above)
   frozen  placements that were chosen after that
   cpu     on a CPU: a model of 1.6 GB from a file with a fifth of it in memory
-What the planner predicts stands beside each run. Each case is a process of its own, which first measures the rates of
-the link, the disk and the device.
+Each run is compared with the planner's prediction. Each case is a process of its own, which first measures the rates
+of the link, the disk and the device.
 """
 
 import os
@@ -64,11 +64,11 @@ class Case:
     """Requests, prompt tokens, new tokens: one run each."""
     quantization: str | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `LLM` besides those that follow from the work."""
+    """More options of `LLM`."""
 
     @property
     def config(self) -> Any:
-        """Of Hugging Face."""
+        """The config for Hugging Face."""
         return config_of({**ALL_SHAPES[self.shape], "num_hidden_layers": self.layers})
 
     @property
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `LLM`: places for the largest run."""
+        """Options of `LLM`, with slots for the largest run."""
         return {"max_model_len": 1024, "max_num_seqs": max(count for count, *_ in self.work), **self.more}
 
 
@@ -93,7 +93,7 @@ ALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
     },
 }  # fmt: skip
-PART = 0.2  # of a model that may be in a CPU's memory
+PART = 0.2  # fraction of a model in a CPU's memory
 CASES: Mapping[str, Sequence[Case]] = {
     "host": (
         Case("70B x 40, bf16", "llama-3.1-70b", 40, AWAY_40, ((8, 64, 8), (96, 512, 32)),
@@ -141,7 +141,7 @@ print(json.dumps(measure(CASES[sys.argv[1]][int(sys.argv[2])])))
 
 
 def random_model(case: Case) -> build.Found:
-    """A model of a shape whose weights are made when they are read: matrices from one pool of values, vectors of 1."""
+    """A model whose weights are made when they are read: matrices from one pool of random values, vectors of 1."""
     model, dtype = skeleton(case.config, DTYPE), DTYPE
     tensors = dict(model.state_dict())
     most = max(tensor.numel() for tensor in tensors.values())
@@ -165,13 +165,13 @@ def items_of(count: int, prompt: int, new: int, vocab: int) -> list[Item]:
 
 
 def step_seconds(done: Run[Any]) -> float:
-    """The median time between tokens of the request that ended last: decode steps with all requests in them."""
+    """Median seconds of a decode step with all requests: gaps in the second half of the request that ended last."""
     last = max(done.traces, key=lambda trace: trace.times[-1])
     return statistics.median(last.gaps[-max(1, len(last.gaps) // 2) :])
 
 
 def measure(case: Case) -> Found:
-    """One case, in this process."""
+    """Measure one case in this process."""
     speed = limits.measure_speed(DEVICE, DTYPE)
     facts: dict[str, Any] = {"bandwidth": speed.bandwidth, "flops": speed.flops, "link": None, "disk": None}
     if DEVICE.type == "cuda":
@@ -200,7 +200,7 @@ def measure(case: Case) -> Found:
 
 
 def first_run() -> None:
-    """What a process takes for its libraries, once, is not the model's."""
+    """Run a tiny model, so that memory that libraries allocate once does not count for the model."""
     tiny = CASES["tiny"][0]
     config = LLMConfig.of(None, device="cpu", dtype=DTYPE, num_blocks=4, max_num_seqs=2)
     engine = LLMEngine(load_paged(random_model(tiny), config, tokenizer=False))
@@ -210,7 +210,7 @@ def first_run() -> None:
 
 
 def memory(*, reset: bool = False) -> int:
-    """The most memory that this process has had since the last reset; with a reset: what it has now."""
+    """Peak memory of this process since the last reset; with a reset, its memory now."""
     status = Path("/proc/self/status").read_text()
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
@@ -219,7 +219,7 @@ def memory(*, reset: bool = False) -> int:
 
 
 def open_file() -> str:
-    """The file of layers that this process has open, which has no name."""
+    """The nameless file of layers that this process has open."""
     for path in Path("/proc/self/fd").iterdir():
         if path.exists() and ".writing (deleted)" in str(path.readlink()):
             return str(path)
@@ -227,7 +227,7 @@ def open_file() -> str:
 
 
 def placed(engine: LLMEngine) -> dict[str, Any]:
-    """Where the layers are, and how many bytes."""
+    """Number and bytes of the layers in each tier."""
     if engine.streaming is None:
         return {"tiers": {}, "bytes": {}}
     tiers = engine.streaming.placement.tiers
@@ -238,7 +238,7 @@ def placed(engine: LLMEngine) -> dict[str, Any]:
 def one_run(
     case: Case, engine: LLMEngine, work: tuple[int, int, int], facts: Mapping[str, Any], rows: list[report.Row]
 ) -> dict[str, Any]:
-    """A run beside what the planner predicts; its decode step beside the time to read what is streamed."""
+    """A run compared with the planner's prediction, and its decode step with the time to read the streamed bytes."""
     count, prompt, new = work
     done = run(engine, items_of(count, prompt, new, case.vocab))
     step, said = step_seconds(done), predicted(case, work, facts, engine.scheduler.max_num_batched_tokens)
@@ -252,7 +252,7 @@ def one_run(
 
 
 def predicted(case: Case, work: tuple[int, int, int], facts: Mapping[str, Any], tokens: int) -> float:
-    """What the planner says of a run, from the rates of this process, in seconds."""
+    """Seconds of a run as the planner predicts them, from the rates measured in this process."""
     count, prompt, new = work
     tiers = facts["tiers"] or {"device": case.layers}
     named: list[Tier] = [tier for tier in ("host", "disk", "device") for _ in range(tiers.get(tier, 0))]
@@ -271,7 +271,7 @@ def in_a_process(part: str, number: int) -> Found:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is asked for."""
+    """Measure the requested parts."""
     options = report.parser(__doc__)
     names = report.names(CASES)
     options.add_argument("--only", type=names, default="host,int4,disk", help=f"parts, of {', '.join(CASES)}")

@@ -1,4 +1,4 @@
-"""What `scripts/bench runtime`, `moe` and `quantization` measure if nothing is asked for, and how large the work is."""
+"""The defaults of `scripts/bench runtime`, `moe` and `quantization`: models, parts, and the size of the work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "torch": {"kernels": {"experts": "torch", "route": "torch"}},
     "hf": {"moe": {"enabled": False}},
 }
-"""What `LLM` is asked for."""
-PLAIN = "none"  # of --schemes
+"""Names of --experts -> options of `LLM`."""
+PLAIN = "none"  # the scheme without quantization
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large the work is."""
+    """The size of the work."""
 
     requests: int = COUNT
-    """Of throughput, and the most in a step."""
+    """Requests of throughput, and the most in a step."""
     workload: Workload = field(default_factory=Workload)
     full_load: int = 1000
     """Prompt and new tokens."""
@@ -35,7 +35,7 @@ class Sizes:
     decode_batches: Sequence[int] = (1, 8, 32)
     experiment: Experiment = field(default_factory=Experiment)
     max_model_len: int = 8192 + 64
-    """Of the parts below."""
+    """The limit of the parts below."""
     long_requests: int = 64
     prompt: tuple[int, int] = (2048, 6144)
     output: tuple[int, int] = (16, 64)
@@ -59,13 +59,13 @@ TINY = Sizes(
     prompt=(16, 48), output=(2, 4), batches=(1, 2), new_tokens=6, prefills=(16, 64), few=(1, 200), many=(3, 20),
     slots=6, heads=(4, 2, 16),
 )  # fmt: skip
-"""For tries on a CPU."""
+"""For trials on a CPU."""
 Others = Mapping[tuple[str, str, str], tuple[str, float]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured if nothing else is asked for."""
+    """Default options of a command."""
 
     models: str
     parts: str
@@ -73,7 +73,7 @@ class Plan:
     schemes: str = ""
     sizes: Sizes = field(default_factory=Sizes)
     others: Others = field(default_factory=dict)
-    """The best that others reach on an H200 with the same work (bench/anchors.md), by model, way and what."""
+    """The best figures of other engines on an H200 with the same work (bench/anchors.md), by model, way and row."""
 
 
 PLANS: Mapping[str, Plan] = {
@@ -122,7 +122,7 @@ PLANS: Mapping[str, Plan] = {
 
 
 def ways(experts: Sequence[str], schemes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options of `LLM` by what stands in the rows."""
+    """Label in the rows -> options of `LLM`."""
     found = {}
     for name, scheme in product(experts, schemes):
         weights, _, pages = scheme.partition("+")

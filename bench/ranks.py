@@ -2,8 +2,8 @@
 
     scripts/bench ranks --ranks llama-3.1-8b:2,llama-3.1-70b:8
 
-A rank's share of each layer is a smaller model (`outpace.bench.shapes.rank_shape`), so no second GPU is needed. What is
-measured is a whole decode step through `LLM` at contexts of 1,024 tokens, beside its floor. Nothing new begins after
+A rank's share of each layer is a smaller model (`outpace.bench.shapes.rank_shape`), so no second GPU is needed. It
+measures a whole decode step through `LLM` at contexts of 1,024 tokens, and its limit. No measurement starts after
 --seconds. (`scripts/bench kernels --models llama-3.1-8b:2 --only gemv` times the linear layers of a rank alone.)
 """
 
@@ -29,7 +29,7 @@ LIMITS = {"max_num_seqs": max(BATCHES), "max_model_len": 2048, "max_num_batched_
 
 
 def rank_of(text: str) -> tuple[str, int]:
-    """From NAME:RANKS."""
+    """Parse NAME:RANKS."""
     model, _, ranks = text.partition(":")
     if model not in SHAPES or not ranks.isdigit():
         raise argparse.ArgumentTypeError(f"{text} is not NAME:RANKS with a name of {', '.join(SHAPES)}")
@@ -37,7 +37,7 @@ def rank_of(text: str) -> tuple[str, int]:
 
 
 def measure_steps(model: str, ranks: int, scheme: str, speed: Speed) -> Found:
-    """A decode step of each batch, beside the time to read its weights, keys and values."""
+    """A decode step of each batch, compared with the time to read its weights, keys and values."""
     options = {**LIMITS, **ways([""], [scheme])[scheme], "device": DEVICE.type}
     with started(build(rank_shape(model, ranks), DTYPE, DEVICE), speed=speed, **options) as subject:
         found = {str(batch): decode_step(subject, batch, **LENGTHS) for batch in BATCHES}
@@ -47,11 +47,11 @@ def measure_steps(model: str, ranks: int, scheme: str, speed: Speed) -> Found:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is asked for."""
+    """Measure the requested ranks."""
     options = report.parser(__doc__)
     options.add_argument("--ranks", type=lambda text: [rank_of(each) for each in text.split(",")], default=RANKS)
     options.add_argument("--schemes", default="none", help="as of scripts/bench quantization: none,fp8+fp8")
-    options.add_argument("--seconds", type=float, default=140.0, help="when to begin nothing more")
+    options.add_argument("--seconds", type=float, default=140.0, help="start no measurement after this time")
     asked = options.parse_args(arguments)
     to = Report("ranks_steps", asked.out)
     for scheme in asked.schemes.split(","):

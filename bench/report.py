@@ -1,4 +1,4 @@
-"""Rows beside their limits, printed, and written to bench/results/<what>_<device>_<date>.{json,md}."""
+"""Prints rows of figures with their limits, and writes them to bench/results/<what>_<device>_<date>.{json,md}."""
 
 import argparse
 import datetime
@@ -32,7 +32,7 @@ Found = tuple[list[Row], Any]
 
 
 def row(what: str, figure: float, unit: str, limit: float | None = None, other: tuple[str, float] | None = None) -> Row:
-    """A figure beside its limit and the best of others, each with a ratio that is better the higher it is."""
+    """A figure, its limit, and the best figure of others; a higher ratio is better."""
     more = unit.endswith(("/s", "times"))
     ratio = None if limit is None else figure / limit if more else limit / figure
     return {
@@ -44,14 +44,14 @@ def row(what: str, figure: float, unit: str, limit: float | None = None, other: 
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser with what every benchmark has."""
+    """An argument parser with the options that every benchmark has."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--out", type=Path, default=RESULTS, help="folder that results are written to")
     return result
 
 
 def names(there: Sequence[str] | Mapping[str, Any]) -> Callable[[str], list[str]]:
-    """The type of an option: names of a list, with commas between them."""
+    """The type of an option: known names, separated by commas."""
 
     def parse(text: str) -> list[str]:
         if unknown := [name for name in text.split(",") if name not in there]:
@@ -73,7 +73,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def child(*arguments: str, environment: Mapping[str, str] | None = None) -> Any:
-    """The JSON that a Python process of its own prints in its last line; `environment` is added to ours."""
+    """Run a Python process, and parse the JSON in its last line of output; `environment` is added to ours."""
     command, variables = [sys.executable, *arguments], os.environ | (environment or {})
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -83,7 +83,7 @@ def child(*arguments: str, environment: Mapping[str, str] | None = None) -> Any:
 
 @dataclass
 class Report:
-    """What has been measured so far, and where it goes."""
+    """The results so far, and the folder they are written to."""
 
     what: str
     folder: Path
@@ -95,7 +95,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    """What could not be measured."""
+    """Parts that could not be measured."""
     begin: float = field(default_factory=time.perf_counter)
 
     def part(self, what: str, measure: Callable[[], Found]) -> None:
@@ -127,7 +127,7 @@ class Report:
             save(self.what, self.device, self.rows, rates | self.notes, self.folder, self.details)
 
     def picture(self, name: str) -> Path:
-        """Where a picture of these results goes."""
+        """The path of a picture of these results."""
         return picture(self.what, self.device, name, self.folder)
 
     def show(self) -> None:
@@ -143,7 +143,7 @@ def save(
     folder: Path,
     details: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the rows with the versions as JSON and Markdown; details are in the JSON alone."""
+    """Write rows, notes and versions as JSON and Markdown; details only as JSON."""
     date = datetime.date.today().isoformat()
     versions = {"outpace": outpace.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,19 +158,19 @@ def save(
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> list[str]:
-    """The lines of a table."""
+    """The lines of a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return [*lines, *(f"| {' | '.join(map(text, row))} |" for row in rows)]
 
 
 def write_into(path: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two lines of a document."""
+    """Replace the text between two lines of a document."""
     before, rest = path.read_text().split(begin)
     path.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end, 1)[1]}")
 
 
 def picture(what: str, device: str, name: str, folder: Path) -> Path:
-    """Where a picture of some results goes."""
+    """The path of a picture of results."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{what}_{device}_{datetime.date.today().isoformat()}_{name}.png"
 
@@ -186,5 +186,5 @@ def show(what: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def text(value: Any) -> str:
-    """A value as it stands in a table."""
+    """A value as text in a table."""
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,9 +1,8 @@
-"""Models through `LLM`, each part beside its limit: `scripts/bench runtime`, `moe` and `quantization`.
+"""Measures models through `LLM` and compares each part with its limit: `scripts/bench runtime`, `moe`, `quantization`.
 
-The three differ in what they measure if nothing is asked for (bench/plans.py). --experts and --schemes run all parts
-once for each implementation of experts and each scheme of quantization ("+": of keys and values too, as in fp8+fp8).
-A part that fails is one row and leaves the others alone; results are written after each. docs/benchmarks.md describes
-the parts.
+The three commands differ only in their defaults (bench/plans.py). --experts and --schemes run all parts once for each
+implementation of experts and each scheme of quantization ("+": also keys and values, as in fp8+fp8). If a part fails,
+it becomes a row and the others go on; results are written after each part. docs/benchmarks.md describes the parts.
 """
 
 import json
@@ -31,7 +30,7 @@ from outpace.bench.throughput import sweep, throughput
 from outpace.bench.workload import SEED, Item, Workload, uniform
 
 START_TARGETS = {"empty": 10.0, "full": 5.0}
-"""Seconds that a start should take at most. A start has no physical limit, so this stands in its place."""
+"""Seconds that a start should take at most, in place of a limit: a start has no physical one."""
 START = """
 import json, sys
 from outpace.kernels.limits import Speed
@@ -43,34 +42,34 @@ with started(sys.argv[1], speed=Speed(1.0, 1.0), catch_up=False, **json.loads(sy
 
 @dataclass(frozen=True)
 class Bench:
-    """A model in one way, and the measures of its parts."""
+    """A model with certain options, and the measurements of its parts."""
 
     model: str
     to: Report
     sizes: Sizes = field(default_factory=Sizes)
     way: str = ""
-    """What stands in the rows behind the model's name: implementation of experts, scheme."""
+    """Follows the model's name in rows: implementation of experts, scheme."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `LLM`."""
+    """Options of `LLM`."""
     others: Others = field(default_factory=dict)
 
     @property
     def title(self) -> str:
-        """What parts are called in the results."""
+        """The beginning of the names of parts in the results."""
         return f"{self.model}{f', {self.way}' * bool(self.way)}"
 
     @property
     def many(self) -> dict[str, Any]:
-        """Options with as many places as throughput has requests."""
+        """Options with as many slots as throughput has requests."""
         return {"max_num_seqs": self.sizes.requests, "max_model_len": longest(self.model, 4096), **self.options}
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Options with the defaults of `LLM`, but for the longest request."""
+        """Default options of `LLM`, except for the longest request."""
         return {"max_model_len": longest(self.model, self.sizes.max_model_len), **self.options}
 
     def measure(self, parts: Sequence[str]) -> None:
-        """The parts that are asked for."""
+        """Measure these parts."""
         if first := {name: run for name, run in SHARED.items() if name in parts}:
             self.share_start({"ready": Bench.ready, **first}, self.many)
         self.share_start({name: run for name, run in DEFAULTS.items() if name in parts}, self.plain)
@@ -85,11 +84,11 @@ class Bench:
             with started(self.model, speed=self.to.speed, **options) as subject:
                 for name, run in measures.items():
                     self.to.part(f"{self.title}: {name}", partial(run, self, subject))
-        except Exception as error:  # it could not be started; each part looks after itself
+        except Exception as error:  # the start failed; `part` catches errors of parts
             self.to.failed(f"{self.title}: {', '.join(measures)}", error)
 
     def start_alone(self, parts: Sequence[str]) -> None:
-        """Measure those of the parts that share no start."""
+        """Measure the parts that share no start."""
         for name, run in ALONE.items():
             if name in parts:
                 self.to.part(f"{self.title}: {name}", partial(run, self))
@@ -100,7 +99,7 @@ class Bench:
         return row(f"{self.model}: {self.way}{', ' * bool(self.way)}{what}", figure, unit, limit, other)
 
     def ready(self, subject: Subject) -> Found:
-        """How long this process took to start, without making weights, and what a decode step reads."""
+        """Seconds of the start in this process, without making weights, and the weights that a decode step reads."""
         took, rows = subject.startup_seconds, []
         rows.append(self.row("ready, without making weights", took["all"] - took["load"], "s"))
         if subject.cost is not None:
@@ -108,11 +107,11 @@ class Bench:
         return rows, {**took, "quantized": str(subject.llm.quantized)}
 
     def throughput(self, subject: Subject) -> Found:
-        """Requests of all lengths at once: the workload that others were measured with."""
+        """Requests of mixed lengths, all at once: the workload that other engines were measured with."""
         return self._requests(subject, "throughput", self.sizes.workload)
 
     def full_load(self, subject: Subject) -> Found:
-        """As many prompt as new tokens for every place of the batch."""
+        """Equal numbers of prompt and new tokens, in every slot of the batch."""
         length = self.sizes.full_load
         return self._requests(subject, f"{length}/{length}", Workload(input_len=length, output_len=length), 32)
 
@@ -128,7 +127,7 @@ class Bench:
         return [*rows, self.row(f"{what}, median between tokens", found["median_itl_ms"], "ms")]
 
     def decode(self, subject: Subject) -> Found:
-        """One request alone, and one token of each of several."""
+        """Decode steps of one request and of several."""
         found = [self._decode(subject, batch) for batch in self.sizes.decode_batches]
         details = {str(each["outpace"]["batch_size"]): each for _, each in found}
         return [each for rows, _ in found for each in rows], details
@@ -163,7 +162,7 @@ class Bench:
         return [each for level, point in found for each in self._rates(f"{level} in flight", point)], points
 
     def long_prompts(self, subject: Subject) -> Found:
-        """Long prompts with short answers, all handed over at once."""
+        """Long prompts with short answers, all at once."""
         lengths, count = {"prompt": self.sizes.prompt, "output": self.sizes.output}, self.sizes.long_requests
         found = throughput(subject, *(uniform(subject.vocab_size, count, SEED + turn, **lengths) for turn in (0, 1)))
         least, what = found["outpace"]["limit"], "long prompts, prompt and output tokens"
@@ -171,7 +170,7 @@ class Bench:
         return [self.row(what, found["total_token_throughput"], "tok/s", limit, key="long prompts")], found
 
     def batches(self, subject: Subject) -> Found:
-        """A decode step of few requests, beside its limit and beside that of one request."""
+        """A decode step of few requests, compared with its limit and with a step of one request."""
         rows, details, alone = [], {}, 0.0
         for batch in self.sizes.batches:
             found = details[str(batch)] = decode_step(subject, batch, output_len=self.sizes.new_tokens)
@@ -183,14 +182,14 @@ class Bench:
         return rows, details
 
     def prefill(self, subject: Subject) -> Found:
-        """The first token of one long prompt; lengths that the model cannot have are left out."""
+        """The first token of one long prompt; lengths that do not fit the model are skipped."""
         fitting = [length for length in self.sizes.prefills if length < subject.llm.engine.max_model_len]
         found = {str(length): first_token(subject, length) for length in fitting}
         rows = [self.row(f"first token of {n}", each["ttft_ms"], "ms", each["limit_ms"]) for n, each in found.items()]
         return rows, found
 
     def splitfuse(self) -> Found:
-        """Decodes beside long prompts. The limit of P95 is that of a step of decodes alone."""
+        """Decodes beside long prompts. The limit of P95 is the limit of a step with only these decodes."""
         sizes, speed = self.sizes.experiment, self.to.speed
         with started(self.model, speed=speed, **sizes.options(), **self.options) as subject:
             found, cost, least = splitfuse(subject, sizes), subject.cost, None
@@ -207,7 +206,7 @@ class Bench:
         return [*rows, self.row("tokens/s of SplitFuse to whole", found["throughput_ratio"], "times")], found
 
     def deterministic(self) -> Found:
-        """What it costs that no token depends on its batch."""
+        """The cost of `deterministic`: throughput with it and without it."""
         rates, details, count = [], {}, 64
         for chosen in (False, True):
             given = {**self.many, "max_num_seqs": count, "deterministic": chosen}
@@ -234,9 +233,9 @@ class Bench:
         return rows, details
 
     def few_long(self) -> Found:
-        """Decode attention over a few long contexts among many short ones, beside the time to read keys and values.
+        """Decode attention over a few long contexts among many short ones; the limit is the time to read their pages.
 
-        The keys of a launch do not fit in the L2 cache. What is planned for the batch is shared, as in a step.
+        The keys of a launch do not fit in the L2 cache. The decode plan is shared among launches, as in a step.
         """
         (few, long), (many, short) = self.sizes.few, self.sizes.many
         seqs = [(1, short)] * many
@@ -254,7 +253,7 @@ SHARED: Mapping[str, Measure] = {
     "throughput": Bench.throughput, "latency": Bench.latency, "decode": Bench.decode, "profile": Bench.profile,
     "full-load": Bench.full_load, "sweep": Bench.sweep,
 }  # fmt: skip
-"""Parts that share one start with as many places as throughput has requests."""
+"""Parts that share one start with as many slots as throughput has requests."""
 DEFAULTS: Mapping[str, Measure] = {
     "long-prompts": Bench.long_prompts, "batches": Bench.batches, "prefill": Bench.prefill,
 }  # fmt: skip
@@ -263,7 +262,7 @@ ALONE: Mapping[str, Callable[[Bench], Found]] = {
     "splitfuse": Bench.splitfuse, "deterministic": Bench.deterministic, "start": Bench.start,
     "few-long": Bench.few_long,
 }  # fmt: skip
-"""Parts with a start, or several, of their own."""
+"""Parts with starts of their own."""
 PARTS = (*SHARED, *DEFAULTS, *ALONE)
 
 
@@ -272,19 +271,19 @@ def _source(subject: Subject, workload: Workload) -> Any:
 
 
 def longest(model: str, wanted: int) -> int:
-    """Most tokens of a request: so many, or what the shape has positions for."""
+    """The wanted tokens of a request, but at most the positions of the shape."""
     return min(wanted, SHAPES.get(model, {}).get("max_position_embeddings", wanted))
 
 
 def seconds_of_start(model: str, options: Mapping[str, Any], cache: Path) -> dict[str, float]:
-    """What a start in a new process took, in parts; whatever it compiles or measures is kept in `cache`."""
+    """Seconds of each part of a start in a new process, which stores compiled kernels and measured rates in `cache`."""
     environment = {"TRITON_CACHE_DIR": str(cache / "triton"), "OUTPACE_CACHE": str(cache / "outpace")}
     parts: dict[str, float] = report.child("-c", START, model, json.dumps(dict(options)), environment=environment)
     return parts
 
 
 def draw_steps(model: str, labels: Sequence[str], to: Report) -> None:
-    """Milliseconds of a step by batch, measured and at the limit."""
+    """Draw milliseconds of a step by batch, measured and at the limit."""
     lines: dict[str, dict[int, float]] = {}
     for label in labels:
         found = to.details.get(f"{model}, {label}: decode", {})
@@ -298,7 +297,7 @@ def draw_steps(model: str, labels: Sequence[str], to: Report) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is asked for. The first word is the name of a plan."""
+    """Measure the requested parts. The first word is the name of a plan."""
     given = sys.argv[1:] if arguments is None else arguments
     what = given[0] if given and given[0] in PLANS else "runtime"
     plan, options = PLANS[what], report.parser(__doc__)
@@ -307,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--only", type=report.names(PARTS), default=plan.parts, help=f"parts: {', '.join(PARTS)}")
     options.add_argument("--experts", type=report.names(EXPERTS), default=plan.experts, help="implementations")
     options.add_argument("--schemes", default=plan.schemes, help="of quantization: none,int8,int4,fp8,fp8+fp8, ...")
-    options.add_argument("--options", type=report.json_object, default={}, help="others of LLM, as JSON")
+    options.add_argument("--options", type=report.json_object, default={}, help="more options of LLM, as JSON")
     options.add_argument("--tiny", action="store_true", help="little work, to try it on a CPU")
     asked = options.parse_args(given)
     to = Report(what, asked.out)

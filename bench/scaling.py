@@ -1,9 +1,9 @@
-"""What models would do over several GPUs, predicted without one: `scripts/bench scaling` writes tables and a picture.
+"""Predicts the speed of models over several GPUs, without a GPU: `scripts/bench scaling` writes tables and a picture.
 
-step = one rank's step without collectives + collectives x published latency. The first is measured where there are
-results (`scripts/bench ranks`, `scripts/bench quantization`). Else it is predicted twice from results of whole models
-on one GPU: from the floor of the rank's share, a little more for reading and a fixed time for each layer; and from the
-share of the floor that was reached. docs/scaling.md says more; --docs writes its tables and its picture anew.
+step = one rank's step without collectives + collectives x published latency. The rank's step is measured if there are
+results (`scripts/bench ranks`, `scripts/bench quantization`). Otherwise it is predicted in two ways from results of
+whole models on one GPU: as the time of the rank's reads plus a fixed time for each layer, and by the share of the limit
+(the floor) that one GPU reached. docs/scaling.md explains it; --docs rewrites its tables and its picture.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import report
+from outpace.bench.plot import canvas
 from outpace.bench.shapes import SHAPES, rank_shape
 from outpace.kernels.limits import GIB, Speed
 
@@ -25,12 +26,12 @@ RANKS = (1, 2, 4, 8)
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 1056  # 1,024 prompt tokens and half of 64 new ones, as measured
 WEIGHTS: Mapping[str, str] = {"bf16": "none", "fp8": "fp8+fp8"}
-"""Kinds of weights, and the schemes they were measured with: fp8 has keys and values of 8 bits too."""
-MEMORY = 139 * GIB * 0.9  # of an H200, as far as `gpu_memory_utilization` goes by default
+"""Kinds of weights -> schemes they were measured with: fp8 also has keys and values of 8 bits."""
+MEMORY = 139 * GIB * 0.9  # memory of an H200 times the default of `gpu_memory_utilization`
 RESERVED = 6 * GIB  # for steps and graphs
-DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"  # what was measured whole
+DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"  # models that were measured on one GPU
 SMALL = "qwen3-0.6b"
-DRAWS = 400  # of experts
+DRAWS = 400  # random draws of experts
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- tables: written by scripts/bench scaling --docs -->", "<!-- end of tables -->"
 
@@ -49,27 +50,28 @@ LATENCIES: Mapping[str, Mapping[int, Mapping[int, float]]] = {
 }
 """Microseconds of an all-reduce by ranks and KiB, in CUDA graphs on one node with NVLink. Sources: docs/scaling.md.
 
-Small sizes of 2 and 4 ranks are those of 8, where nothing smaller is published."""
+Small sizes that are not published for 2 and 4 ranks are those of 8."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds and reads."""
+    """Weights and cache of one rank."""
 
     layers: int
     hidden: int
     read_bytes: float
-    """Of weights, by every step: all but experts and the embedding."""
+    """Bytes of weights that every step reads: all except experts and the embedding."""
     held_bytes: float
+    """Bytes of all weights."""
     expert_bytes: float
-    """Of one expert of one layer; 0: there are none."""
+    """Bytes of one expert of one layer; 0: there are no experts."""
     kv_bytes: float
-    """Of one token in all layers."""
+    """Bytes of keys and values of one token in all layers."""
     token_flops: float
 
     @classmethod
     def of(cls, shape: Mapping[str, Any], weights: str, routed: int = 0) -> "Share":
-        """From the shape of a rank; `routed`: the experts that its router knows, if it has more than its own."""
+        """From the shape of a rank. routed: number of experts of its router; 0: those of the rank."""
         width, pages = (2, 2.0) if weights == "bf16" else (1, 1 + 4 / shape["head_dim"])  # a scale for each key
         hidden, layers, vocab = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
         heads, keys = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
@@ -93,7 +95,7 @@ class Share:
         )
 
     def floor(self, batch: int, experts: float, speed: Speed) -> float:
-        """Seconds of a step at the least, in which so many experts of each layer are read."""
+        """The least seconds of a step that reads this many experts of each layer."""
         reads = self.read_bytes + self.layers * experts * self.expert_bytes
         return max(batch * self.token_flops / speed.flops, reads / speed.bandwidth) + (
             batch * CONTEXT * self.kv_bytes / speed.bandwidth
@@ -101,15 +103,15 @@ class Share:
 
     @property
     def room(self) -> int:
-        """Tokens whose keys and values fit beside the weights; not above 0: the weights do not fit."""
+        """Tokens whose keys and values fit beside the weights; 0 or less: the weights do not fit."""
         return int((MEMORY - RESERVED - self.held_bytes) / self.kv_bytes)
 
 
 @cache
 def experts_read(total: int, top_k: int, ranks: int, batch: int) -> tuple[float, float]:
-    """Experts of a layer that one rank reads: the mean, and the mean of the busiest rank, which all others wait for.
+    """Experts of a layer that a rank reads: the mean of all ranks, and the mean of the busiest one, which all wait for.
 
-    Every expert is as likely as any other; the mean of many draws.
+    The mean of many random draws; all experts are equally likely.
     """
     if not total:
         return 0.0, 0.0
@@ -130,7 +132,7 @@ class Step(NamedTuple):
 
 @cache
 def newest(folder: Path, what: str, key: str) -> tuple[dict[str, Any], Any] | None:
-    """The newest H200 results of a kind that have this part: the whole file, and the part."""
+    """The newest H200 results of a kind with this part: the whole file, and the part."""
     for path in sorted(folder.glob(f"{what}_h200_*.json"), reverse=True):
         content = json.loads(path.read_text())
         found = content.get("details", {})
@@ -141,25 +143,25 @@ def newest(folder: Path, what: str, key: str) -> tuple[dict[str, Any], Any] | No
 
 @dataclass(frozen=True)
 class Measured:
-    """What results say."""
+    """The measured results that predictions are based on."""
 
     folder: Path
 
     def needed(self, what: str, key: str) -> tuple[dict[str, Any], Any]:
-        """Results without which nothing can be predicted."""
+        """The newest results with this part; exits without them."""
         if (found := newest(self.folder, what, key)) is None:
             raise SystemExit(f"{self.folder}: no results {what}_h200_*.json have {key!r}; measure them first")
         return found
 
     @cached_property
     def speed(self) -> Speed:
-        """Of the run that measured the dense model."""
+        """The speed of the device in the run that measured the dense model."""
         content, _ = self.needed("quantization", f"{DENSE}, none: decode")
         return Speed(content["read bandwidth TB/s"] * 1e12, content["bf16 TFLOP/s"] * 1e12)
 
     @cached_property
     def reading(self) -> float:
-        """What a step takes for each second of its floor: the slope of a line through two models of one run."""
+        """Seconds of a step for each second of its floor: the slope of a line through two models of one run."""
         content, _ = self.needed("runtime", f"{SMALL}: latency")
         steps = {model: _step(content["details"][f"{model}: latency"]) for model in (DENSE, SMALL)}
         layers = {model: SHAPES[model]["num_hidden_layers"] for model in steps}
@@ -173,8 +175,8 @@ class Measured:
         return {int(batch): _step(each) for batch, each in found.items()}
 
     def fixed(self, moe: bool, weights: str, batch: int) -> float:
-        """Seconds of a layer that do not depend on how much it reads. Beyond the largest batch: that of the largest."""
-        if moe and weights != "bf16":  # not measured: what fp8 adds to the dense model
+        """Seconds of a layer besides its reads. Batches above the largest measured one count as the largest."""
+        if moe and weights != "bf16":  # not measured: add the difference of the dense model
             extra = self.fixed(False, weights, batch) - self.fixed(False, "bf16", batch)
             return self.fixed(True, "bf16", batch) + extra
         model = MOE if moe else DENSE
@@ -183,7 +185,7 @@ class Measured:
         return (step.took - self.reading * step.floor) / SHAPES[model]["num_hidden_layers"]
 
     def share(self, moe: bool, weights: str, batch: int) -> float:
-        """The part of the limit that was reached on one GPU."""
+        """The share of the limit that was reached on one GPU."""
         steps = self.whole(MOE if moe else DENSE, "bf16" if moe else weights)
         step = steps[max(size for size in steps if size <= batch)]
         return step.floor / step.took
@@ -204,13 +206,13 @@ def _step(found: Mapping[str, Any]) -> Step:
 
 
 def all_reduce(kind: str, ranks: int, size: int) -> float:
-    """Seconds of one all-reduce of so many bytes."""
+    """Seconds of one all-reduce of `size` bytes."""
     points = LATENCIES[kind][ranks]
     return float(np.interp(size / KIB, [*points], [*points.values()])) * 1e-6
 
 
 def collectives(share: Share, ranks: int, batch: int, kind: str) -> float:
-    """Seconds of all of a step: two in each layer, one behind the embedding, a small one for the choice of tokens."""
+    """Seconds of all collectives of a step: two in each layer, one after the embedding, a small one for sampling."""
     if ranks == 1:
         return 0.0
     large = all_reduce(kind, ranks, 2 * batch * share.hidden)
@@ -218,24 +220,25 @@ def collectives(share: Share, ranks: int, batch: int, kind: str) -> float:
 
 
 class Prediction(NamedTuple):
-    """One model over so many ranks at one batch; times in milliseconds."""
+    """One model over several ranks at one batch size; times in milliseconds."""
 
     model: str
     weights: str
     ranks: int
     batch: int
     gb: float
-    """Of weights, on each rank."""
+    """GB of weights on each rank."""
     room: int
     floor: float
     rank: float
     """A step of one rank without collectives."""
     by_share: float
-    """The same if the part of the floor that one GPU reaches stayed as it is; where it was measured: as measured."""
+    """The same if it reaches the same share of the floor as one GPU; equal to `rank` if that was measured."""
     source: str
     direct: float
-    """Collectives that write into each other's memory."""
+    """Collectives that write directly into the memory of other ranks."""
     nccl: float
+    """Collectives by NCCL."""
 
     @property
     def step(self) -> float:
@@ -244,7 +247,7 @@ class Prediction(NamedTuple):
 
     @property
     def cell(self) -> str:
-        """Milliseconds and tokens/s of all requests together, both from the one prediction to the other."""
+        """Milliseconds and tokens/s of all requests together, as ranges between the two predictions."""
         steps = sorted((self.step, self.by_share + self.direct))
         rates = [1e3 * self.batch / each for each in reversed(steps)]
         if self.source == "measured":
@@ -258,12 +261,12 @@ class Prediction(NamedTuple):
 
 @cache
 def share_of(model: str, weights: str, ranks: int) -> Share:
-    """What one rank of a model holds and reads."""
+    """The share of one rank of a model."""
     return Share.of(rank_shape(model, ranks), weights, SHAPES[model].get("num_experts", 0))
 
 
 def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int) -> Prediction:
-    """The step of one model."""
+    """Predict the step of one model."""
     experts, top_k = (SHAPES[model].get(key, 0) for key in ("num_experts", "num_experts_per_tok"))
     share, speed = share_of(model, weights, ranks), measured.speed
     mean, most = experts_read(experts, top_k, ranks, batch)
@@ -273,7 +276,7 @@ def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int
         fixed, source = measured.fixed(experts > 0, weights, batch), "predicted"
         took = measured.reading * floor + share.layers * fixed
         by_share = floor / measured.share(experts > 0, weights, batch)
-    else:  # a rank with its mean share of the experts ran
+    else:  # the measured rank read the mean number of experts, not that of the busiest rank
         took += share.layers * (most - mean) * share.expert_bytes / speed.bandwidth
         by_share = took
     direct, nccl = (collectives(share, ranks, batch, kind) for kind in ("direct", "nccl"))
@@ -284,12 +287,12 @@ def predict(measured: Measured, model: str, weights: str, ranks: int, batch: int
 
 
 def predictions(measured: Measured) -> list[Prediction]:
-    """Of every model, kind of weights, number of ranks and batch."""
+    """Predictions for every model, kind of weights, number of ranks and batch."""
     return [predict(measured, *each) for each in product(MODELS, WEIGHTS, RANKS, BATCHES)]
 
 
 def tables(found: Sequence[Prediction]) -> str:
-    """A table of each model and kind of weights, in Markdown."""
+    """A table for each model and kind of weights, in Markdown."""
     lines = []
     heads = " | ".join(f"batch {batch}" for batch in BATCHES)
     for model, weights in product(MODELS, WEIGHTS):
@@ -311,11 +314,9 @@ def _line(some: Sequence[Prediction]) -> str:
 
 
 def plot(found: Sequence[Prediction], path: Path) -> None:
-    """Above: a step of one request. Below: tokens/s of 64. A column for each model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
-    axes = figure.subplots(2, len(MODELS))
+    """Draw a step of one request above, tokens/s of 64 requests below, and a column for each model."""
+    figure = canvas(13, 7.5)
+    axes: Any = figure.subplots(2, len(MODELS))
     for (column, model), (weights, colour) in product(enumerate(MODELS), (("bf16", "#2171b5"), ("fp8", "#cb181d"))):
         fitting = [each for each in found if each[:2] == (model, weights) and each.room > 0]
         for axis, batch in zip(axes[:, column], (1, 64), strict=True):
@@ -334,7 +335,7 @@ def plot(found: Sequence[Prediction], path: Path) -> None:
 
 
 def _draw(axis: Any, some: Sequence[Prediction], label: str, colour: str) -> None:
-    """A prediction, what it would be by share, with NCCL, and (of one request) the floor."""
+    """Draw both predictions, the step with NCCL, and for one request the floor."""
     ranks, single = [each.ranks for each in some], some[0].batch == 1
 
     def values(times: Sequence[float]) -> list[float]:
@@ -345,14 +346,14 @@ def _draw(axis: Any, some: Sequence[Prediction], label: str, colour: str) -> Non
     by_share = values([each.by_share + each.direct for each in some])
     axis.fill_between(ranks, steps, by_share, color=colour, alpha=0.12)
     axis.plot(ranks, values([each.rank + each.nccl for each in some]), ":", color=colour, label=f"{label}, NCCL")
-    if single:  # without collectives it is far from everything else below
+    if single:  # in tokens/s of 64 requests it would be far above everything else
         axis.plot(ranks, [each.floor for each in some], "--", color=colour, alpha=0.5, label=f"{label}, floor")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict everything."""
     options = report.parser(__doc__)
-    options.add_argument("--docs", action="store_true", help="write the tables and the picture of docs/scaling.md anew")
+    options.add_argument("--docs", action="store_true", help="rewrite the tables and the picture of docs/scaling.md")
     asked = options.parse_args(arguments)
     measured = Measured(report.RESULTS)
     found = predictions(measured)

@@ -1,7 +1,7 @@
-"""What HTTP costs: the same requests through `outpace serve` and through `LLM` in process, in turns, on one machine.
+"""The cost of HTTP: runs the same requests through `outpace serve` and through `LLM` in this process, in turns.
 
-Without a GPU the model is SmolLM2; with one, shapes with random weights, written to a folder and loaded from there.
-Both sides stay alive and take turns. The best turn of each counts for tokens/s, the median for the first token.
+Without a GPU the model is SmolLM2; with one, a shape with random weights, written to a folder and loaded from there.
+Both sides run all the time and take turns. The best turn counts for tokens/s, the median for the first token.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ VOCAB = 32000  # prompts have token ids below this
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run on a kind of device."""
+    """The work for a kind of device."""
 
     streams: tuple[int, ...]
     per_stream: int
@@ -55,7 +55,7 @@ PLANS = {
 
 @contextmanager
 def folder_of(model: str, device: torch.device) -> Iterator[Path]:
-    """A folder that holds the model: the default one's, or a shape's with random weights and a token for every id."""
+    """A folder with the model: the default model, a folder, or a shape with random weights and a token for every id."""
     if model not in SHAPES:
         yield default_model_path() if model == "default" else Path(model)
         return
@@ -86,7 +86,7 @@ def through_http(server: Server, items: Sequence[Item], streams: int) -> Run[Tra
 
 
 def measure(model: str, device: torch.device) -> Found:
-    """Both sides of one model."""
+    """Measure both sides with one model."""
     plan = PLANS[device.type]
     with folder_of(model, device) as folder:
         options = {**plan.options, "enable_prefix_caching": False}

@@ -74,7 +74,7 @@ class Group:
     arrival: int = 0
     """Its place in the queue, which all its answers keep."""
     check: Callable[[str], StructureCheck] | None = None
-    """Checks what the grammar does not enforce."""
+    """Checks the rules that the grammar does not enforce."""
 
     def lose(self) -> None:
         """Abort the answers that have not ended, because a step failed."""

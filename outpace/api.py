@@ -1,4 +1,4 @@
-"""The calls people make: `init_inference` for a module, `pipeline` for those who come from MII."""
+"""`init_inference` for a module, and `pipeline` with the API of DeepSpeed-MII."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ from outpace.mii import Pipeline
 
 
 def init_inference(model: nn.Module, config: ConfigLike = None, **kwargs: Any) -> InferenceEngine:
-    """Make `model` ready to run, as DeepSpeed's call of the same name does.
+    """Prepare `model` to run, as DeepSpeed's call of the same name does.
 
     `config` is None, a dict, the path of a JSON file or an InferenceConfig; keywords are merged with it. Options and
     their defaults: `outpace.InferenceConfig`. The model is converted and moved in place.
@@ -21,5 +21,5 @@ def init_inference(model: nn.Module, config: ConfigLike = None, **kwargs: Any) -
 
 
 def pipeline(model_name_or_path: str | os.PathLike[str] | nn.Module | None = None, **options: Any) -> Pipeline:
-    """A pipeline as MII's: `pipe(prompts, max_new_tokens=...)` returns responses. Options are those of `LLM`."""
+    """MII's pipeline: `pipe(prompts, max_new_tokens=...)` returns responses. Options are those of `LLM`."""
     return Pipeline(LLM(model_name_or_path, **options))

@@ -44,7 +44,7 @@ class Call:
 def check_call(
     module: nn.Module, info: ModelInfo, config: InferenceConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Call:
-    """Refuse what cannot work, before anything is allocated; move right padding to the left."""
+    """Check a call before anything is allocated, and move right padding to the left."""
     if not info.can_generate:
         raise NotSupported(f"generate: {type(module).__name__} is not a generative model; call the engine itself")
     named = _by_name(module, args, kwargs)
@@ -124,7 +124,7 @@ def _check_ids(named: Mapping[str, Any], info: ModelInfo) -> torch.Tensor | None
 
 
 def _prompt(named: Mapping[str, Any], ids: torch.Tensor | None) -> torch.Tensor | None:
-    """What the model reads first, [batch, length, ...]: embeddings where they are given, otherwise ids."""
+    """The prompt as embeddings [batch, length, width] if they are given, otherwise as ids [batch, length]."""
     embeds = named.get("inputs_embeds")
     if embeds is None:
         return ids
@@ -199,7 +199,7 @@ def _prompt_length(named: Mapping[str, Any], given: torch.Tensor | None, info: M
 
 
 def _implied_mask(ids: torch.Tensor | None, settings: _Settings) -> torch.Tensor | None:
-    """Hugging Face's rule: without a mask, padding is what equals the pad token, unless that ends sequences too."""
+    """Hugging Face's rule: without a mask, pad tokens are padding, unless the pad token is also an end token."""
     pad, ends = (token_list(name, settings.get(name)) for name in ("pad_token_id", "eos_token_id"))
     if ids is None or not pad or pad[0] in ends:
         return None

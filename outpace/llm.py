@@ -62,13 +62,13 @@ class LLM:
         self.config, self.name = parts.config, parts.name
         self.dtype, self.dtype_reason, self.device = parts.dtype, parts.dtype_reason, parts.device
         self.quantized = parts.quantized
-        """What was quantized, and how; None: nothing was."""
+        """The quantized weights, and how; None: no weights are quantized."""
         self.tokenizer = parts.tokenizer
         self._engine: LLMEngine | None = LLMEngine(parts, self.tokenizer, ranks)
         self.startup_seconds = parts.seconds | self._engine.startup_seconds | {"all": time.perf_counter() - begin}
-        """What the start took, by part."""
+        """Seconds of each part of the start."""
         self._numbers = itertools.count()
-        self._lock = Turns()  # one thread takes a step; every request is in it
+        self._lock = Turns()  # one thread runs the next step, for the requests of all threads
         self._tokenizing = threading.Lock()  # steps do not wait while a long prompt is tokenized
         logger.info("ready: %s", by_part(self.startup_seconds, parts.weight_bytes))
 
@@ -94,14 +94,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt (text, token ids or a dict of either), with the same parameters or one for each.
 
-        priority: of all prompts, or one for each; smaller is sooner. An answer that could not be held to its structure
-        has the `finish_reason` "error"; the others are not touched.
+        priority: one for all prompts, or one for each; smaller is sooner. If the grammar of an answer fails, its
+        `finish_reason` is "error", and the other answers continue.
         """
         work = _pair(_as_prompts(prompts), sampling_params or self.get_default_sampling_params())
         ranks = _priorities(priority, len(work))
-        groups = [
-            self._make(*each, priority=rank, streamed=False) for each, rank in zip(work, ranks, strict=True)
-        ]  # all, before any runs
+        # all requests are made before one runs, so that a bad one is an error at once
+        groups = [self._make(*each, priority=rank, streamed=False) for each, rank in zip(work, ranks, strict=True)]
         return self._run(groups, use_tqdm=use_tqdm)
 
     def chat(
@@ -113,7 +112,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, written out with the model's chat template."""
+        """Answer one or several conversations, formatted by the model's chat template."""
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations: Any = messages if many else [messages]
         prompts = [self.apply_chat_template(conversation, **template) for conversation in conversations]
@@ -137,7 +136,7 @@ class LLM:
     def prompt_logits(
         self, prompts: Sequence[list[int]], watch: Callable[[int, int, torch.Tensor], None], *, use_tqdm: bool = True
     ) -> None:
-        """Compute prompts of token ids, and pass the logits of every position to `watch`, without keeping them.
+        """Compute prompts of token ids, and pass the logits of every position to `watch`; they are not stored.
 
         `watch(prompt, position, logits)` is called while the steps run: row i of logits [T, V], on the model's device,
         predicts the token at `position + i` of that prompt. A piece comes again if its request was preempted.
@@ -186,7 +185,7 @@ class LLM:
         """
         if (stages := self.engine.ranks.config.pipeline_parallel.pp_size) > 1:
             raise NotSupported(
-                f"expert_load: of {stages} stages each counts those of its own layers; ask an LLM of one stage"
+                f"expert_load: each of {stages} stages counts only the experts of its own layers; use one stage"
             )
         with self._lock:
             experts = self.engine.experts
@@ -219,7 +218,7 @@ class LLM:
         return self.engine.make(f"llm-{next(self._numbers)}", ids, params, **more)
 
     def _run(self, groups: list[Group], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests to their ends; they enter as the queue has room."""
+        """Run requests to their ends; each is queued as soon as there is room."""
         todo, epoch = deque(self._in_order(groups)), self.engine.epoch
         try:
             with _progress(len(groups), shown=use_tqdm) as advance:
@@ -235,7 +234,7 @@ class LLM:
         return [group.output for group in groups]
 
     def _in_order(self, groups: list[Group]) -> list[Group]:
-        """The order in which the scheduler would take them: not all may wait there at once."""
+        """The requests in the scheduler's order, because its queue may have no room for all of them."""
         if self.config.scheduler.policy == "arrival":
             return groups
         firsts = [(group.answers[0].request, group) for group in groups]
@@ -248,7 +247,7 @@ class LLM:
         try:
             with self._lock:
                 self.engine.submit(group)
-            while not output.finished or output.num_tokens > seen:  # others may have taken its last steps
+            while not output.finished or output.num_tokens > seen:  # other threads may have run its last steps
                 with self._lock:
                     if output.num_tokens == seen:
                         self._step(epoch)
@@ -268,20 +267,20 @@ class LLM:
         self.engine.step()
 
     def _check_kept(self, groups: list[Group]) -> None:
-        """Raise if a request was aborted: nobody aborts a request that is waited for, so it was lost."""
+        """Raise if a request was aborted: no caller aborts a request that it waits for, so a failed step lost it."""
         if any(each.finish_reason is FinishReason.ABORT for group in groups for each in group.output.outputs):
             self.engine.ranks.check()
             raise StateError(LOST)
 
     def _leave(self, groups: list[Group]) -> None:
-        """Abort what has not finished."""
+        """Abort the requests that have not finished."""
         with self._lock:
             if self._engine is not None:
                 for group in groups:
                     self._engine.leave(group)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt; those of a list are checked."""
+        """Token ids of a prompt: text is tokenized, a list is checked."""
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("generate")
             try:
@@ -301,7 +300,7 @@ class LLM:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[list[Group]], None]]:
-    """A bar of finished requests with tokens a second, for more than one, on terminals and in notebooks."""
+    """A progress bar with tokens/s for two or more requests, only on terminals and in notebooks."""
     console = Console(stderr=True)
     if not shown or total < 2 or not (console.is_terminal or console.is_jupyter):
         yield lambda groups: None

@@ -1,4 +1,4 @@
-"""Loads a model for `LLM`: finds it, makes it ready and says how it runs over pages."""
+"""Loads a model for `LLM`: finds it, and prepares it to run over pages."""
 
 import os
 import time
@@ -42,7 +42,7 @@ DEFAULT_LENGTH = 2048  # tokens of a request if neither the model nor the user s
 
 @outside()
 def find_plan(model: str | os.PathLike[str] | None, config: LLMConfig) -> QuantPlan:
-    """Measure which scheme each weight of a model gets (`quant.auto`), without making it ready to run."""
+    """Choose a scheme for each weight of a model by measuring (`quant.auto`), without preparing it to run."""
     assert config.quant is not None, "asked for"
     assert config.quant.auto is not None, "asked for"
     found = _find(model, config, tokenizer=config.quant.reads_text)
@@ -50,8 +50,8 @@ def find_plan(model: str | os.PathLike[str] | None, config: LLMConfig) -> QuantP
     made = weights_found(weights_of(found.model, None, choose_kernels(config.torch_device, config.kernels)))
     if any(weight.role == "experts" for weight in made):
         raise NotSupported(
-            f"auto: {found.name} has experts, for whose plans the layout that is written has no form; give quant.auto "
-            "when the model is loaded, or choose a scheme"
+            f"auto: {found.name} has experts, and the layout of the written files has no form for plans with experts; "
+            "give quant.auto when the model is loaded, or choose a scheme"
         )
     device = config.torch_device
     return measured_plan(found.model, made, config.quant, info, sources, found.dtype, device, found.tokenizer)
@@ -59,11 +59,11 @@ def find_plan(model: str | os.PathLike[str] | None, config: LLMConfig) -> QuantP
 
 @dataclass(frozen=True)
 class PagedParts:
-    """A model that runs batches over pages, and what is known of it."""
+    """A model that runs batches over pages, and facts about it."""
 
     model: BatchModel
     module: nn.Module
-    """The same model as Hugging Face calls it, with its layers replaced."""
+    """The same model as a Hugging Face module, with its layers replaced."""
     config: LLMConfig
     name: str
     tokenizer: PreTrainedTokenizerBase | None
@@ -74,21 +74,21 @@ class PagedParts:
     dtype_reason: str
     device: torch.device
     seconds: dict[str, float]
-    """What this took, by part."""
+    """Seconds of each part of loading."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """What requests get where they do not say, by names of SamplingParams."""
+    """Default sampling parameters, by field of SamplingParams."""
     weight_bytes: int = 0
-    """That were read to load it."""
+    """Bytes that were read to load it."""
     quantized: QuantizedReport | None = None
-    """What became of its weights; None: they are in `dtype`."""
+    """How its weights are quantized; None: they are in `dtype`."""
     streaming: Streaming | None = None
-    """Its layers that do not stay on the device; None: all do."""
+    """Layers that are streamed to the device; None: all layers stay there."""
 
 
 def find_stages(
     model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase
 ) -> Found:
-    """A model without its weights, which can be cut into the stages that are asked for."""
+    """Find a model without loading its weights, and check that it can be cut into the requested stages."""
     found, asked = _find(model, config, _reads(config, tokenizer)), config.pipeline_parallel
     stages_of(found.model, asked.pp_size, asked.layers)
     return found
@@ -104,15 +104,15 @@ def load_paged(
     *,
     tokenizer: bool | PreTrainedTokenizerBase = True,
 ) -> PagedParts:
-    """A model by name, from a folder, a .gguf file, live, or found already, made ready to run over pages.
+    """Load a model (a name, a folder, a .gguf file, a live module, or a found model) and prepare it to run over pages.
 
-    tokenizer: one to use instead of the model's; False leaves it out, for an engine that sees token ids alone (unless
-    a text has to be read for quantization).
+    tokenizer: one to use instead of the model's own (True). False loads none, for an engine that gets only token ids,
+    unless quantization must tokenize a text.
     """
     check_page_dtype(asked.kv_cache_dtype, asked.torch_device)
     begin = time.perf_counter()
     if asked.torch_device.type == "cuda":
-        getting_ready()  # while weights are loaded
+        getting_ready()  # in the background, while weights are loaded
     loaded: Loaded | Found
     if isinstance(model, Found):
         loaded = model
@@ -131,9 +131,9 @@ def load_paged(
     def check(info: ModelInfo, injection: Injection | None) -> None:
         length = _max_model_len(info, config)
         if injection is None or not injection.has_pages(length):
-            raise ModelError(f"model: {loaded.name} has no form over pages; call it with outpace.init_inference")
+            raise ModelError(f"model: {loaded.name} cannot run over pages; call it with outpace.init_inference")
         if config.deterministic and (reason := injection.varies()):
-            raise NotSupported(f"deterministic: {loaded.name} cannot promise it: {reason}; leave deterministic out")
+            raise NotSupported(f"deterministic: {loaded.name} depends on the batch: {reason}; remove deterministic")
 
     weights = loaded.weights if isinstance(loaded, Found) else None
     options: dict[str, Any] = {"deterministic": config.deterministic, "check": check, "tokenizer": loaded.tokenizer}

@@ -10,7 +10,7 @@ logger.addHandler(logging.NullHandler())
 
 
 def by_part(seconds: Mapping[str, float], weight_bytes: int = 0, least: float = 0.0) -> str:
-    """What a start took, part by part: `weights 0.50 s (16.1 GB, 32.1 GB/s)`; parts below `least` are left out."""
+    """Seconds of the parts of a start, as text: `weights 0.50 s (16.1 GB, 32.1 GB/s)`; without parts below `least`."""
     size = size_text(weight_bytes, 1)
     return ", ".join(
         f"{part} {took:.2f} s"
@@ -21,7 +21,7 @@ def by_part(seconds: Mapping[str, float], weight_bytes: int = 0, least: float = 
 
 
 def size_text(nbytes: float, digits: int = 2) -> str:
-    """A number of bytes in GB, MB or KB, whichever leaves digits to read."""
+    """A number of bytes in the largest unit of GB, MB and KB in which it is at least 1."""
     for factor, unit in _UNITS:
         if nbytes >= factor:
             return f"{nbytes / factor:.{digits}f} {unit}"

@@ -1,4 +1,4 @@
-"""`outpace.pipeline`: what people who come from MII call."""
+"""`outpace.pipeline`: the API of DeepSpeed-MII."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class Pipeline:
         return max_length or self.llm.max_model_len
 
     def destroy(self) -> None:
-        """Let go of the model."""
+        """Free the model."""
         self.llm.shutdown()
 
 

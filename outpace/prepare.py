@@ -1,4 +1,4 @@
-"""Somebody's module made ready: looked at, converted, injected, placed. What cannot work is refused beforehand."""
+"""Prepares the caller's module to run: checks everything, then replaces layers, converts and places weights."""
 
 import functools
 import time
@@ -52,7 +52,7 @@ from outpace.quant.rules import Rules
 
 @dataclass(frozen=True)
 class Prepared:
-    """A module that is where it runs, in what it computes in."""
+    """A module on its device and in its dtype, and facts about it."""
 
     module: nn.Module
     info: ModelInfo
@@ -60,28 +60,28 @@ class Prepared:
     dtype: torch.dtype
     device: torch.device
     seconds: Mapping[str, float]
-    """What this took, by part."""
+    """Seconds of each part of `prepare`."""
     weight_bytes: int = 0
-    """That were read; 0: the module had its own."""
+    """Bytes that were read; 0: the module had its own weights."""
     quantized: QuantizedReport | None = None
-    """What became of its weights; None: they are in `dtype`."""
+    """How its weights are quantized; None: they are in `dtype`."""
     mesh: Mesh = NO_MESH
     """The ranks that it runs on."""
     streaming: Streaming | None = None
-    """Its layers that do not stay on the device; None: all do."""
+    """Layers that are streamed to the device; None: all layers stay there."""
     cut: StageCut | None = None
-    """The stage of a pipeline that it is; None: it is a whole model."""
+    """Its stage of a pipeline; None: it is a whole model."""
 
     def paged(self) -> Paged | None:
-        """How it runs over pages; None: it has no such form."""
+        """Makes the model over pages; None: it cannot run over pages."""
         make = None if self.injection is None else self.injection.paged()
         return make if make is None or self.streaming is None else functools.partial(_streamed, make, self.streaming)
 
 
 def _streamed(make: Paged, streaming: Streaming, max_positions: int) -> BatchModel:
-    """A model over pages whose layers come and go."""
+    """A model over pages with streamed layers."""
     made = make(max_positions)
-    made.reentrant = False  # layers have their slots in one order
+    made.reentrant = False  # slots are filled in the order of the layers
     made.capturable = made.capturable and streaming.capturable
     made.streaming = streaming
     if isinstance(made, PagedModel):
@@ -90,7 +90,7 @@ def _streamed(make: Paged, streaming: Streaming, max_positions: int) -> BatchMod
 
 
 Check = Callable[[ModelInfo, Injection | None], None]
-"""Raises if the caller cannot use the model as it was found."""
+"""Raises if the caller cannot use the model."""
 
 
 @outside()
@@ -103,7 +103,7 @@ def prepare(
     check: Check | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Prepared:
-    """Make a module ready as its config says. All checks come first; after them the module is changed in place.
+    """Prepare a module as its config says. All checks come first; after them the module is changed in place.
 
     weights: fill an empty module with these; None: the module has its own. tokenizer: for calibration text.
     """
@@ -142,7 +142,7 @@ def prepare(
 
 @dataclass
 class _Job:
-    """What `prepare` will do to a module, once everything has been checked."""
+    """The changes that `prepare` makes to a module after all checks."""
 
     module: nn.Module
     config: InferenceConfig
@@ -215,12 +215,12 @@ class _Job:
         )
 
     def _plan_away(self, before: Before, sources: Mapping[str, Source] | None) -> Streaming | None:
-        """Which layers do not stay on the device; each stage decides for its own layers."""
+        """Which layers are streamed; each stage decides for its own layers."""
         mesh = replace(self.mesh, stage=ONLY)
         return plan_streaming(self.module, before, self.config, self.device, sources, mesh)
 
     def _replace_layers(self) -> QuantizedReport | None:
-        """Put our layers in place of the model's, still empty; what is quantized among them."""
+        """Replace the model's layers by ours, still without weights; returns how weights are quantized."""
         make = Maker(self.module, self.kernels, self.rules)
         if self.injection is not None:
             self.injection.apply()
@@ -245,7 +245,7 @@ class _Job:
 
 @contextmanager
 def _put_away(away: Streaming | None) -> Iterator[None]:
-    """While weights are loaded: layers that do not stay are put away, and streamed from then on."""
+    """Around the loading of weights: start to stream layers afterwards, or release their storage after an error."""
     try:
         yield
         if away is not None:
@@ -268,7 +268,7 @@ def _experts_run(module: nn.Module, config: InferenceConfig, kernels: Kernels, *
 
 
 def _with_stored(rules: Rules, config: InferenceConfig, sources: Mapping[str, Source], dtype: torch.dtype) -> Rules:
-    """Rules with what runs from the checkpoint's own bits, if that is asked for, or usual on the device."""
+    """Rules with the weights that run as the checkpoint stores them, if requested or the default of the device."""
     if not runs_stored(config)[0]:
         return rules
     if forms := stored_forms(sources, dtype, lambda scheme: runs(scheme, config.torch_device)):
@@ -280,7 +280,7 @@ def _with_stored(rules: Rules, config: InferenceConfig, sources: Mapping[str, So
 
 
 def asked_weights(model: nn.Module, config: InferenceConfig) -> Weights | None:
-    """The checkpoint that a config names, opened; None: it names none."""
+    """Open the checkpoint that a config names; None: it names none."""
     more = config.checkpoint_config
     source = config.checkpoint if config.checkpoint is not None else more.checkpoint_dir
     if source is None or not isinstance(model, nn.Module):

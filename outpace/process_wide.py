@@ -1,4 +1,4 @@
-"""Switches of the whole process that are set for a while, each behind a lock: threads must not undo each other's."""
+"""Changes settings of the whole process for a while, under locks, so that threads do not undo each other's changes."""
 
 import gc
 import os
@@ -11,8 +11,8 @@ _ENVIRONMENT: Final = threading.RLock()
 
 
 class _Collector:
-    """Python's garbage collector, off while anybody needs it off. Two threads that each saved `gc.isenabled` would turn
-    it on in the middle of the other's work."""
+    """Turns garbage collection off while at least one thread needs it off. If each thread saved and restored
+    `gc.isenabled` itself, one would turn it on during the work of another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # not held while it is off: imports wait for other threads
@@ -41,9 +41,9 @@ COLLECTOR: Final = _Collector()
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that gloo or transformers reads and takes in no other way. One user at a time."""
+    """Set environment variables, for settings that gloo and transformers take in no other way. One user at a time."""
     if not variables:
-        yield  # nobody waits for a start that needs none
+        yield  # nothing to set, so do not wait for other users
         return
     with _ENVIRONMENT:
         before = {name: os.environ.get(name) for name in variables}

@@ -1,4 +1,4 @@
-"""How long the model takes: times of each forward and generate, and of each submodule if asked."""
+"""Measures the time of each forward and generate, and of each submodule if requested."""
 
 import statistics
 import time
@@ -35,7 +35,7 @@ class Profiler:
         self._modules: dict[str, deque[Span]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def start(self, module: nn.Module, *, use_cuda_events: bool, modules: bool, graphs: bool) -> None:
-        """Start anew on a module, with CUDA events or the wall clock."""
+        """Forget all times and start to profile a module, with CUDA events or the wall clock."""
         if modules and graphs:
             raise NotSupported(
                 "profile_model_time(modules=True): a CUDA graph runs as one piece; profile an engine without "
@@ -74,7 +74,7 @@ class Profiler:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hooks take no times here: inside a graph capture they would be captured."""
+        """Hooks do not measure inside this block: in a graph capture their events would be captured."""
         before, self._paused = self._paused, True
         try:
             yield

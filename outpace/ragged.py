@@ -19,7 +19,7 @@ from outpace.types import Request, ScheduledSequence, Step, check_vocabulary
 
 
 class SchedulingResult(IntEnum):
-    """Whether a batch can run, and what is in its way; numbers are FastGen's."""
+    """Whether a batch can run, or which limit it exceeds; numbers are FastGen's."""
 
     Success = 0
     EngineSequenceLimitExceeded = 1
@@ -48,14 +48,14 @@ class SchedulingError(InputError, RuntimeError):
 
 @dataclass
 class _Tracked:
-    """A sequence that the engine holds keys and values of."""
+    """A sequence with keys and values in the cache."""
 
     num_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
 class RaggedEngine:
-    """Runs batches of pieces of sequences and returns logits. Options are those of `LLM`, but for its scheduler's.
+    """Runs batches of pieces of sequences and returns logits. Options are those of `LLM` without its scheduler's.
 
     After an error in `put` the sequences of its batch are flushed.
     """
@@ -69,7 +69,7 @@ class RaggedEngine:
         with starting(self._ranks, parts.streaming):
             started = start_runner(parts.model, parts.config, parts.max_model_len)
         self.close = weakref.finalize(self, let_go, self._ranks, parts.streaming)
-        """Ends the other ranks and what layers are streamed with, if there are any; so does the engine's end."""
+        """Ends the other ranks and the streaming of layers; so does garbage collection of the engine."""
         self._runner, self._limits = started.runner, started.limits
         self._vocab_size = parts.vocab_size
         self._pool = BlockPool(started.num_blocks, parts.config.cache.block_size, enable_prefix_caching=False)
@@ -79,7 +79,7 @@ class RaggedEngine:
 
     @property
     def free_blocks(self) -> Tensor:
-        """Pages that no sequence has, [n_kv_cache_groups]."""
+        """Number of free pages, [n_kv_cache_groups]."""
         return torch.tensor([self._pool.num_free])
 
     @property
@@ -93,9 +93,9 @@ class RaggedEngine:
         batch_tokens: Iterable[Sequence[int] | Tensor],
         do_checks: bool = True,
     ) -> Tensor:
-        """Run the next tokens of each sequence; a new uid begins one. Logits [n, V] after the last token of each.
+        """Run the next tokens of each sequence; a new uid starts one. Returns logits [n, V] after each last token.
 
-        do_checks=False takes token ids as they are, unseen. What does not fit raises `SchedulingError` in any case.
+        do_checks=False skips the check of token ids. A batch that does not fit raises `SchedulingError` in any case.
         """
         uids, pieces = _uids(batch_uids), list(batch_tokens)
         if len(uids) != len(pieces):
@@ -116,14 +116,14 @@ class RaggedEngine:
                 logits = self._runner.logits(step).clone()
             self._ranks.check()
             return logits
-        except BaseException:  # it is unknown how much was computed: its sequences have to begin again
+        except BaseException:  # it is unknown how much was computed, so these sequences must start again
             for uid in uids:
                 if uid in self._sequences:
                     self.flush(uid)
             raise
 
     def query(self, uid: int, max_request_tokens: int | Tensor, max_request_blocks: int | Tensor) -> tuple[int, int]:
-        """(tokens, pages) that a sequence can get, at most these numbers; pages are new ones."""
+        """(tokens, new pages) that a sequence can get, at most these numbers."""
         (max_request_tokens,) = _counts("max_request_tokens", [max_request_tokens])
         (max_request_blocks,) = _counts("max_request_blocks", [max_request_blocks])
         tracked = self._sequences.get(uid, _Tracked())
@@ -168,15 +168,15 @@ class RaggedEngine:
         self._flushed.append(str(uid))
 
     def _check(self, batch: list[tuple[int, list[int]]], *, ids: bool) -> None:
-        """Refuse what cannot be right; `ids`: look at every token id, too."""
+        """Refuse an invalid batch; `ids`: check every token id too."""
         uids = [uid for uid, _ in batch]
         if not batch or len(set(uids)) < len(uids):
             raise InputError(f"batch_uids: expected one or more, each once, got {uids!r:.80}")
         for uid, tokens in batch:
             if not tokens:
-                raise InputError(f"batch_tokens: of {uid} expected one or more token ids")
+                raise InputError(f"batch_tokens: expected one or more token ids for uid {uid}")
             if ids:
-                check_vocabulary(f"batch_tokens: of {uid}", self._vocab_size, min(tokens), max(tokens))
+                check_vocabulary(f"batch_tokens: uid {uid}", self._vocab_size, min(tokens), max(tokens))
 
     def _entry(self, uid: int, tokens: list[int]) -> ScheduledSequence:
         """The next tokens of a sequence, with the pages they need."""

@@ -1,9 +1,9 @@
-"""Which token comes next: a batch of requests, each with its own parameters, without waiting for the device.
+"""Samples the next tokens of a batch, each request with its own parameters, without waiting for the device.
 
 The parameters of a set of requests are tensors that are made once (`SamplingBatch.of`), and everything that changes
 from step to step is computed on the device from the tokens so far. The order is vLLM's: allowed tokens, bad words,
-min_tokens, bias, penalties, grammars, then temperature, min_p, top_k and top_p (`kernels.draw`). A token depends on its
-own request alone: its seed, its parameters, its tokens.
+min_tokens, bias, penalties, grammars, then temperature, min_p, top_k and top_p (`kernels.draw`). A token depends only
+on its own request: its seed, its parameters, its tokens.
 """
 
 import hashlib
@@ -18,27 +18,27 @@ from outpace.kernels.draw import Drawing
 from outpace.types import Request, SamplingParams
 
 BANNED = -1e30
-"""Added to the logit of a banned token. It is finite: a row of which all is banned still draws an allowed token."""
+"""Added to the logit of a banned token. It is finite, so that a row whose allowed tokens are all banned draws one."""
 _FOREVER = 2**62
-_CHUNK_BYTES = 2**28  # of fp32 that log-probabilities may take at once
+_CHUNK_BYTES = 2**28  # fp32 memory for log-probabilities at a time
 FEW_LOGPROBS = 20
-"""Rows that want this many or fewer are computed together; those that want more do not make the others pay for it."""
+"""Rows that want at most this many are computed together; rows that want more are separate, not to slow them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """How likely tokens were by the logits as the model gave them, and K others: the likeliest, or those asked for."""
+    """Log-probabilities by the model's unchanged logits: of a token and of K others, the likeliest or the requested."""
 
     token_logprobs: Tensor  # [S] fp32
     token_ranks: Tensor  # [S] int64, 1 + how many logits are larger
-    top_ids: Tensor  # [S, K] int64, likeliest first, or as they were asked for
+    top_ids: Tensor  # [S, K] int64, likeliest first, or in the requested order
     top_logprobs: Tensor  # [S, K] fp32
-    top_ranks: Tensor | None = None  # [S, K] int64 of those asked for; the likeliest are in order
+    top_ranks: Tensor | None = None  # [S, K] int64 of requested tokens; None: the likeliest, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What `sample` chose."""
+    """The result of `sample`."""
 
     token_ids: Tensor  # [S] int64
     logprobs: "tuple[tuple[LogprobRows, Logprobs], ...]" = ()
@@ -51,14 +51,14 @@ class LogprobRows:
     places: tuple[int, ...]
     rows: Tensor | None  # [R] int64, the same on the device; None: all rows in their order
     num: int  # the most that any of them wants
-    token_ids: Tensor | None = None  # [R, K] int64, those asked for, instead of the likeliest
+    token_ids: Tensor | None = None  # [R, K] int64, requested tokens, instead of the likeliest
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
     """Tokens that grammars allow in this step."""
 
-    rows: Tensor  # [R] int64, whose they are
+    rows: Tensor  # [R] int64, rows of the batch
     bits: Tensor  # [R, ceil(V / 32)] int32; token t is bit t % 32 of word t // 32
 
 
@@ -83,7 +83,7 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class _Penalties:
-    """The rows that have any, and what they have."""
+    """The rows with penalties, and their penalties."""
 
     vocab_size: int
     rows: Tensor  # [R]
@@ -96,7 +96,7 @@ class _Penalties:
 
 @dataclass(frozen=True, slots=True)
 class _Edits:
-    """What makes scores of logits; at least one is there."""
+    """Changes that turn logits into scores; at least one of them is set."""
 
     disallowed: Tensor | None  # [S, V] bool
     biases: tuple[Tensor, Tensor] | None  # places [N], values [N] fp32
@@ -113,7 +113,7 @@ class SamplingBatch:
     logprobs: tuple[LogprobRows, ...]
     """Rows that want log-probabilities."""
     argmax: bool
-    """Every row takes its highest score, though scores may differ from logits."""
+    """Every row takes its highest score (scores may differ from logits)."""
     filtered: bool
     """Some row has top_k or top_p."""
     prompt_lengths: Tensor  # [S] int64
@@ -134,8 +134,8 @@ class SamplingBatch:
         *,
         salt: int = 0,
     ) -> "SamplingBatch":
-        """Puts the parameters on the device. bad_words: the token sequences of each request's; salt: a random number
-        of the process, from which requests without a seed get theirs."""
+        """Put the parameters on the device. bad_words: token sequences of each request's bad words; salt: a random
+        number of the process, from which requests without a seed get theirs."""
         params = [request.params for request in requests]
         heat = [0.0 if each.top_k == 1 else each.temperature for each in params]
         top_k = [each.top_k if each.top_k < vocab_size else 0 for each in params]
@@ -177,7 +177,7 @@ def sample(
     """The next token of each row. Nothing here waits for the device.
 
     logits: [S, V], not modified; history: [S, L] int32, the tokens of each request so far, prompt then answer;
-    lengths: [S] int64, how many they are; masks: of the rows that have a grammar.
+    lengths: [S] int64, the number of these tokens; masks: for the rows with a grammar.
     """
     assert logits.shape == (len(batch.keys), batch.vocab_size), f"{tuple(logits.shape)} for another batch"
     assert len(history) == len(lengths) == len(logits)
@@ -200,7 +200,7 @@ def sample(
 def logprobs_of(logits: Tensor, token_ids: Tensor, num: int, others: Tensor | None = None) -> Logprobs:
     """Log-probabilities of tokens [S] by logits [S, V], and of the `num` likeliest (-1: all), or of `others` [S, K].
 
-    Some rows at a time: they take fp32 twice.
+    Computed in chunks of rows, since each row takes two fp32 copies.
     """
     rows = max(1, _CHUNK_BYTES // (2 * 4 * logits.shape[1]))
     parts = []
@@ -231,7 +231,7 @@ def _logprobs_of_rows(logits: Tensor, tokens: Tensor, wanted: LogprobRows) -> Lo
 
 
 def _mask(scores: Tensor, masks: Masks) -> None:
-    """Leaves what grammars allow; that stays above the rest, whatever the model and the edits say. scores: [S, V]"""
+    """Set tokens that grammars forbid to -inf, and raise allowed ones to at least BANNED. scores: [S, V]"""
     octets = masks.bits.view(torch.uint8)  # [R, 4 W], eight tokens each
     places = torch.arange(8, dtype=torch.uint8, device=scores.device)
     allowed = (octets[:, :, None] >> places & 1).view(len(octets), -1)[:, : scores.shape[1]]  # [R, V]
@@ -240,9 +240,9 @@ def _mask(scores: Tensor, masks: Masks) -> None:
 
 
 def _edit(scores: Tensor, edits: _Edits, history: Tensor, lengths: Tensor, generated: Tensor) -> None:
-    """Applies masks, bias and penalties to logits in fp32. [S, V]"""
+    """Apply masks, bias and penalties to logits in fp32. [S, V]"""
     flat = scores.view(-1)
-    if edits.disallowed is not None:  # what is allowed stays above what is not, even where the model says -inf
+    if edits.disallowed is not None:  # clamped, so that allowed tokens stay above others even if their logits are -inf
         scores.clamp_(min=BANNED).masked_fill_(edits.disallowed, float("-inf"))
     if edits.words is not None:
         flat.index_add_(0, edits.words.places, _follows(edits.words, history, lengths, generated).float() * BANNED)
@@ -264,23 +264,23 @@ def _follows(words: _Words, history: Tensor, lengths: Tensor, generated: Tensor)
 
 
 def _penalize(flat: Tensor, penalties: _Penalties, history: Tensor, lengths: Tensor) -> None:
-    """Applies the penalties to the scores of the tokens that their rows have, wherever one occurs. flat: [S * V]"""
+    """Apply penalties to the scores of all tokens that occur in their rows. flat: [S * V]"""
     tokens = history[penalties.rows]  # [R, L]
     position = torch.arange(history.shape[1], device=history.device)
     written = position < lengths[penalties.rows, None]
     answered = written & (position >= penalties.prompt_lengths)
-    tokens = torch.where(written, tokens, tokens[:, :1]).long()  # after the last one: the first token again
+    tokens = torch.where(written, tokens, tokens[:, :1]).long()  # padded with the first token
     counts = torch.zeros(len(tokens), penalties.vocab_size, dtype=torch.float32, device=flat.device)
     times = counts.scatter_add_(1, tokens, answered.float()).gather(1, tokens)
     places = tokens + penalties.starts
     x = flat[places]
     x = torch.where(x > 0, x / penalties.repetition, x * penalties.repetition)
     x.addcmul_(times, penalties.frequency, value=-1).addcmul_(times.clamp(max=1), penalties.presence, value=-1)
-    flat.scatter_(0, places.view(-1), x.view(-1))  # several of one token have one value
+    flat.scatter_(0, places.view(-1), x.view(-1))  # all occurrences of a token have the same value
 
 
 def _logprob_rows(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> tuple[LogprobRows, ...]:
-    """Who wants log-probabilities, put together by how many: few, each larger number, and tokens by their ids."""
+    """Rows that want log-probabilities, in groups: up to FEW_LOGPROBS, each larger number, and requested token ids."""
     groups: dict[int | None, list[int]] = {}
     for row, each in enumerate(params):
         if each.logprob_token_ids is not None:
@@ -369,7 +369,7 @@ def _bans(
     vocab_size: int,
     device: torch.device,
 ) -> _Bans | None:
-    """Ends before min_tokens, and bad words of one token for ever. A token that the model does not have needs none."""
+    """Bans of end tokens until min_tokens, and of bad words with one token for ever. Unknown tokens need no ban."""
     found = []
     for row, request in enumerate(requests):
         params = request.params

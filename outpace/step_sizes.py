@@ -12,7 +12,7 @@ from outpace.errors import ConfigError
 from outpace.sequence import Sequence
 
 MAX_CHUNK = 384  # tokens of one prompt in a step with decodes, if neither set by the user nor measured
-OVERTIME = (0.02, 16)  # how much later than the longest request all may end: share of its steps, at most so many steps
+OVERTIME = (0.02, 16)  # allowed delay of the last end: fraction of the longest request's steps, at most this many
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class StepSizes:
         if not self.paced:
             return most
         everyone = (*running, *waiting)
-        # slots are short, so fill them soon, or somebody is more urgent than others and must not be paced with them
+        # there are too few slots, so fill them soon; or some requests are more urgent, and must not be spread
         if len(everyone) > self.max_num_seqs or len({each.order.priority for each in everyone}) > 1:
             return min(most, self.max_streamed_tokens)  # a larger step would have fewer decodes beside its prompts
         wanted = pace(running, waiting)

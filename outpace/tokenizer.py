@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a multi-byte character to
+_UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a multi-byte character to this
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a byte-fallback token
 _SHORTEST_CONTEXT = 4  # least number of earlier tokens that are decoded again with new ones
 _LONGEST_WINDOW = 12  # most tokens that are decoded together, if the text allows it
@@ -143,7 +143,7 @@ class _Decoder:
         return end
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        """The shortest end of these tokens after which later tokens decode as after all of them.
+        """The shortest suffix of these tokens after which later tokens decode as after all of them.
 
         It must contain a final character that does not depend on earlier text.
         """
@@ -156,10 +156,10 @@ class _Decoder:
             size *= 2
         return [token for token in tokens if not self._is_left_out(token)]
 
-    def context_behind_bytes(self, tokens: list[int], text: str) -> list[int] | None:
-        """The context after too many byte tokens at the end, which are then shown; None: they are held back.
+    def context_after_bytes(self, tokens: list[int], text: str) -> list[int] | None:
+        """The context to continue with if the text ends with too many byte tokens to hold back; None: hold them back.
 
-        It is without these tokens: the ones before have the same effect, and later bad bytes must not change them.
+        These tokens are not in it, so that later bad bytes do not change their text, which is now shown.
         """
         if not self._byte_fallback or len(tokens) <= _LONGEST_WAIT or text.endswith(_UNFINISHED):
             return None
@@ -228,7 +228,7 @@ class _Window:
         if last:
             return now[begin:], ""
         end = self._decoder.settled(self._tokens, now)
-        if (context := self._decoder.context_behind_bytes(self._tokens, now)) is not None:
+        if (context := self._decoder.context_after_bytes(self._tokens, now)) is not None:
             self._tokens, self._before = context, self._decoder.decode(context)
             return now[begin:], ""
         if end > begin:
@@ -317,9 +317,9 @@ def _borders(string: str) -> tuple[int, ...]:
 
 
 def _end_of(before: str, now: str) -> int:
-    """Where in the text the part ends that was there before, if that part is not quite the same any more.
+    """Where the earlier text ends in the new text, if the earlier text has changed a little.
 
-    That is so right behind a prompt: its last character was not finished and is now, or cleanup removes its spaces.
+    This happens directly after a prompt: its unfinished last character is completed, or cleanup removes its spaces.
     """
     while before.endswith(_UNFINISHED):
         before = before[:-1]
@@ -330,7 +330,7 @@ def _end_of(before: str, now: str) -> int:
 
 
 def _may_become_text(data: bytes) -> bool:
-    """Is it valid UTF-8, or would it be with more bytes?"""
+    """Whether it is valid UTF-8, or can become so with more bytes."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data)
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """Nested inputs and outputs of models: find, replace and describe the tensors in them.
 
-Understood: tensors, dicts (Hugging Face's ModelOutput and BatchEncoding too), lists, tuples, named tuples, dataclasses
-and Hugging Face caches. Everything else is a constant.
+Known structures: tensors, dicts (also Hugging Face's ModelOutput and BatchEncoding), lists, tuples, named tuples,
+dataclasses and Hugging Face caches. Everything else is a constant.
 """
 
 import copy
@@ -46,7 +46,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The structure with its tensors on `device`; itself where they are there already, as caches must be."""
+    """The structure with its tensors on `device`; unchanged if they are there: a cache stays the same object."""
     if all(tensor.device == device for tensor in tensors(value)):
         return value
     return map_tensors(lambda tensor: tensor.to(device), value)
@@ -55,8 +55,7 @@ def moved(value: Any, device: torch.device) -> Any:
 def signature(value: Any) -> Hashable | None:
     """A key that is equal for structures with equal constants and tensor shapes and dtypes.
 
-    None: the structure holds something that has a state of its own (a cache, an unknown object), so that two calls with
-    it are never the same call.
+    None: the structure holds an object with state (a cache, an unknown object), so no two calls with it are the same.
     """
     try:
         return _signature(value)

@@ -5,7 +5,7 @@ from collections import deque
 
 
 class Turns:
-    """Unlike `threading.Lock`: there a thread that has just let go takes it again at once, and others starve."""
+    """`threading.Lock` would let a thread that has just released it take it again at once, while others starve."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -22,7 +22,7 @@ class Turns:
             self._waiting.append(mine)
         try:
             mine.acquire()
-        except BaseException:  # an interrupt: step out of the queue, or hand on what was given meanwhile
+        except BaseException:  # an interrupt: leave the queue, or pass the lock on if it was given meanwhile
             with self._guard:
                 if mine in self._waiting:
                     self._waiting.remove(mine)

@@ -1,4 +1,4 @@
-"""The nouns every layer shares: what is asked for, and what comes back. No torch here."""
+"""Types that all layers share: requests, steps and their outputs. No torch here."""
 
 from array import array
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from outpace.structured.compile import CompiledGrammar
 
 Pooling = Literal["mean", "last"]
-"""Which hidden states of the last layer make the vector of a prompt."""
+"""The vector of a prompt: the mean or the last of its hidden states in the last layer."""
 
 
 def check_vocabulary(name: str, vocab_size: int | None, *token_ids: int) -> None:
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """It could not go on, and others did; `RequestOutput.error` says why."""
+    """The request failed while others continued; `RequestOutput.error` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class SamplingParams:
     n: int = 1
     """Answers to the prompt."""
     max_tokens: int | None = 16
-    """Most new tokens; more than there is room for is cut to the room. None: to the end of the context. 0 computes the
-    prompt alone, for its log-probabilities."""
+    """Most new tokens; a larger number is cut to the room in the context. None: all of that room. 0: compute only the
+    prompt, for its log-probabilities."""
     min_tokens: int = 0
-    """No end-of-sequence token before this many new tokens; stop strings end an answer all the same."""
+    """No end-of-sequence token before this many new tokens; stop strings still end an answer."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -55,27 +55,27 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 1 makes tokens of the prompt and the answer less likely."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that is in the answer."""
+    """Subtracted from the logit of every token that is in the answer."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of a token for each time that it is in the answer."""
+    """Subtracted from the logit of a token for each time that it is in the answer."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     """Added to the logits of these tokens; kept as pairs of token and bias."""
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    """Choose among these tokens only; None is all."""
+    """Sample only from these tokens; None: from all."""
     bad_words: tuple[str, ...] | list[str] = ()
-    """Strings whose tokens the answer does not contain."""
+    """Strings whose token sequences are banned from the answer."""
     seed: int | None = None
     """Same seed, same text."""
     stop: tuple[str, ...] | list[str] | str = ()
     """End before the first of these strings appears."""
     include_stop_str_in_output: bool = False
-    """End behind the stop string instead."""
+    """End after the stop string instead."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
-    """End with any of these tokens, beside the model's own."""
+    """End with any of these tokens, in addition to the model's own."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     detokenize: bool = True
-    """Make text of the tokens; False: token ids alone, without stop strings."""
+    """Return text; False: only token ids, and no stop strings."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
@@ -86,10 +86,10 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] | list[int] | None = None
     """Return the log-probabilities of exactly these tokens, and of the chosen one, instead of the likeliest."""
     structured_outputs: StructuredOutputs | None = None
-    """Hold the answer to a JSON schema, a regular expression, a grammar or a choice."""
+    """A JSON schema, regular expression, grammar or list of choices that the answer must match."""
 
     def __post_init__(self) -> None:
-        for name, other, meant in _SAME:  # vLLM's other ways to say so
+        for name, other, meant in _SAME:  # vLLM's other spellings
             if getattr(self, name) is other or (other == -1 and getattr(self, name) == -1):
                 object.__setattr__(self, name, meant)
         for name, low, high in _RANGES:
@@ -117,7 +117,7 @@ class SamplingParams:
             raise InputError("stop: stop strings need the text; remove detokenize=False, or use stop_token_ids")
 
     def _freeze(self) -> None:
-        """Puts tuples where lists and mappings were given."""
+        """Replace lists and mappings by tuples."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop))
         object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
@@ -138,8 +138,8 @@ class SamplingParams:
             raise InputError(f"logprob_token_ids: expected 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, got {len(ids)}")
         if self.logprobs not in (None, len(ids)):
             raise InputError(
-                f"logprobs: {self.logprobs} beside {len(ids)} logprob_token_ids; give one of the two: those tokens "
-                "take the place of the likeliest"
+                f"logprobs: {self.logprobs} with {len(ids)} logprob_token_ids; give one of them: these tokens replace "
+                "the likeliest"
             )
         return ids
 
@@ -150,7 +150,7 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int:
-        """Tokens beside the chosen one whose log-probabilities are wanted; -1: all."""
+        """Number of log-probabilities wanted besides that of the chosen token; -1: all."""
         return self.logprobs or 0 if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
 
@@ -178,7 +178,7 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
 
 
 def _pairs(name: str, values: object) -> tuple[tuple[int, float], ...]:
-    """A mapping from token ids as sorted pairs, and such pairs as they are: `dataclasses.replace` gives them back."""
+    """A mapping from token ids as sorted pairs; pairs are accepted too, since `dataclasses.replace` passes them."""
     try:
         biases = dict(values)  # type: ignore[call-overload]
     except (TypeError, ValueError):
@@ -215,16 +215,16 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was, as the model has it: before temperature, penalties and masks."""
+    """The log-probability of a token by the model's own logits, before temperature, penalties and masks."""
 
     logprob: float
     rank: int
-    """1 is the likeliest; equals share the better rank."""
+    """1 is the likeliest; tokens with equal logits share the better rank."""
     decoded_token: str | None = None
 
 
 class HasText(Protocol):
-    """Where the text of an answer comes from: it may be made when it is asked for."""
+    """The source of an answer's text, which may be made only when it is read."""
 
     @property
     def text(self) -> str:
@@ -245,7 +245,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Their sum over the tokens of the answer."""
     structure_check: StructureCheck | None = None
-    """Set when an answer has ended whose schema asks for what no grammar enforces: what was checked, and found."""
+    """The check of what the schema asks for and the grammar does not enforce; set when the answer has ended."""
     source: HasText | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -285,11 +285,11 @@ class RequestOutput:
     prompt_logprobs: "list[TokenLogprobs | None] | None" = None
     """For each token of the prompt but the first, if `SamplingParams.prompt_logprobs` asks for them."""
     error: str | None = None
-    """Why it ended early, where `finish_reason` is "error"."""
+    """Why it ended early, if `finish_reason` is "error"."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were in the prefix cache; None: the request has not run yet."""
     pooled: list[float] | None = None
-    """The vector of the prompt, where one was asked for instead of an answer."""
+    """The vector of the prompt, if the request is for one instead of an answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -331,7 +331,7 @@ class Request:
     """One sequence to be generated, as the scheduler takes it; n answers to a prompt are n requests."""
 
     request_id: str
-    """Unique among the requests that have not ended and whose last step has been updated."""
+    """Unique among requests that have not ended or whose last step has not been updated."""
     prompt_token_ids: tuple[int, ...]
     """At least one token."""
     params: SamplingParams = SamplingParams()
@@ -343,17 +343,17 @@ class Request:
     cache_salt: str = ""
     """Prefixes are shared only between requests with the same salt."""
     caller: str = ""
-    """Whose request it is: steps are shared fairly among callers."""
+    """Who sent it: steps are shared fairly among callers."""
     weight: float = 1.0
-    """The caller's share of them, relative to the others'."""
+    """The caller's share of steps, relative to other callers."""
     streamed: bool = True
-    """Somebody reads its tokens as they come, or may begin to: steps are kept short while it is there."""
+    """A client reads its tokens as they come, or may start to: steps are kept short until the request ends."""
     pooling: Pooling | None = None
-    """Give one vector of the hidden states of the prompt, and no answer."""
+    """Return one vector of the prompt's hidden states, and no answer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer must not contain."""
     grammar: "CompiledGrammar | None" = field(default=None, compare=False, repr=False)
-    """What `params.structured_outputs` was compiled to."""
+    """The compiled `params.structured_outputs`."""
     watch: "WatchLogits | None" = field(default=None, compare=False, repr=False)
     """Gets the logits of every position of the prompt."""
 
@@ -364,7 +364,7 @@ class Request:
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Whether what is cached of its prompt does not help: every position has to be computed."""
+        """Whether every position of its prompt must be computed, so that cached blocks do not help."""
         return self.watch is not None or self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
@@ -377,7 +377,7 @@ class Request:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer held to a grammar: the model's own, or else the caller's."""
+        """The tokens that end an answer with a grammar: the model's own, or else the caller's."""
         return self.eos_token_ids or tuple(self.params.stop_token_ids)
 
     def __post_init__(self) -> None:
@@ -392,7 +392,7 @@ class Request:
 
 
 class Preemption(StrEnum):
-    """How a running request gave way: its blocks are forgotten, or kept in host memory."""
+    """What happens to the blocks of a preempted request: they are dropped, or swapped to host memory."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
@@ -400,25 +400,26 @@ class Preemption(StrEnum):
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """What one request does in a step. Its token at a position may be one that the step before samples."""
+    """The part of one request in a step. Its input may be the token that the previous step samples."""
 
     request_id: str
     start: int
-    """Position of its first new token: so many are in the cache."""
+    """Position of its first new token, and so the number of its tokens in the cache."""
     num_new_tokens: int
     """Tokens to compute, from `start` on."""
     samples: bool
-    """All its tokens are computed then, and the next one is chosen, unless the request is for the prompt alone."""
+    """Whether all its tokens are computed after this step. Then the next one is sampled, unless it is prompt-only."""
     new_blocks: tuple[int, ...] = ()
     """Blocks to append to its table."""
     request: Request | None = None
-    """Given when it comes in or comes back: the runner starts afresh with `token_ids` and `new_blocks`."""
+    """Set when it is admitted, also after a preemption: the runner then starts it with `token_ids` and `new_blocks`."""
     token_ids: tuple[int, ...] = ()
-    """With `request`: all its tokens so far, prompt and answer. Without: tokens from `start` on, chosen elsewhere."""
+    """With `request`: all its tokens so far, prompt and answer. Without: tokens from `start` on, if this runner has not
+    sampled them."""
 
 
 class Way(StrEnum):
-    """From where to where blocks are copied."""
+    """Source and destination of a copy of blocks."""
 
     STORE = "store"
     """From the device to host memory."""
@@ -442,23 +443,23 @@ class Copy:
 
 @dataclass(slots=True)
 class Step:
-    """One forward of the model. The runner works through the fields in this order, and through steps in theirs."""
+    """One forward of the model. The runner processes the fields in this order, and the steps in their order."""
 
     step_id: int
     ended: list[str] = field(default_factory=list)
     """Requests that finished or were aborted; the runner forgets them."""
     preempted: dict[str, Preemption] = field(default_factory=dict)
-    """Requests that gave way; the runner forgets them until they come back."""
+    """Preempted requests; the runner forgets them until they are admitted again."""
     copied: list[int] = field(default_factory=list)
-    """Copies that were reported done. Other ranks may lag behind: they wait for theirs before anything else."""
+    """Copies that were reported done. Other ranks may not be done: each first waits for its own copies of these."""
     copies: list[Copy] = field(default_factory=list)
-    """Copies to begin. Those that store read what steps before this one have written."""
+    """Copies to start. STORE copies read what earlier steps have written."""
     after: list[int] = field(default_factory=list)
-    """Copies that have to be done before this step writes, or a copy of it loads: they read blocks that it reuses."""
+    """Copies to wait for before this step writes or its LOAD copies start, since they read blocks that it reuses."""
     waits: bool = False
     """Nothing can be computed before a copy is done: wait for one."""
     sequences: list[ScheduledSequence] = field(default_factory=list)
-    """What to compute, and for whom."""
+    """The requests to compute."""
 
     @property
     def num_tokens(self) -> int:
@@ -471,18 +472,18 @@ TokenLogprobs = dict[int, "Logprob"]
 
 @dataclass(slots=True)
 class StepOutput:
-    """What came out of a step."""
+    """The results of a step."""
 
     step_id: int
     token_ids: Mapping[str, int]
-    """The token chosen for each request whose entry in the step says `samples`."""
+    """The token sampled for each request with `samples` in the step."""
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
-    """Of the chosen token and the likeliest ones, for requests that want them."""
+    """Log-probabilities of the sampled and the likeliest tokens, for requests that want them."""
     prompt_logprobs: Mapping[str, Mapping[int, TokenLogprobs]] = field(default_factory=dict)
-    """Of the tokens of a prompt by position, as far as this step has computed them."""
+    """Log-probabilities of prompt tokens that this step computed, by position."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Requests that cannot go on, and why; their tokens mean nothing. The others are not touched."""
+    """Failed requests, and why; ignore their tokens. Other requests continue."""
     pooled: Mapping[str, list[float]] = field(default_factory=dict)
-    """The vectors of requests that asked for one, whose prompts are computed."""
+    """Vectors of the prompts that this step completed, for requests that want one."""
     copied: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Copies that are done since the last output, with the places of the pairs that could not be copied."""
+    """Copies that were done since the last output, with the indices of pairs that failed."""

@@ -64,11 +64,11 @@ GUESSES = ("loading", "inject")
 """Folders at the border with other people's models, where hasattr and getattr with a default may be used."""
 
 REPEATED_CLASSES = frozenset(
-    {"Batch", "Call", "Chooser", "Clock", "Ended", "Experiment", "Experts", "Failed", "Frames", "Group"}
+    {"Batch", "Call", "Chooser", "Clock", "Ended", "Experiment", "Experts", "Frames", "Group"}
     | {"Header", "Held", "Item", "Kind", "Layout", "Load", "Loaded", "Numbers", "Options", "Pages"}
     | {"Parts", "Piece", "Ping", "Plan", "PromptLogprobs", "Refused", "Replica", "Request", "Response"}
-    | {"Router", "Run", "Server", "Serving", "Settings", "Source", "Span", "Speed", "Status", "Subject"}
-    | {"Target", "Tiles", "Tokens", "Trace", "Usage", "Wanted", "Way", "Work", "Written"}
+    | {"Router", "Run", "Server", "Serving", "Settings", "Source", "Span", "Status", "Subject"}
+    | {"Target", "Tokens", "Trace", "Usage", "Wanted", "Way", "Work", "Written"}
 )
 """Names of classes that stand in several files. New ones are refused; take out what is used once by now."""
 REPEATED_FILES = frozenset(

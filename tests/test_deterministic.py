@@ -77,7 +77,7 @@ def test_without_it_bits_do_depend_on_the_batch() -> None:
 
 
 def test_models_that_cannot_promise_it_are_refused() -> None:
-    with pytest.raises(NotSupported, match="deterministic: MixtralForCausalLM cannot promise it: its layers keep"):
+    with pytest.raises(NotSupported, match="deterministic: MixtralForCausalLM depends on the batch: its layers keep"):
         LLM(tiny("mixtral"), **ROOMY, moe={"enabled": False})
     assert LLMConfig(deterministic=True).deterministic
 

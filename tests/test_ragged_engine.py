@@ -69,9 +69,9 @@ def test_what_fits_is_known_beforehand(engine: RaggedEngine) -> None:
     [
         ([], [], "batch_uids: expected one or more"),
         ([1, 1], [[5], [6]], "batch_uids: expected one or more, each once"),
-        ([1], [[]], "batch_tokens: of 1 expected one or more token ids"),
-        ([1], [[97]], "batch_tokens: of 1: token id 97 is outside the model's vocabulary of 97"),
-        ([1], [[5, -1]], "batch_tokens: of 1: token id -1 is outside"),
+        ([1], [[]], "batch_tokens: expected one or more token ids for uid 1"),
+        ([1], [[97]], "batch_tokens: uid 1: token id 97 is outside the model's vocabulary of 97"),
+        ([1], [[5, -1]], "batch_tokens: uid 1: token id -1 is outside"),
         ([1], [["a"]], "batch_tokens: expected token ids"),
         ([1], [[5] * 25], "put: BatchTokenLimitExceeded; put fewer tokens"),
     ],

@@ -93,7 +93,7 @@ def test_lists_and_mappings_become_tuples() -> None:
         ({"logprob_token_ids": [-1]}, "logprob_token_ids: expected token ids"),
         ({"logprob_token_ids": []}, "logprob_token_ids: expected 1 to 128 token ids, got 0"),
         ({"logprob_token_ids": [1] * 129}, "logprob_token_ids: expected 1 to 128 token ids, got 129"),
-        ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs: 3 beside 2 logprob_token_ids; give one of the two"),
+        ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs: 3 with 2 logprob_token_ids; give one of them"),
         ({"logprobs": True}, "logprobs: expected a number, got True"),
         ({"logprobs": 2.0}, "logprobs: expected an integer, got 2.0"),
         ({"prompt_logprobs": -2}, "prompt_logprobs: must be from -1 to 2147483648, got -2"),

@@ -283,7 +283,7 @@ def test_what_cannot_be_verified(model: Any, error: type[Exception], said: str) 
 
 
 def test_an_engine_has_no_plain_model_any_more(llama: InferenceEngine) -> None:
-    with pytest.raises(InputError, match="expected the model itself and not an engine"):
+    with pytest.raises(InputError, match="model: got an engine, which has changed its model"):
         verify(llama, device="cpu")
 
 
@@ -310,7 +310,9 @@ def test_a_plot_of_a_report_with_every_kind_of_error(tmp_path: Path) -> None:
     assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("value", "says"), [(0.0, "gives is zero; its weights"), (float("nan"), "gives NaN in float")])
+@pytest.mark.parametrize(
+    ("value", "says"), [(0.0, "gives only zeros; its weights"), (float("nan"), "gives NaN in float")]
+)
 def test_item_25_a_model_that_computes_nothing_is_named(value: float, says: str) -> None:
     model = tiny("llama")
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""Load and faults against a real server, over minutes: `scripts/soak`. docs/reliability.md says what each row shows."""
+"""Tests a real server with load and faults for minutes: `scripts/soak`. docs/reliability.md explains each row."""

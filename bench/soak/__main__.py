@@ -1,4 +1,4 @@
-"""`python -m bench.soak`: every row of load and faults against real servers, a table, and the results as files."""
+"""`python -m bench.soak`: runs every row of load and faults against real servers; prints and writes a table."""
 
 import asyncio
 import datetime
@@ -26,7 +26,7 @@ from bench.soak.row import FULL, Result, Soak, by_name
 from bench.soak.server import Server, is_free, serving, write_model
 
 WARMING = by_name(load.l3, load.l4)
-"""Rows of the shared server before its memory counts: they allocate its largest buffers."""
+"""Rows of the shared server before its memory is measured: they allocate its largest buffers."""
 SHARED = by_name(load.l2, faults.f8)
 LEDGERS = ("N-1", "L-5")
 """Rows about the whole life of the shared server."""
@@ -35,13 +35,13 @@ OWN = by_name(
     *(faults.f3, faults.f6, faults.f7, faults.f7b, faults.f11, faults.f1),
     *(callers.c1, callers.c2, callers.c4),
 )
-"""Rows with servers of their own."""
+"""Rows that start their own servers."""
 ROWS = (*WARMING, *SHARED, *LEDGERS, *OWN)
-FILES = 4096  # open files that the rows need
+FILES = 4096  # number of open files that the rows need
 
 
 async def results(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[tuple[str, Result]]:
-    """The results as they come, with the names of their rows."""
+    """Run the wanted rows; yields names and results as they come."""
     if on_cluster := [name for name in RAY_ROWS if name in wanted]:
         async with cluster(soak.model.parent) as made:
             for name in on_cluster:
@@ -55,7 +55,7 @@ async def results(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[tuple[str
 
 
 async def shared_results(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[tuple[str, Result]]:
-    """Rows of one server, and what they did to it."""
+    """Run the rows that share a server, and then the rows about its whole life."""
     if not wanted & {*WARMING, *SHARED}:
         wanted |= {"L-3", "F-8"}
     async with serving(soak.model, *load.MAIN) as server:
@@ -79,7 +79,7 @@ async def shared_results(soak: Soak, wanted: frozenset[str]) -> AsyncIterator[tu
 
 
 async def l5(server: Server, sampler: Sampler, before: Mapping[str, list[Sample]]) -> Result:
-    """What the shared server holds at the end, beside what it held after its warm-up."""
+    """Memory, files and threads of the shared server at the end, compared with those after its warm-up."""
     status, _ = await server.idle()
     after = await sampler.at_rest()
     grown = {name: growth(before[name], after[name]) for name in after}
@@ -93,7 +93,7 @@ async def l5(server: Server, sampler: Sampler, before: Mapping[str, list[Sample]
 
 
 async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[dict[str, Any]]:
-    """The table of all rows; with a progress bar."""
+    """Run the wanted rows with a progress bar; returns their table."""
     table = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[at]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -108,7 +108,7 @@ async def run(soak: Soak, wanted: frozenset[str], console: Console) -> list[dict
 
 
 def main() -> int:
-    """The exit code: 1 if a row failed."""
+    """Run from the command line; returns the exit code, 1 if a row failed."""
     parser = report.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=FULL, help="duration; below 10 minutes there are fewer faults")
     parser.add_argument("--ray", action="store_true", help="the rows of a Ray cluster instead; needs outpace[ray]")
@@ -125,7 +125,7 @@ def main() -> int:
         parser.error("--minutes: expected more than 0")
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < FILES:
-        parser.error(f"the rows need {FILES} open files, and {most} are allowed; see ulimit -n")
+        parser.error(f"the rows need {FILES} open files, but only {most} are allowed; see ulimit -n")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(allowed, FILES), most))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="outpace-soak-") as folder:

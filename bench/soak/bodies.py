@@ -18,12 +18,12 @@ MOST_GROWTH_MB = 150.0
 
 
 def _filled(item: str) -> Any:
-    """A list of as many items (in JSON) as a body can have."""
+    """A list of this item (JSON) that fills a body."""
     return json.loads("[" + ",".join([item] * (LONGEST // (len(item) + 2) - 100)) + "]")
 
 
 def bodies() -> Mapping[str, tuple[str, dict[str, Any]]]:
-    """A name -> a route and a body of up to two megabytes."""
+    """Name -> route and body, of up to two megabytes."""
     one, ids = {"max_tokens": 1}, {"prompt": [1] * 4000, "max_tokens": 1}
     said = {"role": "user", "content": "a"}
     deep = json.dumps({"role": "assistant", "content": "a", "tool_calls": None, "name": "b"})
@@ -48,7 +48,7 @@ def bodies() -> Mapping[str, tuple[str, dict[str, Any]]]:
 
 
 async def attack(server: Server, name: str, request: bytes, seconds: float) -> dict[str, Any]:
-    """Ask /health while clients send a body over and over: its times in milliseconds, and the server's memory."""
+    """Ask /health while clients keep sending a body; returns its milliseconds, and the server's memory."""
     command = (sys.executable, "-m", "bench.soak.probe", str(server.port), str(seconds))
     probe = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     memory: list[float] = []
@@ -67,10 +67,12 @@ async def attack(server: Server, name: str, request: bytes, seconds: float) -> d
 
 
 async def l8(soak: Soak) -> Result:
-    """Every kind of body for some seconds."""
+    """Send every kind of body for some seconds."""
     requests = {name: post(path, body) for name, (path, body) in bodies().items()}
     async with serving(soak.small, "--max-num-seqs", "8", "--no-access-log") as server:
-        for request in requests.values():  # allocate what every kind keeps: buffers, texts of tokens
+        for (
+            request
+        ) in requests.values():  # so that buffers and caches of every kind are allocated before the measurement
             await server.ask(request)
         await asyncio.sleep(1)
         begin, table = sample(server.pid).rss_mb, []

@@ -1,4 +1,4 @@
-"""A picture of a run: latencies under overload, and what the processes hold over time."""
+"""Draws a run: latencies under overload, and memory, files and threads over time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from outpace.bench.plot import canvas
 
 
 def draw(details: Mapping[str, Any], path: Path) -> None:
-    """Three panels, as far as their rows have run."""
+    """Draw three panels; those of rows that have not run stay empty."""
     figure = canvas(15, 4.2)
     latency, memory, files = figure.subplots(1, 3)
     for name, colour in (("accepted", "#4292c6"), ("rejected", "#d94801")):

@@ -1,4 +1,4 @@
-"""A client that sends one request per connection, may leave at any moment, and keeps everything that came."""
+"""A client that sends one request per connection, can disconnect at any moment, and keeps the whole answer."""
 
 import asyncio
 import contextlib
@@ -14,25 +14,25 @@ from outpace.bench.http import Response
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE = 120.0  # seconds for one request; longer is a hang
 Outcome = Literal["done", "rejected", "cancelled", "failed", "invalid", "lost"]
-"""As the server counts them in outpace:http_requests_total; "lost" has no whole answer, which must not happen."""
+"""As the server counts them in outpace:http_requests_total; "lost": no complete answer, which must not happen."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request; times are seconds of a monotonic clock."""
+    """The answer to one request; times are seconds of a monotonic clock."""
 
     begin: float
     first: float = 0.0
-    """The first byte."""
+    """When the first byte came."""
     end: float = 0.0
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     whole: bool = False
     left: bool = False
-    """The client left."""
+    """The client disconnected."""
     times: list[float] = field(default_factory=list)
-    """When events of a stream came, in seconds from the beginning."""
+    """When events of a stream came, in seconds from the start."""
 
     @property
     def seconds(self) -> float:
@@ -71,7 +71,7 @@ class Answer:
         return "invalid" if self.status >= 400 else "done"
 
     def parse(self, data: bytes) -> None:
-        """Read everything that came over the connection."""
+        """Parse everything that came over the connection."""
         pieces: list[bytes] = []
         response = Response(pieces.append)
         with contextlib.suppress(ValueError, IndexError):  # not HTTP/1.1: the answer is lost
@@ -81,7 +81,7 @@ class Answer:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer. The event number `at_event` of a stream sets `reached`."""
+    """One request and its answer. `reached` is set by event number `at_event` of a stream, or at the end."""
 
     _transport: asyncio.Transport
 
@@ -106,7 +106,7 @@ class Exchange(asyncio.Protocol):
             self.reached.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note the end, whoever closed the connection."""
+        """Note the end, whichever side closed the connection."""
         self.answer.end = time.perf_counter()
         if not self.answer.left:
             self.answer.parse(bytes(self._data))
@@ -123,13 +123,13 @@ class Exchange(asyncio.Protocol):
 
 @dataclass
 class Ledger:
-    """What was sent and how it ended, as the client saw it."""
+    """The client's count of sent requests and of their outcomes."""
 
     sent: int = 0
     ends: Counter[str] = field(default_factory=Counter)
 
     def agrees(self, server: Mapping[str, int]) -> bool:
-        """Whether the server counted the same. Cancelled requests may have ended in any way before it noticed."""
+        """Whether the server counted the same; a cancelled request may have ended otherwise before it noticed."""
         left, mine = self.ends["cancelled"], self.ends
         names = ("done", "rejected", "failed", "invalid")
         return (
@@ -150,12 +150,12 @@ class Client:
     async def send(
         self, body: Mapping[str, Any] | bytes, path: str = COMPLETIONS, *, at_event: int = 1, key: str | None = None
     ) -> Exchange:
-        """Send a POST, of a body or of bytes as they go over the wire."""
+        """Send a POST, given as a body or as raw bytes."""
         self.ledger.sent += 1
         return await self._exchange(body if isinstance(body, bytes) else post(path, body, key=key), at_event)
 
     async def receive(self, exchange: Exchange) -> Answer:
-        """Wait for an answer and enter it in the ledger; if it does not come in time, it is lost."""
+        """Wait for an answer and count it in the ledger; after a timeout it is lost."""
         await asyncio.wait((exchange.ended,), timeout=self.patience)
         if not exchange.ended.done():
             exchange.leave()
@@ -169,7 +169,7 @@ class Client:
         return await self.receive(await self.send(body, path, key=key))
 
     async def get(self, path: str) -> Answer:
-        """Send a GET, which is not in the ledger; status 0: nobody listens."""
+        """Send a GET, which is not counted; status 0: nothing listens on the port."""
         request = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
         try:
             exchange = await self._exchange(request.encode(), 1)
@@ -186,7 +186,7 @@ class Client:
 
 
 def post(path: str, body: Mapping[str, Any], *, keep_alive: bool = False, key: str | None = None) -> bytes:
-    """A POST as it goes over the wire."""
+    """The raw bytes of a POST."""
     data = json.dumps(body).encode()
     connection = "keep-alive" if keep_alive else "close"
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: {connection}\r\ncontent-type: application/json\r\n"
@@ -195,6 +195,6 @@ def post(path: str, body: Mapping[str, Any], *, keep_alive: bool = False, key: s
 
 
 def outcomes(metrics: str) -> dict[str, int]:
-    """How requests ended, from the text of /metrics."""
+    """Number of requests by outcome, from the text of /metrics."""
     lines = [line for line in metrics.splitlines() if line.startswith("outpace:http_requests_total{")]
     return {line.split('outcome="')[1].split('"')[0]: int(float(line.split()[-1])) for line in lines}

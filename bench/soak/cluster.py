@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine, and applications that `outpace deploy` puts there."""
+"""Starts a real Ray cluster on this machine, and deploys applications with `outpace deploy`."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.soak.server import OUTPACE, command_lines, end, run, started, until_said
 
 CPUS = 8
-"""Cores that the cluster is told it has, whatever there are."""
+"""Cores that Ray counts on, independent of the machine."""
 STORE = 100 * 2**20  # bytes
 START = 300.0  # seconds for a cluster, or an application, to be ready
 
@@ -24,12 +24,12 @@ class Cluster:
 
     address: str
     folder: Path
-    """Of the logs."""
+    """Folder of the logs."""
     port: int
-    """Of Ray's HTTP proxy, which all applications share."""
+    """Port of Ray's HTTP proxy, which all applications share."""
 
     async def deploy(self, name: str, model: Path, *flags: str) -> float:
-        """Deploy an application, or update it; the seconds until it is healthy."""
+        """Deploy an application, or update it; returns the seconds until it is healthy."""
         begin = time.monotonic()
         await self._outpace(str(model), "--name", name, "--port", str(self.port), "--device", "cpu", *flags)
         return time.monotonic() - begin
@@ -46,14 +46,14 @@ class Cluster:
 
 
 def replicas(name: str) -> list[int]:
-    """The processes of an application's replicas, oldest first."""
+    """Process ids of an application's replicas, oldest first."""
     found = command_lines()
     return sorted(pid for pid in found if found[pid].startswith(f"ray::ServeReplica:{name}:Model"))
 
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[Cluster]:
-    """A cluster that is ready; afterwards it and all processes that it started are gone."""
+    """Start a cluster; afterwards kill it with all processes that it started."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # all processes inherit these
     port, proxy = _free_port(), _free_port()
     command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port))

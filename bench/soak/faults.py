@@ -1,4 +1,4 @@
-"""Rows of faults: an engine that dies, fails or hangs; clients that leave; signals; starts that cannot work."""
+"""Rows of faults: an engine that dies, fails or hangs; clients that disconnect; signals; starts that cannot work."""
 
 import asyncio
 import os
@@ -14,11 +14,11 @@ from bench.soak.row import Result, Soak, percentile
 from bench.soak.server import FAULTY, OUTPACE, Server, end, engine_of, is_free, run, serving, session, stat
 
 SHM = Path("/dev/shm")
-KILLS = 4  # of one server: each restart waits twice as long as the one before
+KILLS = 4  # kills of one server: each restart waits twice as long as the previous one
 
 
 async def begun(server: Server, count: int, max_tokens: int, at_event: int = 1) -> list[Exchange]:
-    """Requests in flight, half of them streams, which have all had their first events."""
+    """Requests in flight, half of them streams that have reached event `at_event`."""
     sent = [await server.send(body(number, max_tokens), at_event=at_event) for number in range(count)]
     await asyncio.wait([each.reached for each in sent[::2]], timeout=60)
     return sent
@@ -144,7 +144,7 @@ async def f7b(soak: Soak) -> Result:
 
 
 async def f8(soak: Soak, server: Server) -> Result:
-    """Clients that leave at random moments, more than the engine can run at once."""
+    """Clients disconnect at random moments, more of them than the engine can run at once."""
     total, slots = soak.count(1000), asyncio.Semaphore(96)
     stages: Counter[str] = Counter()
 

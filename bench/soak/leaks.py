@@ -1,4 +1,4 @@
-"""Does a process grow? Its memory, open files and threads at the end are compared with those at the beginning."""
+"""Finds leaks: compares memory, open files and threads of a process at the end with those at the beginning."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ while True:
 
 
 class Sample(NamedTuple):
-    """What a process holds at a time, or how much more it holds than before."""
+    """Memory, open files and threads of a process at some time, or their growth."""
 
     seconds: float
     rss_mb: float
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
     @property
     def leaks(self) -> bool:
-        """Whether that is too much growth."""
+        """Whether this growth is too much."""
         return self.rss_mb >= MOST_RSS_MB or self.fds > 0 or self.threads > 0
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 
 def sample(pid: int, begin: float = 0.0) -> Sample:
-    """A reading; FileNotFoundError or ProcessLookupError: the process is gone."""
+    """Read a process; FileNotFoundError or ProcessLookupError: it is gone."""
     folder = Path(f"/proc/{pid}")
     fds, threads = (len(list((folder / name).iterdir())) for name in ("fd", "task"))
     pages = int((folder / "statm").read_text().split()[1])
@@ -51,7 +51,7 @@ def sample(pid: int, begin: float = 0.0) -> Sample:
 
 
 def growth(before: Sequence[Sample], after: Sequence[Sample]) -> Sample:
-    """The medians of readings at rest, later minus earlier."""
+    """The growth from earlier to later samples at rest, by their medians."""
     pairs = zip(zip(*before, strict=True), zip(*after, strict=True), strict=True)
     return Sample(*(statistics.median(last) - statistics.median(first) for first, last in pairs))
 
@@ -76,7 +76,7 @@ class Sampler:
                 self.series[name].append(sample(pid, self.begin))
 
     async def at_rest(self) -> dict[str, list[Sample]]:
-        """Some readings in a row, of an idle server."""
+        """Several samples in a row; the server must be idle."""
         for _ in range(WINDOW):
             self._read()
             await asyncio.sleep(0.2)
@@ -84,7 +84,7 @@ class Sampler:
 
 
 async def positive_control(seconds: float = 1.0) -> Sample:
-    """The growth of a program that leaks, by the same check."""
+    """The growth of a program that leaks, measured in the same way."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", DUMMY)
     try:
         sampler = Sampler(process.pid)

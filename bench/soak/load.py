@@ -20,8 +20,8 @@ SEQS, WAITING = 32, 256
 MAIN = ("--max-num-seqs", str(SEQS), "--max-waiting", str(WAITING), "--keep-alive-timeout", "600")
 """Flags of the server that most rows share."""
 IDLE, SLOW = 1000, 200
-PATIENCE = 600.0  # seconds in which the server computes the answers of slow clients
-KEPT = 4000  # points of a plot
+PATIENCE = 600.0  # timeout in seconds until the answers of slow clients are computed
+KEPT = 4000  # most points of a plot
 
 
 def prompt(number: int, length: int = 16) -> str:
@@ -36,7 +36,7 @@ def body(number: int, max_tokens: int = 32, **options: Any) -> dict[str, Any]:
 
 
 def bodies_for(seconds: float, make: Callable[[int], Body] = body) -> Iterator[Body]:
-    """Requests until some time has passed."""
+    """Yield requests for some seconds."""
     end = time.monotonic() + seconds
     return itertools.takewhile(lambda _: time.monotonic() < end, map(make, itertools.count()))
 
@@ -68,14 +68,14 @@ async def open_loop(
 
 
 async def warm_up(server: Server, seconds: float) -> None:
-    """Make every part of the server allocate what it keeps."""
+    """Make every part of the server allocate its buffers."""
     await closed_loop(server, 2 * SEQS, bodies_for(seconds))
     chats = [{"messages": [{"role": "user", "content": prompt(number)}], "max_tokens": 4} for number in range(64)]
     await asyncio.gather(*(server.ask(chat, CHAT) for chat in chats))
 
 
 class Cores:
-    """Cores that the processes use from here on: when the engine has fewer, other programs have them."""
+    """Cores that the processes use from now on: if the engine gets few, other programs use the machine."""
 
     def __init__(self, server: Server) -> None:
         self._pids = {"engine": engine_of(server.pid), "http": server.pid, "client": os.getpid()}
@@ -92,7 +92,7 @@ class Cores:
 
 
 async def l2(soak: Soak, server: Server) -> Result:
-    """Three times what the server can do."""
+    """Three times the capacity of the server."""
     soak.say("capacity")
     await closed_loop(server, 2 * SEQS, bodies_for(1.0))
     cores = Cores(server)
@@ -127,13 +127,13 @@ async def l2(soak: Soak, server: Server) -> Result:
 
 
 def _points(answers: Sequence[Answer], begin: float) -> list[list[float]]:
-    """When requests were sent, and after how many seconds they were answered."""
+    """(send time, seconds until answered) of requests, thinned out."""
     some = answers[:: 1 + len(answers) // KEPT]
     return [[round(answer.begin - begin, 3), round(answer.seconds, 4)] for answer in some]
 
 
 def ends(answers: Iterable[Answer]) -> dict[str, int]:
-    """How many requests ended in which way."""
+    """Number of requests by outcome."""
     return dict(Counter(answer.outcome for answer in answers))
 
 
@@ -166,7 +166,7 @@ async def connections(
 
 @contextlib.asynccontextmanager
 async def slow_readers(server: Server, count: int, asked: Body) -> AsyncIterator[None]:
-    """Clients that read a byte per second of their answers, and leave in the end."""
+    """Clients that read one byte per second of their answers, and disconnect at the end."""
 
     async def sip(sockets: list[socket.socket]) -> None:
         while True:
@@ -184,7 +184,7 @@ async def slow_readers(server: Server, count: int, asked: Body) -> AsyncIterator
 
 
 async def l4(soak: Soak, server: Server) -> Result:
-    """Clients that are idle, and clients that hardly read."""
+    """Idle clients, and clients that read very slowly."""
     took, idle_count, slow_count = soak.seconds(15), soak.count(IDLE), soak.count(SLOW)
 
     async def p99() -> float:
@@ -204,7 +204,7 @@ async def l4(soak: Soak, server: Server) -> Result:
     asked = body(0, 400, logprobs=5, stream=True)
     async with connections(server, idle_count, get), slow_readers(server, slow_count, asked):
         await until(lambda: is_busy(True), "slow clients are answered")
-        # computing their answers costs what any answer costs, so it is not measured
+        # computing these answers costs as much as any others, so it is not measured
         computed = await until(lambda: is_busy(False), "the answers of slow clients are computed", PATIENCE)
         among, more = await p99(), sample(server.pid).rss_mb - before
     passed = among < 1.5 * alone and more < 100 and await server.is_ready()
@@ -217,7 +217,7 @@ async def l4(soak: Soak, server: Server) -> Result:
 
 
 async def l6(soak: Soak) -> Result:
-    """More demand than cache: 40 requests of 10 pages, 40 pages."""
+    """More demand than cache: 40 requests that need 10 pages each, and 40 pages in all."""
     count = 40
     bodies = [body(number, 120, prompt=prompt(number, 40)) for number in range(count)]
     flags = ("--num-blocks", "40", "--block-size", "16", "--max-num-seqs", "32", "--deterministic")

@@ -1,6 +1,6 @@
-"""`python -m bench.soak.probe PORT SECONDS`: asks /health over and over, and prints the seconds that each answer took.
+"""`python -m bench.soak.probe PORT SECONDS`: asks /health repeatedly, and prints the seconds of each answer.
 
-It is a separate process: a client that is busy sending bodies would measure itself.
+It is a separate process, because a client that is busy with sending bodies would measure itself.
 """
 
 import http.client

@@ -1,4 +1,4 @@
-"""Rows of `scripts/soak --ray`: replicas on a real Ray cluster: deaths, scaling, updates, routing."""
+"""Rows of `scripts/soak --ray`: kills, scaling, updates and routing of replicas on a real Ray cluster."""
 
 import asyncio
 import contextlib
@@ -20,31 +20,31 @@ from bench.soak.server import engine_of, run, until
 HEADER = "x-outpace-replica"
 SMALL = ("--max-num-seqs", "4", "--no-access-log", "--template-processes", "1")
 ONE_SLOT = ("--max-num-seqs", "1", *SMALL[2:])
-"""A full batch in small: every request waits for the one that runs."""
+"""Replicas whose batch is full with one request, so that others wait for it."""
 FAST_CHECKS = ("--health-check-period", "1")
 PATIENT = ("--shutdown-timeout", "60")
 SUITE = "tests/server/test_openai_client.py"
 NOT_OF_SEVERAL = f"{SUITE}::test_priority"
-"""Urgent requests overtake those that wait at the same replica; the test fills only one."""
-WAIT = 300.0  # seconds for replicas to come or go
-LONG_SHARE = 0.04  # of the requests that compare routers. Below 5 %, so that P95 is of a short one
+"""Not for several replicas: urgent requests overtake only those at the same replica, and the test fills one."""
+WAIT = 300.0  # timeout in seconds until replicas start or stop
+LONG_SHARE = 0.04  # share of long requests when routers are compared; below 5 %, so that P95 is of a short one
 LONG, SHORT = 240, 8  # tokens
 ROUNDS = 5  # with each router
 CLIENTS = 8
 
 
 def outcomes_of(answers: Sequence[Answer], *, streams: bool) -> Counter[str]:
-    """How many streams, or plain requests, ended in which way."""
+    """Number of streams, or of plain requests, by outcome."""
     return Counter(each.outcome for each in answers if each.is_stream == streams)
 
 
 def seen(answers: Sequence[Answer], since: float = 0.0) -> set[str]:
-    """Replicas whose answers ended after a moment of the performance clock."""
+    """Replicas with answers that ended after `since`, in seconds of `time.perf_counter`."""
     return {each.headers[HEADER] for each in answers if each.end > since and HEADER in each.headers}
 
 
 def both_answer(answers: Sequence[Answer], since: float) -> bool:
-    """Whether two replicas answered since a moment, and enough requests began that both must have had some."""
+    """Whether two replicas answered since then, and enough requests started that both must have got some."""
     return len(seen(answers, since)) >= 2 and sum(each.begin > since for each in answers) >= 32
 
 
@@ -56,7 +56,7 @@ async def more(answers: Sequence[Answer], count: int) -> None:
 
 @contextlib.asynccontextmanager
 async def loaded(cluster: Cluster, plain: int, streaming: int, tokens: int) -> AsyncIterator[list[Answer]]:
-    """The answers as they come to clients that send requests until the end, which they still get answered."""
+    """Clients that send requests until the end, and wait for the last answers; yields the growing list of answers."""
     client, answers, stopping = Client(port=cluster.port, patience=WAIT), list[Answer](), asyncio.Event()
     numbers = itertools.count(1)
 
@@ -74,7 +74,7 @@ async def loaded(cluster: Cluster, plain: int, streaming: int, tokens: int) -> A
 
 
 async def r1(soak: Soak, cluster: Cluster) -> Result:
-    """OpenAI's client against two replicas: the whole suite of the server."""
+    """Run the server's whole suite of OpenAI's client against two replicas."""
     from tests.server.live import OPTIONS, write_model
 
     write_model(folder := cluster.folder / "suite")
@@ -116,7 +116,7 @@ async def r2(soak: Soak, cluster: Cluster) -> Result:
 
 
 async def _kill(answers: Sequence[Answer], *, is_engine: bool) -> float:
-    """kill -9 of the oldest replica or its engine; the seconds until two replicas answer again."""
+    """kill -9 of the oldest replica or its engine; returns the seconds until two replicas answer again."""
     before, begin, when = set(replicas("kill")), time.monotonic(), time.perf_counter()
     os.kill(engine_of(min(before)) if is_engine else min(before), signal.SIGKILL)
     if not is_engine:
@@ -126,7 +126,7 @@ async def _kill(answers: Sequence[Answer], *, is_engine: bool) -> float:
 
 
 async def r3(soak: Soak, cluster: Cluster) -> Result:
-    """1 replica, 3 under load, 1 again, and no request fails."""
+    """One replica scales to 3 under load and back to 1; no request fails."""
     scale = ("--min-replicas", "1", "--max-replicas", "3", "--target-ongoing", "4")
     delays = ("--upscale-delay", "1", "--downscale-delay", "5")
     await cluster.deploy("scale", soak.model, *scale, *delays, *PATIENT, *SMALL)
@@ -148,7 +148,7 @@ async def r3(soak: Soak, cluster: Cluster) -> Result:
 
 
 async def r4(soak: Soak, cluster: Cluster) -> Result:
-    """The same name deployed again with other options, under load."""
+    """The same name is deployed again with other options, under load."""
     flags = ("--replicas", "2", *SMALL, *PATIENT)
     await cluster.deploy("update", soak.model, *flags)
     async with loaded(cluster, 3, 3, 32) as answers:
@@ -167,7 +167,7 @@ async def r4(soak: Soak, cluster: Cluster) -> Result:
 
 
 async def r5(soak: Soak, cluster: Cluster) -> Result:
-    """P95 of requests of mixed lengths. An application with each router runs; they are loaded in turn."""
+    """P95 of requests of mixed lengths with each router: two applications, loaded in turn."""
     found: dict[str, list[float]] = {"least-loaded": [], "round-robin": []}
     for routing in found:
         flags = ("--replicas", "2", "--routing", routing, "--root-path", f"/{routing}", *ONE_SLOT)
@@ -192,7 +192,7 @@ async def r5(soak: Soak, cluster: Cluster) -> Result:
 
 
 async def _latencies(cluster: Cluster, routing: str, lengths: list[int], first: int) -> list[float]:
-    """Seconds of each request, with `CLIENTS` in flight. first: so that no round repeats prompts of another."""
+    """Seconds of each request, with `CLIENTS` in flight. first: number of the first prompt, new for each round."""
     bodies = (body(number, length, stream=False) for number, length in enumerate(lengths, first))
     client = Client(port=cluster.port, patience=WAIT)
     answers = await closed_loop(client, CLIENTS, bodies, path=f"/{routing}{COMPLETIONS}")

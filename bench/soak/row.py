@@ -1,4 +1,4 @@
-"""What rows share: how long they may take, where the models are, and what they report."""
+"""Types that all rows share: their time, the models, and the results."""
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 FULL = 10.0
-"""Minutes in which every fault is repeated as often as its row says."""
+"""Minutes of a full run, in which each fault is repeated as often as its row specifies."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ def by_name(*rows: Row) -> dict[str, Row]:
 
 @dataclass
 class Soak:
-    """One run: how long it may take, where the models are, and what is kept for the plot."""
+    """One run: its duration, the models, and details for the plot."""
 
     model: Path
-    """Its steps take milliseconds, as those of real models do."""
+    """A model whose steps take milliseconds, like those of real models."""
     small: Path
-    """Its steps take next to no time."""
+    """A model whose steps take almost no time."""
     minutes: float = FULL
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     say: Callable[[str], None] = lambda text: None
@@ -46,14 +46,14 @@ class Soak:
     details: dict[str, Any] = field(default_factory=dict)
 
     def count(self, full: int) -> int:
-        """Repetitions of a fault: `full` in ten minutes or more, fewer in less."""
+        """Repetitions of a fault: `full` in ten minutes or more, fewer in a shorter run."""
         return max(1, round(full * min(1.0, self.minutes / FULL)))
 
     def seconds(self, full: float) -> float:
-        """Duration of a load that takes `full` seconds of ten minutes."""
+        """Duration of a load that takes `full` seconds in a full run."""
         return max(1.0, full * self.minutes / FULL)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of the values do not exceed; 0 if there are none."""
+    """The smallest value that `percent` of the values do not exceed; 0 without values."""
     return float(np.percentile(values, percent, method="inverted_cdf")) if values else 0.0

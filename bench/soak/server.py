@@ -1,4 +1,4 @@
-"""A real `outpace serve` on a tiny random model, and other processes: start them, look at them, end them."""
+"""Starts, inspects and ends processes: `outpace serve` with a tiny random model, and others."""
 
 import asyncio
 import contextlib
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent.parent.parent
 OUTPACE = (sys.executable, "-m", "outpace")
 FAULTY = (sys.executable, "-m", "bench.soak.faulty")
 """The same program, with an engine process that fails on a signal."""
-WAIT = 120.0  # seconds for anything that has to happen
+WAIT = 120.0  # timeout in seconds
 
 
 def write_model(folder: Path, width: int, layers: int) -> int:
-    """Write a random Llama with a tokenizer of bytes; its number of weights."""
+    """Write a random Llama with a tokenizer of bytes; returns its number of weights."""
     tokenizer = byte_tokenizer()
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 8192}
@@ -46,7 +46,7 @@ class Server(Client):
 
     @property
     def pid(self) -> int:
-        """Of the HTTP process."""
+        """Process id of the HTTP process."""
         return self.process.pid
 
     async def status(self) -> Any:
@@ -58,7 +58,7 @@ class Server(Client):
         return (await self.get("/health/ready")).status == 200
 
     async def until_ready(self, ready: bool = True) -> float:
-        """Wait until the engine takes requests, or takes none; the seconds it took."""
+        """Wait until the engine takes requests, or (ready=False) no requests; returns the seconds."""
 
         async def is_so() -> bool:
             return await self.is_ready() == ready
@@ -83,7 +83,7 @@ def is_free(status: Any) -> bool:
 
 @contextlib.asynccontextmanager
 async def serving(model: Path, *flags: str, program: tuple[str, ...] = OUTPACE) -> AsyncIterator[Server]:
-    """A server that is ready; afterwards it and all processes that it started are gone."""
+    """Start a server; afterwards kill it with all processes that it started."""
     begin, command = time.monotonic(), (*program, "serve", str(model), "--device", "cpu", "--port", "0", *flags)
     async with started(model.parent, *command) as (process, log):
         said = await until_said(process, log, "\ncurl http")
@@ -95,7 +95,7 @@ async def serving(model: Path, *flags: str, program: tuple[str, ...] = OUTPACE) 
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = WAIT) -> float:
-    """Wait for a condition; the seconds it took."""
+    """Wait for a condition; returns the seconds."""
     begin = time.monotonic()
     while True:
         found = condition()
@@ -110,7 +110,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seco
 async def started(
     folder: Path, *command: str, **environment: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
-    """A program in a session of its own, and its log. Afterwards all processes of the session are gone."""
+    """Start a program in its own session; yields it and its log. Afterwards kill all processes of the session."""
     log = folder / f"{time.monotonic_ns()}.log"
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
     with log.open("wb") as file:
@@ -127,27 +127,27 @@ async def started(
 
 
 async def until_said(process: asyncio.subprocess.Process, log: Path, text: str, seconds: float = WAIT) -> str:
-    """Wait until a program has printed a text; all that it has printed."""
+    """Wait until a program has printed a text; returns its output so far."""
     await until(lambda: process.returncode is not None or text in log.read_text(), f"{text!r} in {log}", seconds)
     assert process.returncode is None, f"it ended: {log.read_text()[-2000:]}"
     return log.read_text()
 
 
 async def end(process: asyncio.subprocess.Process, seconds: float = WAIT) -> int:
-    """Stop a program with SIGTERM; its exit code."""
+    """Stop a program with SIGTERM; returns its exit code."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
     return await asyncio.wait_for(process.wait(), seconds)
 
 
 async def run(folder: Path, *command: str, seconds: float = WAIT, **environment: str) -> tuple[int, str]:
-    """Run a program to its end; its exit code, and what it printed."""
+    """Run a program to its end; returns its exit code and output."""
     async with started(folder, *command, **environment) as (process, log):
         return await asyncio.wait_for(process.wait(), seconds), log.read_text()
 
 
 def proc(pid: int, name: str) -> str:
-    """A file of a process in /proc; empty: the process is gone."""
+    """The text of a file of a process in /proc; empty: the process is gone."""
     try:
         return (Path("/proc") / str(pid) / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -160,7 +160,7 @@ def command_lines() -> dict[int, str]:
 
 
 def stat(pid: int) -> list[str]:
-    """Fields of a process from its state on; empty: it is gone."""
+    """Fields of /proc/PID/stat from the state on; empty: the process is gone."""
     return proc(pid, "stat").rpartition(")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""Rows of nothing lost: streams that equal plain answers, and the ledger."""
+"""Rows about lost data: streams must equal plain answers, and client and server must count the same."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ STREAMS_EACH = 10  # streams that are compared with one plain answer
 
 
 def random_request(draw: random.Random, number: int) -> tuple[str, dict[str, Any]]:
-    """A path and a body, with options that change how an answer is cut into events."""
+    """A path and a body, with options that change how an answer is split into events."""
     asked: dict[str, Any] = {"max_tokens": draw.randint(1, 24), "n": draw.choice((1, 1, 1, 2))}
     asked |= draw.choice(({"temperature": 0.0}, {"temperature": 1.0, "seed": number}))
     if draw.random() < 0.3:
@@ -55,7 +55,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 async def n2(soak: Soak) -> Result:
-    """Random requests, each asked for once plainly and several times as a stream, all at once."""
+    """Random requests, each sent once plainly and several times as a stream, all at once."""
     total, slots, right, wrong = soak.count(10_000), asyncio.Semaphore(6), 0, list[str]()
 
     async def group(server: Server, number: int, size: int) -> None:

@@ -1,1 +1,1 @@
-"""`outpace bench`: how fast a model runs on this machine, beside what the machine could do at most."""
+"""`outpace bench`: measures how fast a model runs on this machine, compared with the limit of the machine."""

@@ -1,4 +1,4 @@
-"""The least that a piece of work costs a model: weights and cache to read, products to compute."""
+"""The minimal cost of work on a model: bytes of weights and cache to read, and operations to compute."""
 
 import math
 from collections import Counter
@@ -25,9 +25,9 @@ class Attention(NamedTuple):
     """The attention of one layer, per token of context."""
 
     kv_bytes: int
-    """A key and a value for every key head."""
+    """Bytes of a key and a value for every key head."""
     flops: int
-    """For one query: scores and values."""
+    """Operations of one query: scores and values."""
     window: int
     """Tokens that a query attends to; 0: all."""
 
@@ -48,7 +48,7 @@ class Experts(NamedTuple):
     """Tokens and the experts that they used, both ascending; empty: all experts are equally likely."""
 
     def touched(self, tokens: float) -> float:
-        """How many experts that many tokens use: as counted, with linear interpolation, or else as expected."""
+        """Number of experts that this many tokens use: counted (with linear interpolation), or else expected."""
         if not self.counted:
             return self.total * (1 - (1 - self.top_k / self.total) ** tokens)
         numbers, touched = zip((0.0, 0.0), (1.0, float(self.top_k)), *self.counted, strict=True)
@@ -70,11 +70,11 @@ class Cost:
     """Bytes and operations of a model."""
 
     weight_bytes: int
-    """Read by every step: all weights without experts and the embedding table, of which a step reads a few rows."""
+    """Bytes that every step reads: all weights except experts and the embedding table (a step reads few rows of it)."""
     token_flops: int
-    """Per token in all layers, with its experts, without attention."""
+    """Operations of a token in all layers, with its experts, without attention."""
     head_flops: int
-    """To choose one token."""
+    """Operations to choose one token."""
     attention: tuple[tuple[Attention, int], ...]
     """Each kind of attention, and the number of layers that have it."""
     experts: tuple[tuple[Experts, int], ...] = ()
@@ -85,21 +85,21 @@ class Cost:
         return replace(self, experts=tuple((kind.with_counts(touches), count) for kind, count in self.experts))
 
     def step_bytes(self, tokens: float) -> float:
-        """Bytes of weights that a step of that many tokens reads."""
+        """Bytes of weights that a step of this many tokens reads."""
         touched = (count * kind.weight_bytes * kind.touched(tokens) for kind, count in self.experts)
         return self.weight_bytes + sum(touched)
 
     def touched(self, tokens: float) -> float | None:
-        """Experts of a layer that that many tokens use, the mean of all layers with experts; None: there are none."""
+        """Experts of a layer that this many tokens use, the mean of all layers with experts; None: there are none."""
         layers = sum(count for _, count in self.experts)
         return sum(count * kind.touched(tokens) for kind, count in self.experts) / layers if layers else None
 
     def kv_bytes(self, begin: int, end: int) -> int:
-        """Read by decodes with contexts of begin, begin + 1, .. end - 1 tokens."""
+        """Bytes that decodes with contexts of begin, begin + 1, .. end - 1 tokens read."""
         return sum(count * kind.kv_bytes * _seen(begin, end, kind.window) for kind, count in self.attention)
 
     def prompt_flops(self, length: int) -> int:
-        """To prefill a prompt and choose its first new token."""
+        """Operations to prefill a prompt and choose its first new token."""
         pairs = sum(count * kind.flops * _seen(1, length + 1, kind.window) for kind, count in self.attention)
         return length * self.token_flops + pairs + self.head_flops
 
@@ -117,7 +117,7 @@ class Cost:
         return max(flops / speed.flops, weights / speed.bandwidth) + reads / speed.bandwidth
 
     def decode_seconds(self, batch: int, context: float, speed: Speed) -> float:
-        """The limit of one decode step of `batch` sequences with that much context each."""
+        """The limit of one decode step of `batch` sequences with this much context each."""
         flops = batch * (self.token_flops + self.head_flops)
         reads = batch * self.kv_bytes(round(context), round(context) + 1)
         return max(flops / speed.flops, self.step_bytes(batch) / speed.bandwidth) + reads / speed.bandwidth
@@ -144,7 +144,7 @@ def ideal_steps(outputs: Sequence[int], max_num_seqs: int) -> list[int]:
 
 
 def cost_of(module: nn.Module, kv_cache_dtype: str = "auto") -> Cost | None:
-    """The cost of a model that has been started; None if its config does not say how many experts a token uses."""
+    """The cost of a started model; None: its config does not say how many experts a token uses."""
     model: Any = module
     stacks = _stacks(module)
     if stacks is None:
@@ -174,7 +174,7 @@ def cost_of(module: nn.Module, kv_cache_dtype: str = "auto") -> Cost | None:
 
 
 def _packed(module: nn.Module) -> dict[int, int]:
-    """How many weights a quantized tensor holds, by its address: two of 4 bits share a byte, scales hold none."""
+    """Number of weights in each quantized tensor, by address: two of 4 bits share a byte, and scales are no weights."""
     made = [each for each in module.modules() if isinstance(each, Made)]
     return {
         each.get_parameter(name + end).data_ptr(): 0 if end else math.prod(recipe.shape)
@@ -194,7 +194,7 @@ class _Stack(NamedTuple):
 
 
 def _stacks(module: nn.Module) -> list[_Stack] | None:
-    """Fused experts, or those that the model keeps itself; None if its config does not say how many a token uses."""
+    """Fused experts, or the model's own; None: its config does not say how many of them a token uses."""
     fused = [each for each in module.modules() if isinstance(each, MixtureOfExperts)]
     if fused:
         numbers = ((each.experts.num_experts, each.router.routing.top_k) for each in fused)

@@ -19,10 +19,10 @@ class EngineTrace(Trace):
 
 
 class Driver:
-    """Adds requests to an engine and notes when tokens come. Decoding is greedy, outputs have their full length."""
+    """Adds requests to an engine and notes when tokens come. Decoding is greedy, and end tokens are ignored."""
 
     def __init__(self, engine: LLMEngine, *, streamed: bool = True) -> None:
-        """streamed: the time between tokens counts, as if a client read each token as it comes."""
+        """streamed: a client reads each token as it comes, so the time between tokens matters."""
         self._engine = engine
         self._streamed = streamed
         self._num_added = 0
@@ -39,7 +39,7 @@ class Driver:
         return trace
 
     def step(self) -> list[EngineTrace]:
-        """Run a step; the requests that have a new token."""
+        """Run a step; returns the requests that got a token."""
         changed = self._engine.step()
         now = time.perf_counter()
         traces = [self.live[output.request_id] for output in changed]
@@ -51,7 +51,7 @@ class Driver:
         return traces
 
     def close(self) -> None:
-        """Abort what has not ended, and run the engine until it is idle."""
+        """Abort the live requests, and run the engine until it is idle."""
         for name in self.live:
             self._engine.abort(name)
         self.live.clear()
@@ -67,7 +67,7 @@ def run(
 ) -> Run[EngineTrace]:
     """Run requests to their ends: all at once, or at most `concurrency` in flight, each replaced when it ends.
 
-    All at once is offline work, as in `LLM.generate`; with a concurrency, the time between tokens counts.
+    All at once is offline work, as in `LLM.generate`; with a concurrency, requests are streamed.
     """
     driver, todo, traces = Driver(engine, streamed=concurrency is not None), deque(items), []
     most = len(items) if concurrency is None else concurrency

@@ -1,4 +1,4 @@
-"""When tokens came, and figures of that under the names that vLLM's benchmarks use. No torch here: serve needs none."""
+"""Times at which tokens came, and figures made of them, with the names of vLLM's benchmarks. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Figures = dict[str, Any]
 WHOLE, SPLIT = "whole prompts", "SplitFuse"
 """The two runs that `outpace bench throughput --splitfuse` compares."""
 FASTGEN_PROMPT = 512.0
-"""Prompt tokens per second that DeepSpeed-FastGen's agreement asks for."""
+"""Prompt tokens per second in DeepSpeed-FastGen's service level agreement."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Trace:
     prompt_tokens: int
     end: float = 0.0
     times: list[float] = field(default_factory=list)
-    """When each token came; of a server, when each event with text came."""
+    """When each token came; from a server, when each event with text came."""
     output_tokens: int = 0
     error: str = ""
 
@@ -85,7 +85,7 @@ def spread(name: str, seconds: Sequence[float], percents: Sequence[int] = (99,))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """0 where there are no values."""
+    """A percentile; 0 without values."""
     return float(np.percentile(values, percent)) if values else 0.0
 
 

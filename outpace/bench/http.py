@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client for load: parsing an event takes a few microseconds.
+"""A small HTTP/1.1 client for load tests: parsing an event takes a few microseconds.
 
-General clients take ten times as long for each event of a stream, and a busy client measures itself.
+General clients take ten times as long for each event of a stream, and a busy client would measure itself.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Response:
         self._chunked = False
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes. ValueError or IndexError: they are not HTTP/1.1."""
+        """Parse bytes; raises ValueError or IndexError if they are not HTTP/1.1."""
         self._buffer += data
         if not self.status and not self._head():
             return
@@ -41,7 +41,7 @@ class Response:
             self._plain()
 
     def end(self) -> bool:
-        """The connection has ended; whether the response is complete."""
+        """The connection has ended; returns whether the response is complete."""
         if self.status and not self._chunked and self._left is None:
             self.done = True
         return self.done
@@ -110,7 +110,7 @@ class Pool:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: bytes, receive: Receive) -> int:
-        """POST JSON; the status, once the whole answer has come."""
+        """POST JSON; returns the status after the whole answer."""
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}\r\ncontent-type: application/json\r\n"
         reader, writer = await self._connection()
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

@@ -12,7 +12,7 @@ from outpace.bench.workload import Item, check_least, check_lengths, latency_pro
 from outpace.types import SamplingParams
 
 WARM_UPS = 2
-COUNTED = 32  # tokens of each request after which the number of touched experts is known
+COUNTED = 32  # most tokens of each warm-up request that counts experts
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
 
@@ -51,7 +51,7 @@ def latency(
 def decode_step(
     subject: Subject, batch_size: int, *, input_len: int = 128, output_len: int = 128, iters: int = 3
 ) -> Figures:
-    """Median milliseconds of a decode step in which all requests of a batch take part, beside the limit."""
+    """Median milliseconds of a decode step with all requests of a batch, and the limit."""
     items = [Item(prompt, output_len) for prompt in _prompts(subject, batch_size, input_len, output_len)]
     subject.warm_up(items)
     steps = [gap for _ in range(iters) for gap in _shared_gaps(run(subject.llm.engine, items).traces)]
@@ -70,7 +70,7 @@ def decode_step(
 
 
 def first_token(subject: Subject, length: int, *, iters: int = 3) -> Figures:
-    """Median milliseconds until the first token of one prompt, beside the limit."""
+    """Median milliseconds until the first token of one prompt, and the limit."""
     times, cost = _times(subject, _prompts(subject, 1, length, 1), 1, iters), subject.cost
     limit = None if cost is None else cost.prompt_seconds(1, length, subject.speed) * 1e3
     return {"ttft_ms": statistics.median(times) * 1e3, "times": times, "limit_ms": limit, "input_len": length}
@@ -83,7 +83,7 @@ def _prompts(subject: Subject, count: int, input_len: int, output_len: int) -> l
 
 
 def _shared_gaps(traces: Sequence[Trace]) -> list[float]:
-    """Seconds between tokens, after the last request has begun and before the first one has ended."""
+    """Seconds between tokens while all requests decode."""
     begin, end = max(trace.times[0] for trace in traces), min(trace.times[-1] for trace in traces)
     last = max(traces, key=lambda trace: trace.times[0])
     return [later - earlier for earlier, later in pairwise(each for each in last.times if begin <= each <= end)]

@@ -1,4 +1,4 @@
-"""Load on a server: requests sent at a rate or with a concurrency limit, and when each event of their answers came."""
+"""Load on a server: sends requests at a rate or with a concurrency limit, and notes when each event came."""
 
 import asyncio
 import random
@@ -71,7 +71,7 @@ class Reader:
         try:
             chunk = self._decode(event)
         except msgspec.DecodeError as error:
-            trace.error = f"an event is not as OpenAI's are: {error}"
+            trace.error = f"an event does not have OpenAI's format: {error}"
             return
         if chunk.error is not None:
             trace.error = str(chunk.error)[:300]
@@ -110,12 +110,12 @@ class Pace:
     rate: float = float("inf")
     """Requests per second; inf: all at once."""
     arrival: str = "poisson"
-    """Or fixed: at equal distances."""
+    """poisson, or fixed: at equal intervals."""
     max_concurrency: int | None = None
     """Most requests in flight; later ones wait."""
 
     def times(self, count: int, seed: int) -> Iterator[float]:
-        """Seconds from the beginning at which requests are due."""
+        """The send time of each request, in seconds from the start."""
         if self.rate == float("inf"):
             yield from [0.0] * count
             return
@@ -139,7 +139,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Of the route, under the base."""
+        """The route, relative to the base."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
 
@@ -171,7 +171,7 @@ async def load(
 
 
 async def _send(pool: Pool, target: Target, request: Request) -> Trace:
-    """Send one request; what goes wrong is noted in its trace."""
+    """Send one request; an error is noted in its trace."""
     trace = Trace(time.perf_counter(), request.prompt_tokens)
     reader = Reader(trace)
     try:
@@ -186,5 +186,5 @@ async def _send(pool: Pool, target: Target, request: Request) -> Trace:
     except OSError as error:
         trace.error = f"{type(error).__name__}: {error}"
     trace.end = time.perf_counter()
-    trace.output_tokens = trace.output_tokens or len(trace.times)  # the server does not always say
+    trace.output_tokens = trace.output_tokens or len(trace.times)  # not every server sends usage
     return trace

@@ -1,8 +1,8 @@
-"""A pipeline of stages against one process with the same work: how much faster it is, and when each stage computed.
+"""Compares a pipeline of stages with one process: the speed-up, and when each stage computed.
 
-The work is prompts as long as a step, each with one new token, so that each is one micro-batch of one step. All are
-added at once: the pipeline fills, runs and drains once. Turns of one process and of the pipeline alternate, so that
-both see the same machine. Every process computes with `threads` threads.
+Each prompt is as long as a step and has one new token, so it is one micro-batch. All are added at once: the pipeline
+fills, runs and drains once. Turns of one process and of the pipeline alternate, so that other load on the machine
+affects both. Every process computes with `threads` threads.
 """
 
 import statistics
@@ -39,13 +39,13 @@ class Experiment:
     """Stages."""
     micro_batches: int = 16
     tokens: int = 128
-    """Of each micro-batch."""
+    """Tokens of each micro-batch."""
     turns: int = 3
-    """Of one process, and of the pipeline; there is one more warm-up turn."""
+    """Measured turns of one process and of the pipeline, after a warm-up turn."""
     threads: int = 1
-    """Of each process."""
+    """Threads of each process."""
     layers: tuple[int, ...] | None = None
-    """Of each stage; None: balanced by their costs."""
+    """Layers of each stage; None: balanced by their costs."""
 
     def __post_init__(self) -> None:
         check_least(2, pp=self.pp)
@@ -71,9 +71,9 @@ class Turn:
     alone: float
     """Seconds of one process."""
     alone_cpu: float
-    """Its CPU time in seconds."""
+    """CPU seconds of one process."""
     seconds: float
-    """Of the pipeline."""
+    """Seconds of the pipeline."""
     stages: Stages
     others: float | None
     """Cores that other programs used while one process ran."""

@@ -1,4 +1,4 @@
-"""Results as pictures."""
+"""Draws results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ BLUE, RED = "#2171b5", "#cb181d"
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what cannot be drawn, before anything has run for it."""
+    """Raise if matplotlib is missing or the file name is wrong, before anything is measured."""
     canvas()
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"plot: {path.name} must end in one of {', '.join(FORMATS)}")
@@ -124,7 +124,7 @@ def plot_served(points: Sequence[Figures], path: Path, *, is_sweep: bool) -> Non
 
 
 def _curve(axes: "Axes", points: Sequence[Figures], x: str, y: str, names: Sequence[object] = (), **style: Any) -> None:
-    """One figure of each point against another, with names at the points."""
+    """Draw one figure of each point against another, with names at the points."""
     places = [(point[x], point[y]) for point in points]
     axes.plot(*zip(*places, strict=True), "o-", **style)
     for name, place in zip(names, places, strict=False):
@@ -132,7 +132,7 @@ def _curve(axes: "Axes", points: Sequence[Figures], x: str, y: str, names: Seque
 
 
 def _distribution(axes: "Axes", values: Sequence[float], **style: Any) -> None:
-    """The share of values that are no larger."""
+    """Draw a cumulative distribution."""
     shares = [(place + 1) / len(values) for place in range(len(values))]
     axes.step(sorted(values), shares, where="post", **style)
     axes.set_xlim(left=0)
@@ -151,7 +151,7 @@ def _picture(path: Path, title: str, x: str, y: str, logarithmic: str = "") -> "
 
 
 def _logarithmic(axes: "Axes", which: str) -> None:
-    """Logarithmic axes, with numbers that people read."""
+    """Logarithmic axes with plain numbers, not powers of ten."""
     from matplotlib.ticker import LogFormatter
 
     for name in which:

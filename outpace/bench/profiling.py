@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes: how busy the GPU is, how long the host works, which kernels take longest."""
+"""Profiles decode steps: how busy the GPU is, how long the host works, which kernels take longest."""
 
 import time
 from collections import defaultdict
@@ -25,7 +25,7 @@ MARK = "ProfilerStep"  # what the profiler puts around steps
 def profile_decode(subject: Subject, items: Sequence[Item], steps: int | None = None) -> Figures:
     """Fill the batch with requests, wait until all of them decode, and profile some steps.
 
-    The host's time is that of a step without its waits for the GPU; it includes the profiler's own.
+    The host's time is that of a step without waits for the GPU; it includes the profiler's overhead.
     """
     engine = subject.llm.engine
     on_gpu = subject.llm.device.type == "cuda"
@@ -65,7 +65,7 @@ def _look(driver: Driver, steps: int, batch: int, *, on_gpu: bool) -> tuple[list
 
 
 def _long_outputs(items: Sequence[Item], engine: LLMEngine, steps: int) -> list[Item]:
-    """The prompts with outputs long enough until all of them decode, and for the profiled steps."""
+    """The prompts, with outputs that last until all of them decode and through the profiled steps."""
     chunk = engine.scheduler.max_chunk_beside_decodes
     needed = steps + 3 * SETTLING + sum(-(-len(item.prompt) // chunk) for item in items)
     return [Item(item.prompt, max(1, min(needed, engine.max_model_len - len(item.prompt)))) for item in items]

@@ -1,4 +1,4 @@
-"""`outpace bench serve`: latencies, throughput and goodput of any OpenAI-compatible server, under load from outside."""
+"""`outpace bench serve`: measures latencies, throughput and goodput of any OpenAI-compatible server under load."""
 
 import asyncio
 from collections import Counter
@@ -15,7 +15,7 @@ from outpace.bench.workload import END_ID, Item, Source, Workload
 from outpace.errors import InputError, OutpaceError
 
 FASTGEN_RATES = (2, 4, 6)
-"""Generated tokens per second that DeepSpeed-FastGen's agreement asks for."""
+"""Generated tokens per second in DeepSpeed-FastGen's service level agreement."""
 FASTGEN_SPAN = 16
 """Span of its moving average of the time per token."""
 UNLIMITED = 1 << 20  # tokens of a request, if the server does not say
@@ -31,7 +31,7 @@ WORDS = _TEXT.split()
 
 @dataclass(frozen=True)
 class Server:
-    """A server and how it is asked."""
+    """A server, and how to send it requests."""
 
     target: Target
     model: str
@@ -48,13 +48,13 @@ class Server:
 
 
 def find(target: Target, model: str | None, extra: Mapping[str, Any]) -> Server:
-    """Ask a server what it serves, and whether it takes token ids."""
+    """Ask a server for its model, and whether it takes token ids."""
     with _client(target, target.base) as client:
         try:
             card = _card(client, model)
             name = model or str(card.get("id", ""))
             if not name:
-                raise InputError("model: the server does not say what it serves; name it")
+                raise InputError("model: the server lists no models; name one")
             asked = {"model": name, "prompt": [20, 21], "max_tokens": 1}
             takes = target.endpoint == "completions" and client.post("/completions", json=asked).status_code == 200
         except httpx.HTTPError as error:
@@ -67,10 +67,10 @@ def _client(target: Target, url: str) -> httpx.Client:
 
 
 def _card(client: httpx.Client, model: str | None) -> dict[str, Any]:
-    """What the server says about the model, or about its first one."""
+    """The server's entry for the model, or for its first model; empty: there is none."""
     reply = client.get("/models")
     if reply.status_code in (401, 403):
-        raise InputError("api-key: the server wants another one")
+        raise InputError("api-key: the server refuses it; give another one")
     try:
         return next((card for card in reply.json()["data"] if model in (None, card.get("id"))), {})
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -173,7 +173,7 @@ def _meets(trace: Trace, limits: Mapping[str, float]) -> bool:
 
 
 def meets_fastgen(trace: Trace, rate: float) -> bool:
-    """DeepSpeed-FastGen's agreement: 512 prompt tokens per second, and never less than `rate` new ones on average.
+    """Whether a request meets FastGen's agreement: 512 prompt tokens/s, and always at least `rate` new tokens/s.
 
     The time per token is averaged exponentially, with a span of 16, from the second token on.
     """
@@ -184,7 +184,7 @@ def meets_fastgen(trace: Trace, rate: float) -> bool:
 
 
 def moving_average(values: Sequence[float], span: int) -> Iterator[float]:
-    """Each value averaged with those before it, whose weights fall by 1 - 2 / (span + 1) from one to the next."""
+    """Exponential moving averages: each earlier value weighs 1 - 2 / (span + 1) times as much as the next one."""
     keep, total, weight = 1 - 2 / (span + 1), 0.0, 0.0
     for value in values:
         total, weight = value + keep * total, 1 + keep * weight

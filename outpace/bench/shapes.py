@@ -1,4 +1,4 @@
-"""Models with random weights: of published shapes, or of anybody's config."""
+"""Models with random weights, for published shapes or any config."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,8 +91,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
     ),
 }  # fmt: skip
-"""Entries of the published config.json files; small, tiny and tiny-moe are for tries without a GPU. Almost all of small
-is in its layers, so that stages of a pipeline are equal."""
+"""Entries of the published config.json files; small, tiny and tiny-moe are for trials without a GPU. Almost all weights
+of small are in its layers, so that pipeline stages are equal."""
 SMALL = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
 """Dense models that fit one GPU with room to spare."""
 DENSE = tuple(name for name, shape in SHAPES.items() if "num_experts_per_tok" not in shape)
@@ -107,9 +107,9 @@ DRAWING = (
 
 
 class _NoDrawing(TorchFunctionMode):
-    """Random initializers of matrices do nothing: `build` draws all matrices itself.
+    """Turns off random initializers of matrices, because `build` draws all matrices itself.
 
-    Vectors (biases, attention sinks) are drawn here, since `build` does not set them.
+    Vectors (biases, attention sinks) are still drawn, since `build` does not set them.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -126,26 +126,24 @@ class _NoDrawing(TorchFunctionMode):
         return tensor
 
 
-def rank_shape(name: str, tp: int, ep: int | None = None) -> dict[str, Any]:
-    """The shape of a model whose layers are as large as one rank's share, so that it runs without collectives.
+def rank_shape(name: str, ranks: int) -> dict[str, Any]:
+    """The shape of a model with layers as large as one rank's share, so that it runs without collectives.
 
-    Heads, rows of the MLP and of the vocabulary are split over `tp` ranks, experts over `ep` groups (None: each rank
-    has whole experts). If there are fewer key heads than ranks, ranks share copies. Of the experts that a token
-    goes to, a rank has its mean share; its router is smaller than the real one, which every rank has whole.
+    Heads, rows of the MLP and of the vocabulary, and whole experts are split over the ranks. If there are fewer key
+    heads than ranks, ranks share copies. A rank gets its mean share of the experts of a token. Its router is smaller
+    than the real one, which every rank has as a whole.
     """
-    shape, groups = dict(SHAPES[name]), tp if ep is None else ep
-    if tp < 1 or groups < 1 or tp % groups:
-        raise ModelError(f"ranks: ep={groups} groups need a tp that is a multiple of it, got {tp}")
-    split = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"), tp)
+    if ranks < 1:
+        raise ModelError(f"ranks: expected at least 1, got {ranks}")
+    shape = dict(SHAPES[name])
+    split = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     if missing := [key for key in split if key not in shape]:
         raise ModelError(f"ranks: {name} has no {missing[0]}; its share of a rank is not known")
-    split |= {"moe_intermediate_size": tp // groups}
-    split |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), groups)
-    for key, ranks in split.items():
+    for key in (*split, "num_experts", "num_local_experts", "n_routed_experts"):
         if key in shape:
             shape[key] = _part(name, key, shape[key], ranks)
     if "num_experts_per_tok" in shape:
-        shape["num_experts_per_tok"] = max(1, shape["num_experts_per_tok"] // groups)
+        shape["num_experts_per_tok"] = max(1, shape["num_experts_per_tok"] // ranks)
     return shape
 
 
@@ -163,8 +161,8 @@ def build(
 ) -> nn.Module:
     """A model of a shape, or of the config.json in a folder: weights normal with deviation 0.02, norms 1.
 
-    They are made on their device and in their dtype, so that starting the model never holds them twice: stacks of
-    experts stay as they are, and other weights are fused one at a time.
+    Weights are made on their device and in their dtype, so that a start never holds them twice: stacks of experts stay
+    as they are, and other weights are fused one at a time.
     """
     config, generator = config_of(source), torch.Generator(device).manual_seed(seed)
     with torch.device(device), _NoDrawing(generator):
@@ -196,7 +194,7 @@ def bytes_read_per_token(model: nn.Module) -> int:
 
 
 def config_of(source: str | Path | Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a shape, of a named one, or of a folder."""
+    """The config of a shape (its entries or its name), or of a folder."""
     if isinstance(source, Mapping) or str(source) in SHAPES:
         shape = dict(source if isinstance(source, Mapping) else SHAPES[str(source)])
         if "rope_theta" in shape:

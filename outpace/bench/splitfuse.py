@@ -1,8 +1,8 @@
-"""SplitFuse against whole prompts: how long decodes wait while long prompts are prefilled beside them.
+"""Compares SplitFuse with whole prompts: how long decodes wait while long prompts are prefilled beside them.
 
-Some sequences decode all the time. Long prompts arrive at regular intervals, twice as long as one takes in a step
-of its own. In one run prompts are chopped and fused with the decodes (the default), in the other each is computed in a
-single step. Both are the same engine with another token budget, and the same arrivals, so nothing else differs.
+Some sequences decode all the time. Long prompts arrive at regular intervals of twice the time that one prompt takes in
+a step of its own. In one run prompts are cut into chunks and fused with the decodes (the default), in the other each is
+computed in a single step. Only the token budget differs: engine and arrivals are the same.
 """
 
 import time
@@ -20,8 +20,8 @@ from outpace.runner.budget import CPU_TOKENS, GPU_TOKENS
 from outpace.scheduler import Scheduler
 
 PERCENTS = (50, 95, 99)
-SPACING = 2.0  # times what a whole prompt takes: prompts take half of the time
-STEPS = 64  # decodes that an interval may hold
+SPACING = 2.0  # interval, as a multiple of the time of a whole prompt
+STEPS = 64  # decode steps in an interval, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,14 @@ class Experiment:
 
     @property
     def decoder_output(self) -> int:
-        """New tokens that a decoder may need until the last prompt is prefilled, with some to spare."""
+        """New tokens of a decoder, enough to decode until the last prompt is prefilled."""
         budget = self.budget or CPU_TOKENS
         chunk = min(max(1, budget // 4), budget - self.decoders)
         filling = -(-self.decoders * self.decoder_prompt // chunk) + self.decoders
         return filling + (self.num_prompts + 2) * max(-(-self.prompt // chunk) + 4, STEPS)
 
     def options(self) -> dict[str, Any]:
-        """Options of the LLM that runs it."""
+        """Options of `LLM` for this experiment."""
         return {
             "max_num_seqs": self.decoders + 4,
             "max_num_batched_tokens": self.whole_budget,
@@ -66,7 +66,7 @@ class Experiment:
 def splitfuse(subject: Subject, experiment: Experiment) -> Figures:
     """Inter-token latencies of the decoders and throughput, with SplitFuse and with whole prompts.
 
-    The subject is started with `experiment.options()`.
+    The subject must be started with `experiment.options()`.
     """
     engine = subject.llm.engine
     default = GPU_TOKENS if subject.llm.device.type == "cuda" else CPU_TOKENS

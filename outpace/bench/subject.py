@@ -1,4 +1,4 @@
-"""What is measured: a model that has been started, with its costs and the speed of its device."""
+"""The started model that is measured, with its costs and the speed of its device."""
 
 import gc
 import time
@@ -35,7 +35,7 @@ class Subject:
     name: str
     llm: LLM
     expected_cost: Cost | None
-    """With all experts equally likely; None: no limit is known."""
+    """The cost if all experts are equally likely; None: unknown."""
     speed: Speed
     vocab_size: int
     startup_seconds: dict[str, float]
@@ -46,12 +46,12 @@ class Subject:
 
     @property
     def cost(self) -> Cost | None:
-        """The least that work costs, with the experts that warm-up steps used; None: not known."""
+        """The minimal cost of work, with experts as counted in warm-up steps; None: unknown."""
         expected = self.expected_cost
         return expected.with_counts(self.touches) if expected is not None and self.touches else expected
 
     def experts_touched(self, tokens: int) -> dict[str, Any]:
-        """Figures: experts of a layer that a step of that many tokens uses, and whether that was counted."""
+        """Figures: experts of a layer that a step of this many tokens uses, and whether they were counted."""
         cost = self.cost
         return {"experts_touched": cost and cost.touched(tokens), "experts_counted": bool(self.touches)}
 
@@ -65,7 +65,7 @@ class Subject:
 
         def count() -> None:
             nonlocal before
-            now = experts.read()  # waits for the step, which is why nothing is timed here
+            now = experts.read()  # waits for the step, so nothing is timed here
             new, before = now - before, now
             if tokens := int(new[0].sum()) // top_k:
                 self.touches.append((tokens, float((new > 0).sum(dim=1).float().mean())))
@@ -78,7 +78,7 @@ class Subject:
         return list(self.llm.tokenizer(text)["input_ids"])
 
     def facts(self) -> dict[str, Any]:
-        """Where and with what a figure was measured."""
+        """Facts that belong to every figure: software, machine, options, load of other programs."""
         scheduler, now = self.llm.engine.scheduler, usage()
         others = None if self.since is None or now is None else used_by_others(self.since, now)
         return {
@@ -96,7 +96,7 @@ class Subject:
 
 
 def software(name: str, llm: LLM) -> dict[str, Any]:
-    """Figures: what ran, and where."""
+    """Figures: model, device, dtype and versions."""
     return {
         "model": name,
         "device": device_name(llm.device),
@@ -116,11 +116,11 @@ def started(
     catch_up: bool = True,
     **options: Any,
 ) -> Iterator[Subject]:
-    """Start a model for a while: anything that LLM takes, or the name of a shape. Options are LLM's; None is unset.
+    """Start a model, and shut it down afterwards. model: any model that LLM takes, or a shape. Options are LLM's.
 
-    `random`: random weights for the config in a folder; shapes have them anyway. Prefix caching is off by default:
-    requests that are measured twice would be cache hits. `catch_up`: first finish what the start left for later (such
-    as graphs), so that no capture falls into a measurement; the start-up seconds do not include it.
+    Options that are None are not set. random: random weights for the config in a folder; shapes always have them.
+    Prefix caching is off by default, because repeated requests would be cache hits. catch_up: finish deferred start-up
+    work first (such as graph captures), so that it does not run in a measurement; it is not in the start-up seconds.
     """
     given = {name: value for name, value in options.items() if value is not None}
     config, begin = LLMConfig.of(None, **given, enable_prefix_caching=prefix_caching), time.perf_counter()
@@ -145,7 +145,7 @@ def started(
 
 
 def is_shape(model: str | nn.Module | None) -> bool:
-    """Whether it names a shape, and no file of that name exists."""
+    """Whether it is the name of a shape, and no file of that name exists."""
     return isinstance(model, str) and model in SHAPES and local_path(model) is None
 
 

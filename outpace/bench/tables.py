@@ -1,4 +1,4 @@
-"""Figures as tables for people. A table is data: which figure stands on which line, in which format."""
+"""Prints figures as tables. A table is data: the figure and the format of each line."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,21 +8,21 @@ from rich.table import Table
 from outpace.bench.figures import FASTGEN_PROMPT, SPLIT, WHOLE, Figures
 
 MIB = 1 << 20
-TITLE = 64  # characters of a title that a narrow table gets wider for
+TITLE = 64  # most characters of a title for which a narrow table is widened
 BUSY = 0.25  # cores that other programs may use before figures count as too low
 
 
 class TableLine(NamedTuple):
-    """A figure in a table: a line where there is one result, a column where there are several."""
+    """A figure in a table: a line if there is one result, a column if there are several."""
 
     name: str
     key: str
-    """Where it is among the figures: outpace.limit.seconds. Several keys share a cell."""
+    """Its path in the figures, such as outpace.limit.seconds. Several keys share a cell."""
     style: str = ",.1f"
     limit: str = ""
-    """Key of the least or most that is possible here."""
+    """Key of its limit on this machine."""
     ratio: str = ""
-    """Key of how near the figure is to that."""
+    """Key of the part of the limit that it reaches."""
 
 
 def _spreads(**names: str) -> tuple[TableLine, ...]:
@@ -140,7 +140,7 @@ def down(lines: Iterable[TableLine], *results: Figures) -> Iterator[list[str]]:
 
 
 def beside(lines: Iterable[TableLine], found: Figures) -> Iterator[list[str]]:
-    """A line per figure, with its limit and how near it is to that."""
+    """A line per figure, with its limit and the part of the limit that it reaches."""
     for line in lines:
         measured, limit = (cell(found, key, line.style) for key in (line.key, line.limit))
         yield [line.name, measured, limit, cell(found, line.ratio, ".3f")]
@@ -173,7 +173,7 @@ def latency_table(found: Figures) -> Table:
 
 
 def splitfuse_table(found: Figures) -> Table:
-    """Both runs beside each other."""
+    """Both runs side by side."""
     ours = found["outpace"]
     ratios = f"P95 x {found['p95_itl_ratio']:.2f}, tokens/s x {found['throughput_ratio']:.2f}"
     rows = down(SPLITFUSE, found[SPLIT], found[WHOLE])
@@ -253,7 +253,7 @@ def _caption(facts: Mapping[str, Any]) -> str:
 
 
 def _busy(facts: Mapping[str, Any]) -> str:
-    """A warning where other programs used so much of the machine that figures are too low."""
+    """A warning if other programs used so much of the machine that figures are too low."""
     others = facts["used_by_other_programs"]
     if others is None or others["cores"] < BUSY:
         return ""

@@ -14,7 +14,7 @@ PER_SLOT = 4  # requests of a sweep per request in flight
 def throughput(
     subject: Subject, items: Sequence[Item], warm_up: Sequence[Item] = (), *, concurrency: int | None = None
 ) -> Figures:
-    """Run the warm-up, then measure the requests. `limit` is of these very requests, None where it is not known."""
+    """Run the warm-up, then measure the requests. `limit` is the limit for exactly these requests; None: unknown."""
     engine = subject.llm.engine
     check_lengths([*items, *warm_up], engine.max_model_len)
     if warm_up:
@@ -45,9 +45,9 @@ def sweep(
     most: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Figures]:
-    """A closed loop per level: that many requests in flight, each replaced when it ends.
+    """A closed loop per level: this many requests in flight, each replaced when it ends.
 
-    Each level has four requests per slot; at most `most` requests, unless there are more slots.
+    Each level has four requests per slot, but at most `most` requests or one per slot, whichever is more.
     """
 
     def measure(level: int) -> Figures:

@@ -1,4 +1,4 @@
-"""The requests that are measured: drawn from a seed, so that they are the same everywhere, or read from a file."""
+"""The measured requests: drawn from a seed, so that they are the same everywhere, or read from a file."""
 
 import json
 import math
@@ -19,7 +19,7 @@ FIRST_ID, END_ID = 10, 32000  # range of the token ids; special tokens often com
 CHAT_PROMPT, CHAT_OUTPUT = 220, 200  # mean tokens of a turn of ShareGPT
 CHAT_SPREAD = 1.0  # standard deviation of the logarithm
 CHAT_SHORTEST, CHAT_LONGEST = 4, 1024
-FILE_OUTPUT = 128  # new tokens if a file does not say
+FILE_OUTPUT = 128  # default number of new tokens for entries of a file
 
 
 class Item(NamedTuple):
@@ -42,12 +42,12 @@ class Source(NamedTuple):
     draw: Draw
     """Requests that are measured."""
     warm_up: Draw
-    """Other requests for the warm-up, for the same seed: of the same kind, with no prompt in common."""
+    """Requests for the warm-up with the same seed: of the same kind, with other prompts."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Which requests: by default, with uniformly drawn lengths."""
+    """The kind of requests; by default their lengths are drawn uniformly."""
 
     input_len: int | None = None
     output_len: int | None = None
@@ -57,9 +57,9 @@ class Workload:
     def __post_init__(self) -> None:
         check_least(1, input_len=self.input_len, output_len=self.output_len)
         if self.chat and (self.input_len or self.output_len or self.dataset):
-            raise InputError("workload: sharegpt draws its own lengths; leave input-len, output-len and dataset out")
+            raise InputError("workload: sharegpt draws its own lengths; remove input-len, output-len and dataset")
         if self.dataset is not None and self.input_len is not None:
-            raise InputError("input-len: the prompts of dataset have their own lengths; leave one of the two out")
+            raise InputError("input-len: the prompts of dataset have their own lengths; remove one of the two")
         if self.dataset is None and (self.input_len is None) != (self.output_len is None):
             raise InputError("input-len: fixed lengths need both input-len and output-len")
 
@@ -74,7 +74,7 @@ class Workload:
         return "prompts of {}..{}, outputs of {}..{} tokens".format(*PROMPT_LENGTHS, *OUTPUT_LENGTHS)
 
     def source(self, vocab: int, tokenize: Tokenize, max_model_len: int) -> Source:
-        """The requests for a model with so many tokens."""
+        """The requests for a model with this vocabulary and length."""
         if self.dataset is not None:
             items = read_dataset(self.dataset, tokenize, max_model_len, self.output_len)
             return Source(
@@ -94,7 +94,7 @@ class Workload:
 
 
 def check_least(least: int, **values: int | None) -> None:
-    """Refuse options that are too small."""
+    """Raise if an option is too small."""
     for name, value in values.items():
         if value is not None and value < least:
             raise InputError(f"{name.replace('_', '-')}: must be at least {least}, got {value}")
@@ -141,7 +141,7 @@ def like(items: Sequence[Item], vocab: int, seed: int) -> list[Item]:
 
 
 def check_lengths(items: Sequence[Item], max_model_len: int) -> None:
-    """Refuse requests that are too long for the model, before anything runs."""
+    """Raise if a request is too long for the model, before anything runs."""
     longest = max(len(item.prompt) + item.output_len for item in items)
     if longest > max_model_len:
         raise InputError(

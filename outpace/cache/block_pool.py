@@ -26,7 +26,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         if num_blocks < 0 or block_size < 1:
-            raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: must not be below 0 and 1")
+            raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: must be at least 0 and 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -101,7 +101,7 @@ class BlockPool:
 
     def register(self, block: int, key: bytes) -> None:
         """Add a full, computed block to the prefix cache; the first block with a hash keeps it."""
-        assert self._references[block] > 0, f"block {block} is nobody's"
+        assert self._references[block] > 0, f"block {block} has no reference"
         if self.enable_prefix_caching and self._hashes[block] is None and key not in self._cached:
             self._hashes[block] = key
             self._cached[key] = block
@@ -126,10 +126,8 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Remove a block in use from the prefix cache: its contents do not match its hash."""
-        assert self._references[block] > 0, f"block {block} is nobody's"
-        if (key := self._hashes[block]) is not None:
-            del self._cached[key]
-            self._hashes[block] = None
+        assert self._references[block] > 0, f"block {block} has no reference"
+        self._uncache(block)
 
     def check(self, held: Mapping[int, int] | None = None) -> None:
         """Assert every invariant; with `held`, also that these are all the references."""
@@ -145,8 +143,10 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
-        key = self._hashes[block]
-        assert key is not None
-        del self._cached[key]
-        self._hashes[block] = None
+        self._uncache(block)
         return block
+
+    def _uncache(self, block: int) -> None:
+        if (key := self._hashes[block]) is not None:
+            del self._cached[key]
+            self._hashes[block] = None

@@ -1,8 +1,8 @@
 """Blocks in a file: the prefix cache level below host memory.
 
 The file is unlinked as soon as it is open, so that nothing outlives the process and no other process's data can be
-read. A checksum of every block is kept in memory. A block that does not read back as it was written counts as not
-there.
+read. A checksum of every block is kept in memory. A block that does not read back as it was written counts as
+missing.
 """
 
 import errno
@@ -110,7 +110,7 @@ def _open(folder: str, size: int) -> int:
 def _nameless(folder: str) -> int:
     handle, name = tempfile.mkstemp(prefix=".outpace-kv-", dir=folder)
     try:
-        with suppress(OSError, AttributeError):  # not every file system or system has it
+        with suppress(OSError, AttributeError):  # some systems and file systems have no O_DIRECT
             direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
             if _works(direct):
                 os.close(handle)

@@ -139,7 +139,7 @@ class Tiers:
         return copy_id in self._copying
 
     def read(self, found: Sequence[int], keys: Sequence[bytes], step: Step) -> int | None:
-        """Start reading the longest run of these hashes that files have; hold the host blocks `found` before them.
+        """Start reading the longest run of these hashes that files have. Keeps the host blocks `found` before them.
 
         Returns the id of the copy, which may be one that another request started; None: nothing to read, or no room.
         """

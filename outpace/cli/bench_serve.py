@@ -16,7 +16,6 @@ from outpace.errors import InputError
 
 WARM_UPS = 4
 
-
 Lengths = StrEnum("Lengths", ["uniform", "sharegpt"])
 Route = StrEnum("Route", ["completions", "chat"])
 Arrivals = StrEnum("Arrivals", ["poisson", "fixed"])
@@ -71,7 +70,7 @@ def command(
     from outpace.bench.tables import served_table
 
     if more and not goodput:
-        raise InputError(f"{more[0]}: there is nothing to give but options; see --help")
+        raise InputError(f"{more[0]}: this command takes only options; see --help")
     limits, rates = parse_goodput([*(goodput or ()), *(more or ())]), _rates(sweep, request_rate)
     work = Workload(input_len, output_len, workload is Lengths.sharegpt, dataset)
     files, what, is_sweep = ResultFiles(output_json, plot), work.describe(), sweep is not None

@@ -85,8 +85,11 @@ def _eval(
     The model runs as `outpace serve` runs it. Two models are loaded one after the other. The flags are options of
     MODEL; the reference has defaults, on the same device, and what --against-config says.
     """
+    from outpace.cli.flags import llm_flags, override
+    from outpace.config import LLMConfig
+
     files = ResultFiles(json_file, plot)
-    options = _merged(_options(config, "config"), flags)
+    options = override(_options(config, "config"), flags, llm_flags(), LLMConfig)
     others = None if against_config is None else _options(against_config, "against-config")
 
     from outpace.quality import evaluate  # imported late: this takes seconds, and bad options should fail first
@@ -119,17 +122,6 @@ def _options(given: str | None, flag: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f'{flag}: {given!r:.80} is not JSON ({error}); write it as \'{{"dtype": "bf16"}}\'') from None
     return {str(name).replace("-", "_"): value for name, value in content.items()}
-
-
-def _merged(options: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with flags in place of what they set."""
-    from outpace.cli.flags import llm_flags, without
-    from outpace.config import LLMConfig
-
-    for flag in llm_flags():
-        if flag.name in flags:
-            options = {**without(options, flag.path, LLMConfig), flag.name: flags[flag.name]}
-    return options
 
 
 @contextmanager

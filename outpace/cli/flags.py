@@ -1,7 +1,7 @@
 """Flags generated from config fields: name, type, default and help of each field."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -112,7 +112,18 @@ def with_flags(function: Callable[..., None], flags: list[Flag]) -> Callable[...
     return command
 
 
-def without(given: Mapping[str, Any], path: str, owner: type[ConfigModel]) -> dict[str, Any]:
+def override(
+    given: Mapping[str, Any], flags: Mapping[str, Any], known: Iterable[Flag], owner: type[ConfigModel]
+) -> dict[str, Any]:
+    """Options of a config with the given flags in place of what sets the same fields."""
+    found = dict(given)
+    for flag in known:
+        if flag.name in flags:
+            found = {**_without(found, flag.path, owner), flag.name: flags[flag.name]}
+    return found
+
+
+def _without(given: Mapping[str, Any], path: str, owner: type[ConfigModel]) -> dict[str, Any]:
     """Options without those that set the field at `path`, by any of its names."""
     section, _, name = path.rpartition(".")
     others = {**owner.aliases, **owner.deprecated}

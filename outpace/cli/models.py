@@ -1,4 +1,4 @@
-"""`outpace models`: what is in the cache folder."""
+"""`outpace models`: lists the models in the cache folder."""
 
 from rich.console import Console
 from rich.markup import escape

@@ -1,4 +1,4 @@
-"""`outpace plan`: where a model's layers should live, in which precision, and how fast that is."""
+"""`outpace plan`: shows where a model's layers should live, in which precision, and how fast that is."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ def command(
         typer.Option("--gpu", metavar="NAME", help=f"Plan for {', '.join(CARDS)} or cpu.", show_default="this machine"),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="As 24GB.", show_default="0.9 of what there is")
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Such as 24GB.", show_default="0.9 of what there is"),
     ] = None,
     ram: Annotated[
         str | None,
@@ -58,7 +59,9 @@ def command(
     link_gbs: Annotated[float | None, typer.Option(help=f"Host memory to the device, {GBS}.")] = None,
     disk_gbs: Annotated[float | None, typer.Option(help=f"Reads from disk, {GBS}.")] = None,
     device_gbs: Annotated[float | None, typer.Option(help=f"Reads of the device's memory, {GBS}.")] = None,
-    tflops: Annotated[float | None, typer.Option(help="Products of the device in TFLOP/s, likewise.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Products of the device, in TFLOP/s, instead of that rate.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every batch, not the fastest of each placement.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every plan as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the table into this file.")] = None,
@@ -79,7 +82,7 @@ def command(
     )
     numbers, names = _numbers(name, dtype, layers)
     if there.rates.link is None:
-        numbers = replace(numbers, workspace=0)  # no CUDA takes it
+        numbers = replace(numbers, workspace=0)  # it is CUDA's
     wanted = _chosen(names, precision, there.fp8)
     found = plans(numbers, there.budgets, there.rates, work, precisions=wanted)
     best = max(found, key=lambda plan: plan.tokens_per_second)

@@ -101,7 +101,7 @@ def _usual(gpu: str | None, memory: int | None, nvme: Path | None, disk_gbs: flo
     """A GPU of the table with this machine's host memory, and its disk if the folder is here."""
     name = gpu or card_with(memory or 0)
     card = CARDS[name]
-    source = f"usual of a {name}" + ("" if gpu else ", the first of its size; --gpu names another")
+    source = f"typical of a {name}" + ("" if gpu else ", the first of its size; --gpu names another")
     here = nvme is not None and nvme.is_dir()
     disk = None if nvme is None else shutil.disk_usage(nvme).free if here else ANY
     rates = replace(card.rates, disk=None if nvme is None else DISK)
@@ -133,8 +133,9 @@ def _probed(device: str, nvme: Path | None) -> Rates:
     import torch
 
     from outpace.loading.cache import cache_dir
+    from outpace.offload.probe import probe
 
-    return Rates.load_or_measure(torch.device(device), nvme, cache_dir())
+    return probe(torch.device(device), nvme, cache_dir()).rates
 
 
 def _free(place: str, device: str) -> int:

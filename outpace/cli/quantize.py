@@ -1,4 +1,4 @@
-"""`outpace quantize`: write a model with quantized weights, in a layout that others read too."""
+"""`outpace quantize`: write a model with quantized weights, in a layout that other engines read too."""
 
 import json
 from collections.abc import Mapping
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from outpace.quant.plan import QuantPlan
 
 SCHEMES = ("int8", "int4", "w8a8", "fp8")
-
-
 BOUNDS = {"auto": "max_perplexity_increase", "max_bytes": "max_bytes", "bits_per_weight": "bits_per_weight"}
-"""Options that let a plan be measured, and the fields of quant.auto."""
+"""Options that measure a plan -> fields of quant.auto."""
 
 
 def command(
@@ -36,24 +34,24 @@ def command(
     auto: Annotated[
         float | None,
         typer.Option(
-            "--auto", metavar="X", help="Measure what each weight gets: perplexity grows by X at most; 0.01 is 1 %."
+            "--auto", metavar="X", help="Measure a scheme for each weight: perplexity grows by X at most; 0.01 is 1 %."
         ),
     ] = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="The same: all weights take SIZE at most, as 4GB.")
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Likewise: all weights take SIZE at most, as 4GB.")
     ] = None,
     bits_per_weight: Annotated[
-        float | None, typer.Option("--bits-per-weight", metavar="B", help="The same: linears have B bits on average.")
+        float | None, typer.Option("--bits-per-weight", metavar="B", help="Likewise: linears have B bits on average.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="What was measured another time: outpace-plan.json.")
+        Path | None, typer.Option("--plan", metavar="FILE", help="A plan that was measured earlier: outpace-plan.json.")
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option("--text", metavar="FILE", help="Calibration text in UTF-8.", show_default="a built-in text"),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", help="Tokens of it that are used.", show_default="2048")
+        int | None, typer.Option("--tokens", metavar="N", help="Number of its tokens to use.", show_default="2048")
     ] = None,
     device: Device = None,
     group_size: Annotated[
@@ -65,7 +63,7 @@ def command(
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", metavar="NAME", help="Leave linears with NAME in their names; may be repeated."),
+        typer.Option("--exclude", metavar="NAME", help="Skip linears with NAME in their names; may be repeated."),
     ] = None,
     method: Annotated[
         str,
@@ -81,11 +79,11 @@ def command(
 ) -> None:
     """Write a model with quantized weights. They are in the layout of compressed-tensors.
 
-    int8 and int4: weights alone. w8a8 and fp8: rows are quantized too, as they come. One process needs little memory,
-    whatever the size of the model; with --auto, --max-bytes or --bits-per-weight the whole model is held while it is
-    measured, and weights become int4 or int8, or stay. The folder appears when it is complete; a run that was ended is
-    gone on with by the same command. With --method gptq or --smooth the model is run on a text, one weight in memory at
-    a time; such a run begins anew.
+    int8 and int4 quantize only weights; w8a8 and fp8 also quantize activations at run time. One process needs little
+    memory, whatever the size of the model; but --auto, --max-bytes and --bits-per-weight hold the whole model in memory
+    to measure it, and each weight becomes int4 or int8, or stays as it is. The folder appears when it is complete; the
+    same command continues a run that was stopped. --method gptq and --smooth run the model on a text, with one weight
+    in memory at a time; such a run starts again from the beginning.
     """
     name = one_model(model, same_model)
     bounds = given(auto=auto, max_bytes=max_bytes, bits_per_weight=bits_per_weight)
@@ -97,13 +95,13 @@ def command(
         raise ConfigError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
     if scheme is None and (any((group_size, asymmetric, head, exclude)) or method != "rtn" or smooth is not None):
         raise ConfigError(
-            "group-size, asymmetric, head, exclude, method, smooth: a plan says what weights become; leave them out"
+            "group-size, asymmetric, head, exclude, method, smooth: a plan has a scheme for each weight; remove them"
         )
     calibrates = method != "rtn" or smooth is not None
     if not (bounds or calibrates) and (unused := next(iter(given(text=text, tokens=tokens, device=device)), None)):
-        raise ConfigError(f"{unused}: nothing is measured or calibrated; leave it out, or give --auto or --method gptq")
+        raise ConfigError(f"{unused}: nothing is measured or calibrated; remove it, or give --auto or --method gptq")
     if dtype is not None and dtype.removeprefix("torch.") == "int8":
-        raise ConfigError("dtype: it is what scales and other weights are kept in; for int8 weights give --scheme int8")
+        raise ConfigError("dtype: it is that of scales and of other weights; for int8 weights give --scheme int8")
     wanted = None if dtype is None else float_dtype(dtype)
     measured = _asked_auto(bounds, text, tokens, dtype, device) if bounds else None
 
@@ -124,7 +122,8 @@ def command(
         more = {} if found is None else {"plan": found.model_dump(mode="json")}
         typer.echo(json.dumps(_summary(written) | more))
     else:
-        typer.echo("\n".join([_text(written), *_told(found)]))
+        lines = [] if found is None else [found.summary, *found.measured]
+        typer.echo("\n".join([_text(written), *(f"  {line}" for line in lines)]))
 
 
 def _asked_auto(
@@ -138,17 +137,13 @@ def _asked_auto(
 
 
 def _measured(model: str | None, config: "LLMConfig", out: Path, force: bool) -> "QuantPlan":
-    """The plan for a model; what is wrong with the folder is said before."""
+    """Measure the plan for a model, after the folder is checked."""
     from outpace.load_paged import find_plan
     from outpace.loading.out_folder import check_out
     from outpace.loading.write_quantized import QUANTIZED
 
     check_out(out, QUANTIZED, force=force)
     return find_plan(model, config)
-
-
-def _told(plan: "QuantPlan | None") -> list[str]:
-    return [] if plan is None else [f"  {line}" for line in (plan.summary, *plan.measured)]
 
 
 def _summary(written: "WrittenQuantized") -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What commands that measure share: the files that results go to, progress lines, and how results are shown."""
+"""Shared by commands that measure: files for results, progress lines, and printing."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from outpace.errors import InputError
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """Where results go. A path that cannot be written is refused before minutes have gone into it."""
+    """Files for results. A path that cannot be written is refused before the measurement, which can take minutes."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -25,7 +25,7 @@ class ResultFiles:
             if path is not None and not path.parent.is_dir():
                 raise InputError(f"{path}: there is no folder {path.parent}; make it first")
             if path is not None and path.exists() and not path.is_file():
-                raise InputError(f"{path}: it is not a file; give the name of one")
+                raise InputError(f"{path}: it exists and is not a file; name another")
         if self.plot is not None:
             from outpace.bench.plot import check_plot
 
@@ -40,7 +40,7 @@ class ResultFiles:
 
 @contextmanager
 def progress(console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Shows each step: in one line that changes on a terminal, in a line each elsewhere."""
+    """Show progress: on a terminal in one changing line, elsewhere in one line for each step."""
     shown = console or Console(stderr=True)
     if shown.is_terminal:
         with shown.status("starting") as status:
@@ -50,12 +50,12 @@ def progress(console: Console | None = None) -> Iterator[Callable[[str], None]]:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines as they are."""
+    """Print tables and lines, without wrapping lines."""
     for part in parts:
         Console().print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write figures to a file, if one is asked for."""
+    """Write figures to a file; None: do not."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n")

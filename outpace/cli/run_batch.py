@@ -53,7 +53,7 @@ def command(
     if url is not None and (model or dtype or device or served_model_name):
         raise InputError("model, dtype, device, served-model-name: the server at url has its own; remove them")
     if url is None and api_key is not None:
-        raise InputError("api-key: only for a server; give its url too")
+        raise InputError("api-key: it is for a server; give its url too")
     options, names = given(dtype=dtype, device=device), tuple(served_model_name or ())
     connected = _server(url, api_key) if url else _engine(model, options, names)
     with opened(source, target) as (batch, out):

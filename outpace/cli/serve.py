@@ -76,20 +76,15 @@ def _serve(
 def options_of(
     given: Mapping[str, Any], flags: Mapping[str, Any] = MappingProxyType({})
 ) -> "tuple[str | None, dict[str, Any], ServerConfig]":
-    """Model, options of the engine and options of the server; flags, by field names, win over what else is given."""
-    from outpace.cli.flags import config_flags, llm_flags, without
+    """Model, options of the engine and options of the server; flags, by field names, win over other options."""
+    from outpace.cli.flags import config_flags, llm_flags, override
     from outpace.config import LLMConfig
     from outpace.server.given import split_options
     from outpace.server.options import ServerConfig
 
     model, llm, server = split_options(given)
-    for flag in llm_flags():
-        if flag.name in flags:
-            llm = {**without(llm, flag.path, LLMConfig), flag.name: flags[flag.name]}
-    for flag in config_flags(ServerConfig):
-        if flag.name in flags:
-            server = {**without(server, flag.path, ServerConfig), flag.name: flags[flag.name]}
-    return model, llm, ServerConfig(**server)
+    server = override(server, flags, config_flags(ServerConfig), ServerConfig)
+    return model, override(llm, flags, llm_flags(), LLMConfig), ServerConfig(**server)
 
 
 def read_config(path: Path) -> dict[str, Any]:

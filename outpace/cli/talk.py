@@ -1,4 +1,4 @@
-"""The other side of `chat` and `complete`: any OpenAI-compatible server, or a model in this process."""
+"""The partner of `chat` and `complete`: any OpenAI-compatible server, or a model in this process."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ def talker(model: str | None, url: str | None, key: str | None, **options: str |
             raise InputError(f"{first}: the server at url has its own; remove it")
         return Remote(url, key, model)
     if key is not None:
-        raise InputError("api-key: only for a server; give its url too")
+        raise InputError("api-key: it is for a server; give its url too")
     return Local(model, **given(**options))
 
 

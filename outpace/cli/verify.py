@@ -1,4 +1,4 @@
-"""`outpace verify`: show on the user's own model that fused layers change nothing."""
+"""`outpace verify`: checks on the user's own model that fused layers change nothing."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +34,7 @@ def command(
     """
     name = one_model(model, same_model)
     if tp > 1 and plot is not None:
-        raise InputError("plot: with --tp no layers are compared, so there is nothing to draw; leave it out")
+        raise InputError("plot: with --tp no layers are compared, so there is nothing to draw; remove it")
     files = ResultFiles(json_file, plot)
     from outpace.verify import RanksReport, verify, verify_ranks
     from outpace.verify.plot import plot as draw

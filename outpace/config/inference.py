@@ -39,6 +39,21 @@ _SCHEDULES = "only outpace.LLM and outpace serve schedule requests; remove it"
 ZERO_OPTIMIZATION = "DeepSpeed's name in training configs; give its dictionary as zero, with aio in it"
 _STARTS_RANKS = "only outpace.LLM and outpace serve start ranks (here torchrun --nnodes does); remove it"
 _KEEPS_PAGES = "only outpace.LLM and outpace serve keep the pages of requests; remove it"
+LLM_NAMES: Mapping[str, str] = {
+    "tensor_parallel_size": "tensor_parallel.tp_size",
+    "expert_parallel_size": "moe.ep_size",
+    "pipeline_parallel_size": "pipeline_parallel.pp_size",
+    "max_model_len": "max_out_tokens",
+    "quantization": "quant.scheme",
+    "kv_cache_dtype": "quant.kv_cache_dtype",
+    "cpu_offload_gb": "offload.cpu_offload_gb",
+    **{
+        f"offload_{name}": f"offload.{name}"
+        for name in OffloadConfig.model_fields
+        if name not in ("cpu_offload_gb", "kv_offloading_size", "slots")
+    },
+}
+"""Names that only `LLM` takes -> the options, which `init_inference` has too."""
 
 
 class InferenceConfig(ConfigModel):
@@ -59,27 +74,18 @@ class InferenceConfig(ConfigModel):
         **dict.fromkeys(("scheduler", *SchedulerConfig.model_fields, "deterministic"), _SCHEDULES),
         **dict.fromkeys(("cache", *CacheConfig.model_fields, "num_gpu_blocks_override"), _KEEPS_PAGES),
         **dict.fromkeys(("nodes", *NodesConfig.model_fields), _STARTS_RANKS),
-        "enforce_eager": "a name of outpace.LLM alone; use enable_cuda_graph",
-        "max_model_len": "a name of outpace.LLM alone; use max_out_tokens",
-        "tensor_parallel_size": "a name of outpace.LLM alone; use tensor_parallel.tp_size",
-        "expert_parallel_size": "a name of outpace.LLM alone; use moe.ep_size",
-        "quantization": "a name of outpace.LLM alone; use quant.scheme",
+        **{
+            name: f"a name of outpace.LLM alone; use {option}"
+            for name, option in {"enforce_eager": "enable_cuda_graph", **LLM_NAMES}.items()
+        },
         "generation_config": "only outpace.LLM takes it; generate uses the module's own generation_config; remove it",
         "max_logprobs": "only outpace.LLM and outpace serve return log-probabilities; remove it",
-        "pipeline_parallel_size": "a name of outpace.LLM alone; use pipeline_parallel.pp_size",
-        "kv_cache_dtype": "a name of outpace.LLM alone; use quant.kv_cache_dtype",
         "kv_offloading_size": _KEEPS_PAGES,
         "zero_optimization": ZERO_OPTIMIZATION,
-        "cpu_offload_gb": "a name of outpace.LLM alone; use offload.cpu_offload_gb",
-        **{
-            f"offload_{name}": f"a name of outpace.LLM alone; use offload.{name}"
-            for name in OffloadConfig.model_fields
-            if name not in ("cpu_offload_gb", "kv_offloading_size", "slots")
-        },
     }
     keeps_auto = frozenset({"replace_method", "offload"})
     switches = frozenset({"moe"})
-    sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size", "pipeline_parallel": "pp_size"}  # as MII has it
+    sizes: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp_size", "pipeline_parallel": "pp_size"}  # as in MII
     same_value: ClassVar[Mapping[str, Callable[[Any, Any], bool]]] = {"dtype": same_dtype, "device": same_device}
     deprecated: ClassVar[Mapping[str, str]] = {
         "mp_size": "tensor_parallel.tp_size",
@@ -244,7 +250,7 @@ class InferenceConfig(ConfigModel):
 
 
 ConfigLike = None | Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig
-"""What `config` may be."""
+"""Types of the argument `config`."""
 
 
 def default_inference_config() -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from outpace.config.inference import ZERO_OPTIMIZATION, InferenceConfig
+from outpace.config.inference import LLM_NAMES, ZERO_OPTIMIZATION, InferenceConfig
 from outpace.config.rules import COMPOSITIONS, LLM_COMPOSITIONS
-from outpace.config.sections import CacheConfig, NodesConfig, OffloadConfig, SchedulerConfig
+from outpace.config.sections import CacheConfig, NodesConfig, SchedulerConfig
 from outpace.config.values import DTypeName
 
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
@@ -18,19 +18,9 @@ class LLMConfig(InferenceConfig):
     """Options of `outpace.LLM` and `outpace serve`. vLLM's names work too."""
 
     flat: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel_size": "tensor_parallel.tp_size",
-        "expert_parallel_size": "moe.ep_size",
-        "pipeline_parallel_size": "pipeline_parallel.pp_size",
-        "max_model_len": "max_out_tokens",
-        "quantization": "quant.scheme",
+        **LLM_NAMES,
+        "kv_offloading_size": "offload.kv_offloading_size",
         "num_gpu_blocks_override": "cache.num_blocks",
-        "kv_cache_dtype": "quant.kv_cache_dtype",
-        **{name: f"offload.{name}" for name in ("cpu_offload_gb", "kv_offloading_size")},
-        **{
-            f"offload_{name}": f"offload.{name}"
-            for name in OffloadConfig.model_fields
-            if name not in ("cpu_offload_gb", "kv_offloading_size", "slots")
-        },
         **{name: f"cache.{name}" for name in CacheConfig.model_fields},
         **{name: f"scheduler.{name}" for name in SchedulerConfig.model_fields},
         **{name: f"nodes.{name}" for name in NodesConfig.model_fields},

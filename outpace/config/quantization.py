@@ -191,16 +191,16 @@ QUANT_COMPOSITIONS: Mapping[str, Callable[[QuantizationConfig], bool]] = {
     "quant.method gptq and quant.smooth: weights are calibrated ahead of time; run `outpace quantize MODEL "
     "--scheme S --method gptq --out DIR`, or with --smooth 0.5, and load DIR": lambda q: changed(q, "method", "smooth"),
     "quant.auto or quant.plan with each other, or with quant.scheme, quant.weight or quant.activation: each says "
-    "what weights become; give one": lambda q: (
+    "how weights are quantized; give one": lambda q: (
         _several(q, "auto", "plan") or (chooses(q) and changed(q, "scheme", "weight", "activation"))
     ),
-    "quant.plan with quant.qkv: the plan says what each weight becomes; remove quant.qkv": lambda q: (
+    "quant.plan with quant.qkv: the plan has a scheme for each weight; remove quant.qkv": lambda q: (
         q.plan is not None and not q.qkv.enabled
     ),
     f"quant.auto: it needs one bound, of {', '.join(f'quant.auto.{name}' for name in _BOUNDS)}; give one": lambda q: (
         q.auto is not None and sum(changed(q.auto, name) for name in _BOUNDS) != 1
     ),
-    "quant.auto.schemes is empty: name what weights may become, or remove it": lambda q: (
+    "quant.auto.schemes is empty: name the schemes to choose from, or remove it": lambda q: (
         q.auto is not None and not q.auto.schemes
     ),
     "quant.auto.out: the plan is written as JSON; give a name that ends in .json": lambda q: (

@@ -100,7 +100,7 @@ COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
     "tensor_parallel.enabled=False with tensor_parallel.tp_size > 1: enable it, or leave tp_size at 1": lambda c: (
         not c.tensor_parallel.enabled and c.tensor_parallel.tp_size > 1
     ),
-    "moe.hot_experts and moe.expert_load go together: how many copies, and of which experts; "
+    "moe.hot_experts and moe.expert_load go together: the number of copies, and the load that chooses their experts; "
     "give both, or neither": lambda c: bool(c.moe.hot_experts) != (c.moe.expert_load is not None),
     "moe.hot_experts: copies are for ranks that share the experts; give moe.ep_size too, or remove it": lambda c: (
         bool(c.moe.hot_experts) and c.moe.ep_size == 1 and c.moe.ep_group is None
@@ -108,7 +108,7 @@ COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
     "moe.enabled=False with moe.ep_size > 1: enable it, or leave ep_size at 1": lambda c: (
         not c.moe.enabled and c.moe.ep_size > 1
     ),
-    "moe.moe_experts and moe.type say what injection finds: give replace_with_kernel_inject=True and leave "
+    "moe.moe_experts and moe.type check what injection finds: give replace_with_kernel_inject=True and leave "
     "moe.enabled on, or remove them": lambda c: (
         changed(c.moe, "moe_experts", "type")
         and not (c.moe.enabled and (c.replace_with_kernel_inject or c.injection_policy))

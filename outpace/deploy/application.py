@@ -19,7 +19,7 @@ from outpace.server.options import ServerConfig
 
 _LOST = (RayActorError, ObjectLostError, ReplicaUnavailableError)
 PREFIX_BYTES = 256  # of a body: requests that begin alike share keys and values; a chat begins as its last turn did
-TOLD_SECONDS = 10.0  # for the slowest replica
+ASK_ALL_SECONDS = 10.0  # for the slowest replica
 
 
 class Handle:
@@ -45,10 +45,10 @@ class Handle:
             response.cancel()
             raise
 
-    async def told(self, head: Mapping[str, Any]) -> list[list[Message]]:
-        """The whole answer of every replica; one that is just ending is left out."""
-        asked = self._handle.broadcast("told", head)
-        results = await asked.results_async(timeout_s=TOLD_SECONDS, return_exceptions=True)
+    async def ask_all(self, head: Mapping[str, Any]) -> list[list[Message]]:
+        """The whole answer of every replica, except those that are just ending."""
+        asked = self._handle.broadcast("whole_answer", head)
+        results = await asked.results_async(timeout_s=ASK_ALL_SECONDS, return_exceptions=True)
         return [result for result in results if not isinstance(result, BaseException)]
 
 

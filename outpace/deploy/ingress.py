@@ -1,8 +1,8 @@
-"""What stands between Ray's HTTP proxy and the replicas: it forwards, and asks again when a replica is gone.
+"""The ingress, between Ray's HTTP proxy and the replicas: forwards requests, and retries them when a replica is gone.
 
-A request is asked again as long as nothing of its answer has gone to the client: plain answers are held until they
-are whole, streams only until they begin. A stream that has begun ends with the event of an error, as it does in
-`outpace serve` when its engine dies.
+A request is retried as long as nothing of its answer has been sent to the client: plain answers are held until they
+are whole, streams only until they begin. A stream that has begun ends with an error event, as in `outpace serve` when
+its engine dies.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from outpace.log import logger
 from outpace.server.gone import until_gone, whole_body
 from outpace.server.guard import Guard
 from outpace.server.options import ServerConfig
-from outpace.server.problems import LOST
+from outpace.server.problems import LOST, is_stream
 
 ATTEMPTS = 4
-"""Replicas that are asked for one answer. Bounded: a request may be what kills them."""
+"""Most tries of a request. Bounded: the request may be what kills the replicas."""
 PAUSE = 0.25  # seconds before a replica is asked again when others may be no better
 _HEAD = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 ANSWERED_BY = b"x-outpace-replica"
 """Header of answers: which replica gave it."""
-_ADDED = frozenset({b"x-request-id", b"x-content-type-options"})  # headers that the guard adds here, as it did there
+_ADDED = frozenset({b"x-request-id", b"x-content-type-options"})  # the guard adds them here and in the replica
 _OF_ONE = frozenset({b"content-length", ANSWERED_BY})
 Merge = Callable[[Sequence[tuple[str, bytes]]], bytes]
 OF_ALL: Mapping[str, Merge] = {"/metrics": merged_metrics, "/status": merged_status}
 """Paths where all replicas are asked, and how their answers, by replica, become one."""
 _AGAIN = frozenset({LOST, "engine_unavailable"})
-"""Codes of errors that another replica need not have."""
+"""Codes of errors that another replica may not have."""
 
 
 class ReplicaLost(Exception):
@@ -50,13 +50,13 @@ class Replicas(Protocol):
     def ask(self, head: Mapping[str, Any], body: bytes, avoid: Sequence[str]) -> AsyncGenerator[list[Message], None]:
         """The messages of one replica's answer; raises `ReplicaLost`."""
 
-    async def told(self, head: Mapping[str, Any]) -> list[list[Message]]:
+    async def ask_all(self, head: Mapping[str, Any]) -> list[list[Message]]:
         """The whole answer of every replica to one request."""
 
 
 @dataclass
 class _Answer:
-    """What has come of an answer."""
+    """The part of an answer that has come."""
 
     status: int = 0
     is_stream: bool = False
@@ -65,11 +65,11 @@ class _Answer:
     held: list[Message] = field(default_factory=list)
 
     def take(self, message: Message) -> None:
-        """One more message."""
+        """Add a message."""
         if message["type"] == "http.response.start":
             self.status, self.replica = message["status"], message[REPLICA]
             headers = [(name, value) for name, value in message["headers"] if name not in _ADDED]
-            self.is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+            self.is_stream = is_stream(headers)
             name = self.replica.encode()
             message = {"type": message["type"], "status": self.status, "headers": [*headers, (ANSWERED_BY, name)]}
         else:
@@ -141,7 +141,7 @@ class Forward:
     async def _ask(
         self, head: Mapping[str, Any], body: bytes, avoid: Sequence[str], answer: _Answer, send: Send
     ) -> None:
-        """One attempt: a stream goes to the client as it comes, another answer is held."""
+        """One attempt: a stream goes to the client as it comes, any other answer is held."""
         async with contextlib.aclosing(self._replicas.ask(head, body, avoid)) as lists:
             async for messages in lists:
                 for message in messages:
@@ -155,12 +155,12 @@ class Forward:
 
     async def _answer_of_all(self, head: Mapping[str, Any], merge: Merge, send: Send) -> None:
         """Ask all replicas, and make one answer of theirs."""
-        answers = [answer for messages in await self._replicas.told(head) if (answer := _answer_of(messages)).whole]
-        told = [(answer.replica, answer.body) for answer in answers if answer.status == 200]
-        if not told and not answers:
+        answers = [answer for messages in await self._replicas.ask_all(head) if (answer := _answer_of(messages)).whole]
+        found = [(answer.replica, answer.body) for answer in answers if answer.status == 200]
+        if not answers:
             raise EngineUnavailable("no replica is ready; try again later")
         first = next((answer for answer in answers if answer.status == 200), answers[0])
-        body = merge(told) if told else first.body
+        body = merge(found) if found else first.body
         headers = [(name, value) for name, value in first.held[0]["headers"] if name not in _OF_ONE]
         await send({**first.held[0], "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})

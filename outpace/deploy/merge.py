@@ -1,4 +1,4 @@
-"""What the replicas say at the same path as one answer. Metrics: each sample says which replica it is of."""
+"""Merges the answers of all replicas at one path. Each sample of metrics gets a label with its replica."""
 
 import re
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ def merged_metrics(texts: Sequence[tuple[str, bytes]]) -> bytes:
 
 def merged_status(texts: Sequence[tuple[str, bytes]]) -> bytes:
     """/status of several replicas as that of one server, with their numbers added up, and each replica's own."""
-    told = [msgspec.json.decode(text) for _, text in texts]
+    replies = [msgspec.json.decode(text) for _, text in texts]
     own = [
         {"replica": name, **{field: each[field] for field in ("ready", "in_flight", "restarts")}}
-        for (name, _), each in zip(texts, told, strict=True)
+        for (name, _), each in zip(texts, replies, strict=True)
     ]
-    return msgspec.json.encode({**added(told), "replicas": own})
+    return msgspec.json.encode({**added(replies), "replicas": own})

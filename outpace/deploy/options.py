@@ -8,7 +8,7 @@ from outpace.config.base import ConfigModel
 
 
 class DeployConfig(ConfigModel):
-    """Options of `outpace deploy` beside those of the engine and the server."""
+    """Options of `outpace deploy` besides those of the engine and the server."""
 
     address: str | None = Field(default=None, min_length=1)
     """Ray cluster: HOST:PORT or ray://HOST:PORT of its head node, auto for the one that runs on this machine, local for

@@ -1,4 +1,4 @@
-"""Options of ours as options of Ray Serve. Pure functions: neither Ray nor torch is imported."""
+"""Translates our options into those of Ray Serve. Pure functions: neither Ray nor torch is imported."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,26 +7,26 @@ from outpace.config import AskedConfig
 from outpace.config.rules import num_ranks
 from outpace.deploy.options import DeployConfig
 from outpace.errors import ConfigError
-from outpace.server.options import KEYS_VARIABLE, ServerConfig
+from outpace.server.options import ServerConfig, keys_in
 
 ROUTERS: Mapping[str, str] = {
     "least-loaded": "outpace.deploy.routers:LeastLoaded",
     "round-robin": "outpace.deploy.routers:RoundRobin",
 }
-NOT_HERE: Mapping[str, str] = {
-    "max_connections": "Ray's proxy takes the connections; limit them in the load balancer before it",
-    "max_connections_per_address": "Ray's proxy takes the connections; limit them in the load balancer before it",
-}
+NOT_HERE: Mapping[str, str] = dict.fromkeys(
+    ("max_connections", "max_connections_per_address"),
+    "Ray's proxy takes the connections; limit them in the load balancer before it",
+)
 """Options of `outpace serve` that cannot act behind Ray's HTTP proxy, and what to do instead."""
 MANY = 100_000
 """Requests that an ingress process holds at most."""
 CLOSING = 10.0  # seconds beyond shutdown_timeout in which a replica ends its engine
 MOST_STARTS = 3  # of a replica that cannot start, before the deployment fails
-LONGEST_LOOK_BACK = 30.0
+LONGEST_LOOK_BACK = 30.0  # seconds of load that scaling looks at
 
 
 def check(server: ServerConfig, asked: AskedConfig) -> None:
-    """Refuse what would be ignored."""
+    """Refuse options that would be ignored."""
     if asked.nodes.nnodes > 1:
         raise ConfigError("nnodes: a replica has all its ranks on one node; use `outpace serve` for a model of several")
     for name, why in NOT_HERE.items():
@@ -45,14 +45,14 @@ def gpus_per_rank(deploy: DeployConfig, asked: AskedConfig, cluster: Mapping[str
             )
         return 0.0
     if deploy.gpus_per_rank == 0 and asked.device_type == "cuda":
-        raise ConfigError("gpus_per_rank: device=cuda needs a GPU, got 0; remove one of both")
+        raise ConfigError("gpus_per_rank: device=cuda needs a GPU, got 0; remove one of them")
     if deploy.gpus_per_rank is not None:
         return deploy.gpus_per_rank
     return 1.0 if asked.device_type == "cuda" or cluster.get("GPU", 0.0) else 0.0
 
 
 def bundle(deploy: DeployConfig, asked: AskedConfig, cluster: Mapping[str, float]) -> dict[str, float]:
-    """What one replica needs: the share of each of its ranks, times their number, on one node."""
+    """The resources of one replica: the share of each of its ranks, times their number, on one node."""
     ranks, gpus = num_ranks(asked), gpus_per_rank(deploy, asked, cluster)
     if 0 < gpus < 1 and ranks > 1:
         raise ConfigError(f"gpus_per_rank: {ranks} ranks need a whole GPU each, got {gpus:g}; give 1")
@@ -141,6 +141,5 @@ def http_options(server: ServerConfig) -> dict[str, Any]:
 
 def sent_options(server: ServerConfig, environment: Mapping[str, str]) -> dict[str, Any]:
     """The options that were given, as plain values, with the API keys of this machine's environment."""
-    here = [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-    keys = [*(key.get_secret_value() for key in server.api_keys), *here]
+    keys = [*(key.get_secret_value() for key in server.api_keys), *keys_in(environment)]
     return {**server.given(), **({"api_keys": keys} if keys else {})}

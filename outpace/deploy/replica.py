@@ -87,7 +87,7 @@ class Replica:
         async def receive() -> Message:
             if waiting:
                 return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-            return await asyncio.get_running_loop().create_future()  # a client that goes cancels this task
+            return await asyncio.get_running_loop().create_future()  # this task is cancelled when the client is gone
 
         async def send(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
@@ -98,12 +98,12 @@ class Replica:
         finally:
             outgoing.put_nowait(None)
 
-    async def told(self, head: Mapping[str, Any]) -> list[Message]:
+    async def whole_answer(self, head: Mapping[str, Any]) -> list[Message]:
         """The whole answer to a request without a body, for the ingress, which asks all replicas."""
         return [message async for messages in self.answer(head, b"") for message in messages]
 
     async def check_health(self) -> None:
-        """Called by Ray every few seconds: three errors in a row, and the replica is replaced."""
+        """Called by Ray every few seconds. After three errors in a row the replica is replaced."""
         status = self._engine.status()
         if not status.ready:
             raise EngineUnavailable(f"replica {self._id}: {status.why or 'the engine is not ready'}")

@@ -10,20 +10,20 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 AVOID = "avoid"
 """Argument of a request: the replicas that could not answer it."""
 PREFIX = "prefix"
-"""Argument of a request: its beginning, empty if it says nothing."""
+"""Argument of a request: the beginning of its body, empty if there is none."""
 COST = "cost"
-"""Argument of a request: what it costs, in tokens that are generated."""
-SLACK = 0.5  # of a request's own cost: what a replica that has had its beginning may have more to compute than others
-USUAL = 128.0  # tokens of a request of which nothing is known
+"""Argument of a request: its cost, in generated tokens."""
+SLACK = 0.5  # of a request's cost: a replica that has had its beginning may have this much more load
+USUAL = 128.0  # cost of a request of which nothing is known
 MOST_PREFIXES = 4096
 
 
 class LeastLoaded(RequestRouter):
     """The replica with the fewest tokens to compute, or one that has had the same beginning and few more to compute.
 
-    Ray's own router draws two replicas and takes the one with fewer requests. This one adds up what the requests that
-    it has sent will cost (`replicas.asked`); those that it does not know, of other ingress processes or on the way,
-    count as the mean.
+    Ray's own router draws two replicas and takes the one with fewer requests. This one adds up the costs of the
+    requests that it has sent (`replicas.asked`). Requests that it does not know (from other ingress processes, or on
+    their way) count as the mean.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class LeastLoaded(RequestRouter):
         warm = self._seen.get(given.get(PREFIX, b""))
         if warm in loads and loads[warm] <= min(loads.values()) + SLACK * given.get(COST, USUAL):
             loads[warm] = -1.0
-        random.shuffle(left)  # of equal ones any
+        random.shuffle(left)  # random order among equal ones
         return [[each] for each in sorted(left, key=lambda each: loads[each.replica_id.unique_id])]
 
     def _load(self, replica: RunningReplica) -> float:
@@ -51,7 +51,7 @@ class LeastLoaded(RequestRouter):
         return sum(known) + mean * max(0, requests - len(known))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
-        """A replica has taken a request: what it costs, and who has the keys and values of its prompt."""
+        """Note the cost of a request that a replica has taken, and that this replica has its prompt in the cache."""
         given, name = pending_request.kwargs, replica_id.unique_id
         self._costs.setdefault(name, {})[pending_request.metadata.internal_request_id] = given.get(COST, USUAL)
         if prefix := given.get(PREFIX):
@@ -61,7 +61,7 @@ class LeastLoaded(RequestRouter):
                 self._seen.popitem(last=False)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """It has ended, however it did."""
+        """Forget the cost of a request that has ended, in whatever way."""
         self._costs.get(replica_id.unique_id, {}).pop(internal_request_id, None)
 
 

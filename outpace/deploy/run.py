@@ -33,9 +33,9 @@ def deploy(
     wait: bool | None,
     console: Console,
 ) -> None:
-    """Deploy a model, or update the application of that name; wait: stay until a signal, then drain it.
+    """Deploy a model, or update the application of that name. wait: stay until a signal, then drain it.
 
-    A cluster that was started here ends with this process, so that the default is to wait for the end there.
+    A cluster that was started here ends with this process; for it, waiting is the default.
     """
     asked = AskedConfig.of(dict(llm_options))
     check_files(server)
@@ -44,13 +44,13 @@ def deploy(
     require_ray()
     with connected(config.address) as started:
         if started:
-            check_model(model)  # otherwise the nodes have it
+            check_model(model)  # in another cluster, the nodes have it
             if wait is False:
                 raise ConfigError("detach: a cluster that this command starts ends with it; give --address of another")
         url = _deployed(_absolute(model), llm_options, server, config, asked)
         console.print(f"{config.name} is ready")
         console.print(url)
-        if warning := server.open_door():
+        if warning := server.no_key_warning():
             console.print(warning, style="bold red")
         if wait or started:
             _until_signal()
@@ -88,13 +88,13 @@ def _deployed(
 
 
 def _absolute(model: str | None) -> str | None:
-    """A path that means the same in the processes of the cluster; one that is not here may be there."""
+    """An absolute path, if there is such a path here; another may be on the nodes of the cluster."""
     here = model is not None and Path(model).expanduser().exists()
     return str(Path(str(model)).expanduser().resolve()) if here else model
 
 
 def _start_http(server: ServerConfig) -> None:
-    """Start Ray's proxies, or see that those that run have the options that were asked for."""
+    """Start Ray's proxies, or check that running ones have the options that were asked for."""
     from ray import serve
     from ray.serve.context import _get_global_client
 
@@ -112,7 +112,7 @@ def _start_http(server: ServerConfig) -> None:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """Why an application is not healthy: the last line that a replica left, else what Ray says."""
+    """Why an application is not healthy: the last line of a replica's error, else Ray's message."""
     from ray import serve
 
     found = serve.status().applications.get(name)
@@ -123,7 +123,7 @@ def _reason(name: str, error: Exception) -> str:
 
 
 def status(name: str | None) -> dict[str, Any]:
-    """What Ray Serve says of one application, or of all."""
+    """The status of one application, or of all, from Ray Serve."""
     from ray import serve
 
     found = serve.status().applications
@@ -151,7 +151,7 @@ def stop(name: str) -> None:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[bool]:
-    """A connection to a cluster; whether the cluster was started here, and ends with the context."""
+    """Connect to a cluster or start one. Yields whether it was started here and ends with the context."""
     import ray
 
     def start() -> None:
@@ -182,7 +182,7 @@ def connected(address: str | None) -> Iterator[bool]:
 
 
 def require_ray() -> None:
-    """Ray is an extra."""
+    """Raise an error if Ray, which is an extra, is not installed."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
         raise NotSupported("ray: Ray Serve is not installed; pip install 'outpace[ray]'")
 

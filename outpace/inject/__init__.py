@@ -1,1 +1,1 @@
-"""Fused layers in place of a model's own: policies say which module plays which role, one layer runs them all."""
+"""Fused layers that replace a model's own. A policy names the module of each role; one class runs all families."""

@@ -31,7 +31,7 @@ class Injected:
 
     policy: Policy
     config: Any
-    """Config of the part of the model with the layers."""
+    """Config of the layers: the model's, or that of its text part."""
     layers: list[FusedLayer]
     shard: Shard | None = None
     """This rank's part of them; None: there is one rank."""
@@ -66,7 +66,7 @@ def inject(model: nn.Module, plan: Plan, kernels: Kernels, rules: Rules = KEEP, 
 
 
 def refuse_to_save(model: nn.Module) -> None:
-    """Make the methods of the model raise that do not work with fused weights."""
+    """Make the model's methods that do not work with fused weights raise."""
     for name, refuse in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
         if hasattr(model, name):
             setattr(model, name, refuse)
@@ -143,8 +143,8 @@ def _ends(model: nn.Module, roles: ModelRoles, config: Any, make: Maker) -> Plac
     embedding, head = part.optional(roles.embed), part.optional(roles.head)
     if embedding is None or head is None:
         return []
-    own = 1.0 if type(embedding) is nn.Embedding else roles.embed_scale(config)
-    made = make.embedding(embedding, own), make.head(head)
+    scale = 1.0 if type(embedding) is nn.Embedding else roles.embed_scale(config)
+    made = make.embedding(embedding, scale), make.head(head)
     for ours, module in zip(made, (embedding, head), strict=True):
         stand_in(ours.eval(), module)
     return list(zip((roles.embed, roles.head), made, strict=True))

@@ -21,15 +21,15 @@ PAGED = "outpace"
 PROBE = "outpace_probe"
 """The same for the probe: its masks are `Mask` objects."""
 KEYWORD = "outpace_attend"
-"""Keyword of the model's call that reaches the attention function: the object that attends."""
+"""Keyword argument by which a call of the model hands our attention object to the attention function."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
-"""Whether a query sees a key: (batch, head, position of the query, position of the key)."""
+"""(batch, head, query position, key position) -> whether the query sees the key."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Passed in the place of a mask."""
+    """Passed instead of a mask tensor: the function that would fill it."""
 
     function: MaskFunction
 
@@ -47,7 +47,7 @@ class AttentionLayer:
 
 
 def register() -> None:
-    """Register our names with Hugging Face. They change nothing until a config names them, and may be set again."""
+    """Register our names with Hugging Face; safe to repeat. They change nothing until a config names them."""
     for name in (PAGED, PROBE):
         AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(PROBE, _mask)
@@ -57,7 +57,7 @@ def register() -> None:
 def switched(configs: Iterable[Any], name: str, entry: str = "_attn_implementation") -> Iterator[None]:
     """Inside, layers with these configs use the attention of this name; they read it at every call.
 
-    entry: the entry of the configs that is set.
+    entry: the config entry to set.
     """
     before = [(config, getattr(config, entry)) for config in configs]
     try:
@@ -122,7 +122,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     attend = options.pop(KEYWORD, None)
     if attend is None:
-        raise NotSupported(f"{type(module).__name__} is not given the arguments of the model's call")
+        raise NotSupported(f"{type(module).__name__} does not receive the keyword arguments of the model's call")
     return attend(module, query, key, value, attention_mask, **options), None
 
 

@@ -14,8 +14,8 @@ class ExchangedExperts(Experts):
     A token is sent once to each rank with some of its experts. No token is dropped. A rank may have no tokens.
     """
 
-    def __init__(self, inner: Experts, where: "Whereabouts", group: Group, sliced: Group) -> None:
-        torch.nn.Module.__init__(self)
+    def __init__(self, inner: Experts, where: "ExpertMap", group: Group, sliced: Group) -> None:
+        nn.Module.__init__(self)  # not that of Experts: the weights are in `inner`
         self.recipes = {}
         self.inner = inner
         self.num_experts = where.count
@@ -45,8 +45,8 @@ class ExchangedExperts(Experts):
         return f"{self.num_experts} experts on {self.group.size} ranks"
 
 
-class Whereabouts(nn.Module):
-    """Which rank has which experts, and where. Tokens take the copies of an expert in turns."""
+class ExpertMap(nn.Module):
+    """Which ranks hold each expert, and its index on this rank. Tokens use the copies of an expert in turn."""
 
     owner: Tensor
     copies: Tensor
@@ -73,12 +73,12 @@ class Whereabouts(nn.Module):
         return torch.where((chosen >= 0) & (chosen < self.count), found, -1)
 
     def places(self, chosen: Tensor) -> Tensor:
-        """Index of each chosen expert among this rank's own; -1: it is not here."""
+        """Index of each chosen expert on this rank; -1: it is on another rank."""
         expert = chosen.clamp(0, self.count - 1).long()
         return torch.where((chosen >= 0) & (chosen < self.count), self.place[expert], -1)
 
     def own(self, chosen: Tensor) -> Tensor:
-        """The same, if all ranks have the same tokens: -1 also if another rank computes the choice."""
+        """`places` if all ranks have the same tokens: -1 also for a choice that another rank computes."""
         if self.first is not None:
             return chosen - self.first if self.first else chosen
         return torch.where(self.owners(chosen) == self.rank, self.places(chosen), -1)

@@ -43,7 +43,7 @@ class Router(Made):
         self._kernels = kernels
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, H] -> logits [T, E], weights [T, K] float32, experts [T, K]; rows with a negative slot go to none."""
+        """[T, H] -> logits [T, E], weights [T, K] float32, experts [T, K]; negative slots: no expert."""
         if self.in_float32:
             bias = None if self.bias is None else self.bias.float()
             logits: Tensor = self._kernels.linear(x.float(), self.weight.float(), bias)
@@ -61,7 +61,7 @@ class Router(Made):
         return logits
 
     def extra_repr(self) -> str:
-        """Printed; the replaced class, a base too, may print attributes that are not here."""
+        """Overrides that of the replaced class, also a base, which may print attributes that this one lacks."""
         return f"{self.num_experts} experts, {self.routing}"
 
 
@@ -76,7 +76,7 @@ class Experts(Made):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     rows_kind: str | None = None
-    """Kind that rows may be quantized to in steps of many tokens; None: they are not."""
+    """Kind to which rows may be quantized in steps of many tokens; None: they are not."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Experts(Made):
         super().__init__({"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias})
         self.num_experts = gate_up.shape[0]
         self.activation = activation
-        """act, gated, limit, alpha: as `kernels.experts` takes them."""
+        """act, gated, limit, alpha: see `kernels.experts`."""
         self._kernels = kernels
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         self.group: Group = ALONE
         """Ranks with the same tokens and other (parts of) experts: their results are summed."""
         self.together = True
-        """Sum experts and shared MLP over these ranks together."""
+        """Whether experts and shared MLP are summed over these ranks at once."""
         self.dense_group: Group = ALONE
         """If not together: the ranks that share the shared MLP."""
         self._kernels = kernels
@@ -179,7 +179,8 @@ class MixtureOfExperts(nn.Module):
             result = self.group.sum(self._with_dense(self.dense, x, result))
         else:
             result = self._with_dense(self.dense, x, self.group.sum(result))
-        return result if add is None else add.add_(result), logits, chosen  # the model too adds the sum of both
+        # like the model: first the sum of experts and shared MLP, then `add`
+        return result if add is None else add.add_(result), logits, chosen
 
     def _with_dense(self, dense: Dense, x: Tensor, routed: Tensor) -> Tensor:
         if self.coefficient is not None:
@@ -195,27 +196,27 @@ class MixtureOfExperts(nn.Module):
 
 
 def router_class(kind: type[nn.Module]) -> type[Router]:
-    """Our router, as a subclass of Hugging Face's, which finds routers to record by their class."""
+    """Our router as a subclass of Hugging Face's, which finds the routers to record by class."""
     if not kind.__module__.startswith("transformers."):
         return Router
     return type(f"Fused{kind.__name__}", (Router, kind), {})
 
 
 class OwnMixture(nn.Module):
-    """A fused mixture with the forward of the module that it replaces, a class that is not Hugging Face's."""
+    """A fused mixture with the forward of the module that it replaces, whose class is not Hugging Face's."""
 
     def __init__(self, mixture: MixtureOfExperts, returns: str, logits_dim: int) -> None:
         nn.Module.__init__(self)  # not the __init__ of the replaced class, which is a base too
         self.mixture = mixture
         self.returns = returns
-        """hidden: hidden states · logits: and the router's logits · deepspeed: and a loss of 0, tokens per expert."""
+        """hidden: hidden states · logits: also the router's logits · deepspeed: also a loss of 0, tokens per expert."""
         self.logits_dim = logits_dim
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[..., H] -> [..., H], with the further results of the replaced module."""
         hidden_states, *others = (*args, *kwargs.values())
         if any(other is not None for other in others):  # used_token of DeepSpeed
-            raise NotSupported("experts: a fused mixture takes hidden states alone, and routes every token of them")
+            raise NotSupported("experts: a fused mixture takes only hidden states, and routes all their tokens")
         hidden, logits, chosen = self.mixture.in_full(hidden_states.reshape(-1, hidden_states.shape[-1]))
         hidden = hidden.view(hidden_states.shape)
         if self.returns == "logits":

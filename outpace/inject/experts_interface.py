@@ -45,7 +45,7 @@ class StackedExperts:
             _RUNNING.reset(token)
 
 
-_SAID = ("config", "num_experts", "is_concatenated", "is_transposed", "has_gate", "has_bias")
+_ATTRIBUTES = ("config", "num_experts", "is_concatenated", "is_transposed", "has_gate", "has_bias")
 """Attributes of Hugging Face's stacked experts."""
 
 
@@ -58,7 +58,7 @@ def stacked_experts(model: nn.Module, kernels: Kernels) -> StackedExperts | None
         if reason := _unknown(module):
             chosen("experts", "the model's own", f"{type(module).__name__} {reason}")
             return None
-    chosen("experts", "ours, behind the model's own routers", f"{len(found)} stacks of {type(found[0]).__name__}")
+    chosen("experts", "ours, after the model's own routers", f"{len(found)} stacks of {type(found[0]).__name__}")
     moe.ExpertsInterface.register(PAGED, _experts)
     configs = {id(module.config): module.config for module in found}
     return StackedExperts({id(module): _runner(module, kernels) for module in found}, list(configs.values()))
@@ -70,21 +70,21 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
 
 def is_stack(module: nn.Module) -> bool:
     """Whether a module is stacked experts of Hugging Face, with its own weights."""
-    return all(hasattr(module, name) for name in _SAID) and not isinstance(module, StandInExperts)
+    return all(hasattr(module, name) for name in _ATTRIBUTES) and not isinstance(module, StandInExperts)
 
 
 def _unknown(module: Any) -> str | None:
     if module.is_transposed:
-        return "keeps its weights [in, out]"
+        return "stores its weights as [in, out]"
     if module.has_gate and not module.is_concatenated:
-        return "keeps gate and up as neighbours"
+        return "alternates rows of gate and up"
     return computes_otherwise(module)
 
 
 def computes_otherwise(module: Any) -> str | None:
-    """What this stack computes and our kernels do not; None: nothing."""
+    """Why our kernels cannot compute this stack, in any layout of its weights; None: they can."""
     if getattr(module, "has_post_expert_norm", False):
-        return "norms what each expert gives"
+        return "has a norm after each expert"
     gate = getattr(type(module), "_apply_gate", None)
     if module.has_gate and gate is not None and gate.__module__ != moe.__name__:
         return "has a gate of its own"
@@ -110,8 +110,8 @@ def stack_roles(module: Any) -> MoERoles:
 
 
 def _runner(module: Any, kernels: Kernels) -> Run:
-    up, gated = ("gate_up_proj", True) if module.has_gate else ("up_proj", False)
-    op = partial(kernels.experts, act=act_of(module), gated=gated)
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    op = partial(kernels.experts, act=act_of(module), gated=bool(module.has_gate))
 
     def run(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         options = {}

@@ -28,7 +28,9 @@ def _forward(layer: FusedLayer, call: dict[str, Any]) -> Any:
     if call.get("encoder_hidden_states") is not None:
         raise NotSupported("injection: a fused layer has no cross-attention, and encoder_hidden_states were given")
     if call.get("output_attentions"):
-        raise NotSupported("output_attentions: a fused layer keeps no attention weights; run the model uninjected")
+        raise NotSupported(
+            "output_attentions: a fused layer keeps no attention weights; run the model without injection"
+        )
     hidden: Tensor = call["hidden_states"]  # [B, L, H]
     attend = _DenseAttention(call, *hidden.shape[:2])
     result = layer.run(hidden.reshape(-1, hidden.shape[-1]), attend).view(hidden.shape)
@@ -50,14 +52,14 @@ class _DenseAttention:
         self._shape = batch, length
 
     def __call__(self, layer: FusedLayer, qkv: Tensor) -> Tensor:
-        q, k, v = (part.view(*self._shape, *part.shape[1:]).transpose(1, 2) for part in self._turn(layer, qkv))
+        q, k, v = (part.view(*self._shape, *part.shape[1:]).transpose(1, 2) for part in self._rotated(layer, qkv))
         if self._cache is not None:
             k, v = self._cache.update(k, v, layer.index)
         attended = _attend(layer, q, k, v, self._seen(layer, q, k), self._biases(layer, k))  # [B, Hq, L, D]
         return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def _seen(self, layer: FusedLayer, q: Tensor, k: Tensor) -> Tensor | None:
-        """Hugging Face's mask, with what it leaves to the layer: causality and window."""
+        """Hugging Face's mask, plus the causality and the window that it leaves to the layer."""
         mask = ~self._mask if self._mask is not None and layer.policy.mask_forbids else self._mask
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:  # it contains a bias for each head
             mask = _of_heads(layer, mask)
@@ -74,7 +76,7 @@ class _DenseAttention:
         biases = self._alibi if self._alibi is not None else self._call["position_bias"][..., -k.shape[2] :]
         return _of_heads(layer, biases.reshape(-1, layer.whole.num_heads, *biases.shape[1:])).flatten(0, 1)
 
-    def _turn(self, layer: FusedLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(self, layer: FusedLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [T, heads, D], normed and rotated."""
         settings = layer.settings
         q, k, v = split_qkv(qkv, settings.num_heads, settings.num_kv_heads, settings.head_dim)
@@ -84,21 +86,21 @@ class _DenseAttention:
             k = layer.k_norm(k)
         if not settings.rotary:
             return q, k, v
-        cos, sin, positions = self._turns(layer)
+        cos, sin, positions = self._table(layer)
         return layer.kernels.rotary(
             (q, k, v), cos, sin, positions, None, None, None,
             num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads, head_dim=settings.head_dim,
             rotary_dim=2 * cos.shape[1], interleaved=layer.policy.interleaved,
         )  # fmt: skip
 
-    def _turns(self, layer: FusedLayer) -> tuple[Tensor, Tensor, Tensor]:
+    def _table(self, layer: FusedLayer) -> tuple[Tensor, Tensor, Tensor]:
         """cos and sin [rows, R / 2], and the row of each token."""
         batch, length = self._shape
         if layer.cos is not None and layer.sin is not None:
             assert self._position_ids is not None, "a layer with its own table gets position_ids"
             return layer.cos, layer.sin, self._position_ids.expand(batch, length).reshape(-1)
         if self._rotary is None:
-            raise ModelError("injection: the model gave its layer no position_embeddings")
+            raise ModelError("injection: the model calls its layer without position_embeddings")
         cos, sin = (self._rows(layer.policy.once(table)) for table in self._rotary)
         return cos, sin, torch.arange(batch * length, device=cos.device)
 
@@ -124,7 +126,7 @@ def _attend(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def _attend_in_full(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Without torch's fused kernels, which have no softcap and no sinks."""
+    """Attention without torch's fused kernels, which have no softcap and no sinks."""
     settings = layer.settings
     repeats = settings.num_heads // settings.num_kv_heads
     k, v = (part.repeat_interleave(repeats, dim=1) for part in (k, v))
@@ -152,11 +154,11 @@ def _cut(mask: Tensor | None, k: Tensor) -> Tensor | None:
 
 
 def _within_window(layer: FusedLayer, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask without the keys beyond the layer's window."""
-    window, behind = layer.settings.window, k.shape[2] - q.shape[2]
+    """The mask, also hiding keys beyond the layer's window."""
+    window, before = layer.settings.window, k.shape[2] - q.shape[2]
     if not window:
         return mask
-    sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(behind).triu(behind - window + 1)
+    sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before).triu(before - window + 1)
     if mask is None:
         return sees
     return mask & sees if mask.dtype == torch.bool else mask.masked_fill(~sees, torch.finfo(mask.dtype).min)

@@ -1,4 +1,4 @@
-"""What injection does to a model, as the config asks: fused layers by a policy, or the model's own layers."""
+"""Plans what injection does to a model, as the config asks: fused layers by a policy, or the model's own layers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -44,16 +44,16 @@ class Injection(Protocol):
     """A planned change of a model. The plan has been checked as far as possible without making anything."""
 
     def check(self, make: Maker) -> None:
-        """Make what `apply` will put in, and drop it. Raises if rules for weights cannot be followed."""
+        """Make what `apply` will insert, and drop it. Raises if rules for weights cannot be followed."""
 
     def apply(self) -> None:
         """Change the model."""
 
     def paged(self) -> Paged | None:
-        """The paged form of the model, asked after it is on its device; None: it has none."""
+        """The paged form of the model; None: it has none. Call it when the model is on its device."""
 
     def has_pages(self, max_positions: int) -> bool:
-        """Whether it has a paged form, asked before `apply`; raises if it has one, but not for this many tokens."""
+        """Whether it has a paged form. Call it before `apply`. Raises if the form cannot hold this many tokens."""
 
     def varies(self) -> str | None:
         """Why its paged results may depend on the other requests of a batch; None: they do not."""
@@ -103,7 +103,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Partly:
-    """A model some of whose modules are replaced: mixtures of experts, or what this rank has a part of.
+    """A model in which some modules are replaced: mixtures of experts, or modules cut over ranks.
 
     inner: what injection does to the rest; None: nothing.
     """
@@ -132,7 +132,7 @@ class Partly:
             self.inner.apply()
 
     def paged(self) -> Paged | None:
-        """The rest over pages. A cut model without pages is tried out."""
+        """The rest over pages. Without a paged form, a cut model is called once as a check."""
         if self.inner is not None:
             return self.inner.paged()
         if self.cuts is not None:
@@ -167,31 +167,29 @@ def plan_injection(
         return _over_ranks(model, config, kernels, rules, mesh, reduced, found, level_0=True)
     shard = None
     if plan.layers:
-        shard = shard_of(model, mesh, config, policies, found, plan)
+        shard = _shard_of(model, mesh, config, policies, found, plan)
         if reduced and shard is not None:
-            raise ConfigError(
-                "injection_policy: over ranks, give either policies or names of linears, not some of both"
-            )
+            raise ConfigError("injection_policy: over ranks, give either policies or names of linears, not both")
         inner: Injection | None = Fused(model, plan, kernels, rules, shard)
     else:
         inner = _level_0(model, kernels, config, needed=not found)
     return Partly(model, kernels, rules, shard, inner, found) if found else inner
 
 
-def shard_of(
+def _shard_of(
     model: nn.Module,
     mesh: Mesh,
     config: InferenceConfig,
-    policies: Mapping[str, Policy] | None = None,
-    found: Sequence[FoundMixture] = (),
-    plan: Plan | None = None,
+    policies: Mapping[str, Policy],
+    found: Sequence[FoundMixture],
+    plan: Plan,
 ) -> Shard | None:
     """This rank's part of a model with fused layers, and of other mixtures in it; None: there is one rank."""
     if mesh is NO_MESH:
         return None
     splits = split_model(model, mesh.tp.size, policies or None, grain=config.tensor_parallel.tp_grain_size)
     splits = {**splits, **dict(split_mixtures(found, mesh.tp.size, experts=mesh.ep.size == 1))}
-    kept = [f"{item.path}.{item.policy.mlp}." for item in (plan.layers if plan else ()) if item.policy.mlp is not None]
+    kept = [f"{item.path}.{item.policy.mlp}." for item in plan.layers if item.policy.mlp is not None]
     splits = {name: None if name.startswith(tuple(kept)) else split for name, split in splits.items()}
     if mesh.tp.size > 1:
         report_whole(model, splits)
@@ -217,7 +215,7 @@ def _over_ranks(
     *,
     level_0: bool,
 ) -> Injection:
-    """A model that keeps its own layers over ranks. level_0: with attention over pages."""
+    """The injection of a model that keeps its own layers, over ranks. level_0: attention runs over pages."""
     ranks, own = mesh.tp.size, [each.path for each in found]
     if not level_0:
         check_asked(config.moe, model, Plan(None, []), found)
@@ -259,7 +257,7 @@ def _check_shared(model: nn.Module, splits: Splits, config: InferenceConfig) -> 
 def _level_0(
     model: nn.Module, kernels: Kernels, config: InferenceConfig, *, needed: bool, shard: Shard | None = None
 ) -> Interface | None:
-    """Level 0; None: it is not needed, and the model cannot run so."""
+    """Level 0; None: the model cannot run on it. needed: raise instead."""
     ranks, stage = (ALONE, ONLY) if shard is None else (shard.ranks, shard.mesh.stage)
     try:
         return Interface(model, kernels, experts=config.moe.enabled, ranks=ranks, stage=stage)

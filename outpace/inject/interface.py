@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from outpace.offload.streaming import Streaming
 
 LENGTHS = (12, 8)  # tokens of the sequences in the check
-STEPS = 3  # of these tokens run as decodes
+STEPS = 3  # of these tokens, the last of each sequence, run as decodes
 LIMITS: Mapping[torch.dtype, float] = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest error by rounding, of the median token: rounding may send a token to other experts."""
+"""Largest error of the median token. Others may differ more: rounding can send a token to other experts."""
 LIMIT = 1e-4
 TF32_LIMIT = 1e-2
 
@@ -143,7 +143,7 @@ class InterfaceModel:
         return found[0]
 
     def sketch(self) -> "InterfaceModel":
-        """Itself: which of its layers are alike is unknown."""
+        """Itself, since it is unknown which layers are alike."""
         return self
 
     def _call(self, module: Any, batch: Batch, pages: Pages, **options: Any) -> Any:
@@ -178,7 +178,9 @@ def check(model: Any, paged: BatchModel) -> tuple[float, float]:
 def _check_own(model: nn.Module, logits: Tensor) -> None:
     """Raise for a model whose own logits are useless."""
     if bool(logits.isnan().any()):
-        raise ModelError(f"model: {type(model).__name__} gives NaN by itself; its weights are broken, load them again")
+        raise ModelError(
+            f"model: {type(model).__name__} gives NaN without Outpace; its weights are broken, load them again"
+        )
     if not bool(logits.any()):
         raise ModelError(
             f"model: all logits of {type(model).__name__} are zero; its weights are all zero or were not loaded"
@@ -233,7 +235,7 @@ def _batch(texts: list[Tensor], parts: list[range], block_size: int) -> Batch:
 def _head(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
-        raise NotSupported("it does not say which of its modules is its head")
+        raise NotSupported("it does not name its head (get_output_embeddings)")
     return head
 
 

@@ -55,7 +55,7 @@ def _computes_alike(module: nn.Linear) -> bool:
     try:
         with torch.no_grad():
             found = trial.forward(x)
-    except Exception:  # a stranger's code may expect anything
+    except Exception:  # unknown code may raise anything
         return False
     expected = nn.functional.linear(x, weight, bias)
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))

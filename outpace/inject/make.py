@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from outpace.errors import ModelError
-from outpace.inject.exchange import ExchangedExperts, Whereabouts
+from outpace.inject.exchange import ExchangedExperts, ExpertMap
 from outpace.inject.experts import Dense, Experts, MixtureOfExperts, Router, router_class
 from outpace.inject.modules import Embedding, Linear, Norm, PlainLinear
 from outpace.inject.parts import Parts
 from outpace.inject.policy import LayerSettings, MoERoles, Policy
 from outpace.inject.quantized import PackedEmbedding, PackedExperts, PackedLinear, StandInExperts
 from outpace.inject.ranks import SplitEmbedding, SplitNorm, SummedLinear, Values
-from outpace.inject.recipe import Pairs, Recipe, RowOrder
+from outpace.inject.recipe import PairedRows, Recipe, RowOrder
 from outpace.inject.shard import Shard
 from outpace.kernels.dispatch import Kernels
 from outpace.parallel.group import ALONE, Group
@@ -57,7 +57,7 @@ class Maker:
         order: RowOrder | None = None,
         summed: bool = True,
     ) -> Linear:
-        """One linear for one or several of the model's, with their rows one below the other.
+        """One linear for one or several of the model's, with their rows stacked.
 
         summed: False: the caller sums over ranks, and the first rank adds the bias.
         """
@@ -131,7 +131,9 @@ class Maker:
             for path in (roles.shared_gate, roles.coefficient)
         )
         made = MixtureOfExperts(router, experts, self._kernels, dense, gate, coefficient)
-        self._share(made, router.num_experts)
+        made.experts, made.where, made.group = self._of_ranks(made.experts, router.num_experts)
+        if self.shard.exchanges or (self.shard.mesh.ep.size > 1 and not self.shard.mesh.experts_like_layers):
+            made.together, made.dense_group = False, self.shard.tp
         return made
 
     def outputs(self, module: nn.Module) -> Vocabulary:
@@ -151,20 +153,13 @@ class Maker:
         experts = self.experts(module, roles, None, act)
         return StandInExperts(*self._of_ranks(experts, self._count(module, roles))).eval()
 
-    def _share(self, made: MixtureOfExperts, count: int) -> None:
-        """Set which ranks sum the result of a mixture."""
-        shard, mesh = self.shard, self.shard.mesh
-        made.experts, made.where, made.group = self._of_ranks(made.experts, count)
-        if shard.exchanges or (mesh.ep.size > 1 and not mesh.experts_like_layers):
-            made.together, made.dense_group = False, shard.tp
-
     def _of_ranks(self, experts: Experts, count: int) -> tuple[Experts, Callable[[Tensor], Tensor] | None, Group]:
         """The experts to call, a map from expert numbers to this rank's own, and the ranks that sum their results."""
         shard, mesh = self.shard, self.shard.mesh
         self._mixtures += 1
         if mesh.ep.size == 1:
             return experts, None, shard.tp
-        where = Whereabouts(shard.held_experts(count, self._mixtures - 1), mesh.ep.rank)
+        where = ExpertMap(shard.held_experts(count, self._mixtures - 1), mesh.ep.rank)
         if shard.exchanges:
             sliced = mesh.expert_tp if shard.expert_splits else ALONE
             return ExchangedExperts(experts, where, mesh.ep, sliced), None, ALONE
@@ -173,12 +168,11 @@ class Maker:
 
     def _router(self, part: Parts, roles: MoERoles, config: Any) -> Router:
         module = part(roles.router)
-        weight, bias = self._tensor(_parameter(module, "weight")), _parameter(module, "bias")
-        correction = None if roles.correction is None else self._tensor(part.tensor(roles.correction))
+        weight, bias = self._whole(_parameter(module, "weight")), _parameter(module, "bias")
         return router_class(type(module))(
-            Recipe.whole(*weight),
-            None if bias is None else Recipe.whole(*self._tensor(bias)),
-            None if correction is None else Recipe.whole(*correction),
+            weight,
+            None if bias is None else self._whole(bias),
+            None if roles.correction is None else self._whole(part.tensor(roles.correction)),
             roles.routing(config),
             self._kernels,
             in_float32=roles.in_float32,
@@ -191,7 +185,7 @@ class Maker:
         down, down_bias = self._of_rank(*find(module, roles.down, roles.transposed, False))
         slicing = self.shard.tp if self.shard.mesh.ep.size == 1 else self.shard.of_one_expert.tp
         if slicing.rank and (self.shard.mesh.ep.size == 1 or self.shard.expert_splits):
-            down_bias = None  # ranks with parts of the same expert sum: one of them adds the bias
+            down_bias = None  # ranks with parts of the same expert sum their results: one of them adds the bias
         limit, alpha = roles.clamp(config) or (None, None)
         up, down = self._with_scheme(up), self._with_scheme(down)
         quantized = any(recipe.scheme is not None for recipe in (up, down))
@@ -235,7 +229,7 @@ class Maker:
         if weight is None or weight.dim() != 3:
             raise ModelError(f"injection: {type(module).__name__} has no stack of weights {name!r}")
         bias = _parameter(module, f"{name}_bias")
-        order = Pairs(weight.shape[2 if transposed else 1] // 2) if paired else None
+        order = PairedRows(weight.shape[2 if transposed else 1] // 2) if paired else None
         stacked = Recipe.stack(*self._tensor(weight), transposed=transposed, order=order)
         return stacked, None if bias is None else Recipe.stack(*self._tensor(bias), order=order)
 
@@ -266,7 +260,7 @@ class Maker:
         weight = _parameter(module, "weight")
         if weight is None or weight.dim() != 2:
             raise ModelError(f"injection: {type(module).__name__} is not an embedding with a weight")
-        whole = Recipe.whole(*self._tensor(weight))
+        whole = self._whole(weight)
         recipe, found = self.shard.cut(whole), self.shard.spans(whole.parts[0].name)
         if found is not None:
             dim, ((first, _),) = found
@@ -286,8 +280,8 @@ class Maker:
         norm, weight, bias = self.norm(module, policy), _parameter(module, "weight"), _parameter(module, "bias")
         if weight is None or self.shard.spans(self._tensor(weight)[0]) is None:
             return norm
-        recipe = self.shard.cut(Recipe.whole(*self._tensor(weight)))
-        made = SplitNorm(norm, recipe, None if bias is None else self.shard.cut(Recipe.whole(*self._tensor(bias))))
+        cut = self.shard.cut
+        made = SplitNorm(norm, cut(self._whole(weight)), None if bias is None else cut(self._whole(bias)))
         if policy.qk_norm_over == "all":
             heads = settings.num_kv_heads if keys else settings.num_heads
             copies = self.shard.copies(settings) if keys else 1
@@ -296,10 +290,13 @@ class Maker:
 
     def values(self, values: Tensor) -> Values:
         """A vector with a value for each head."""
-        return Values(self.shard.cut(Recipe.whole(*self._tensor(values))))
+        return Values(self.shard.cut(self._whole(values)))
+
+    def _whole(self, tensor: Tensor | None) -> Recipe:
+        return Recipe.whole(*self._tensor(tensor))
 
     def _tensor(self, tensor: Tensor | None) -> tuple[str, tuple[int, ...]]:
-        assert tensor is not None, "asked before"
+        assert tensor is not None, "checked by the caller"
         return self._names[id(tensor)], tuple(tensor.shape)
 
 
@@ -308,7 +305,9 @@ def make_norm(module: nn.Module, policy: Policy, kernels: Kernels) -> Norm:
     named = (getattr(module, name, None) for name in _EPS_NAMES)
     eps = next((value for value in (policy.norm_eps, *named) if value is not None), None)
     if eps is None:
-        raise ModelError(f"injection: {type(module).__name__} does not say its eps")
+        raise ModelError(
+            f"injection: {type(module).__name__} has neither {' nor '.join(_EPS_NAMES)}; set norm_eps in its policy"
+        )
     return Norm(
         policy.norm,
         _parameter(module, "weight"),

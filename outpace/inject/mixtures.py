@@ -13,12 +13,12 @@ from outpace.inject.make import Maker
 from outpace.inject.parts import Parts
 from outpace.inject.plan import Plan, foreign_hooks
 from outpace.inject.policy import MoERoles
-from outpace.inject.prove import ExpertForm, Proven, expert_form, linears, routing_of
+from outpace.inject.prove import ExpertForm, expert_form, linears, routing_of
 from outpace.inject.shard import Shard
+from outpace.inject.split import Named, split_mlp
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.routing import Routing
 from outpace.log import chosen
-from outpace.parallel.spans import Split, even_split
 from outpace.quant.rules import KEEP, Rules
 
 _GATE, _EXPERTS = "deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts"
@@ -52,11 +52,11 @@ def find_mixtures(model: nn.Module, plan: Plan) -> list[FoundMixture]:
         if mixture is None:
             continue
         if not path:
-            _left(path, "they are the model itself, which cannot be replaced")
+            _kept(path, "they are the model itself, which cannot be replaced")
         elif any(id(parameter) in shared for parameter in module.parameters()):
-            _left(path, "its weights are used elsewhere too")
+            _kept(path, "its weights are also used elsewhere")
         elif any(foreign_hooks(each) for each in module.modules()):
-            _left(path, "it has a hook, which a fused one would never call")
+            _kept(path, "it has a hook, which a fused one would never call")
         else:
             found.append(mixture)
     return found
@@ -67,23 +67,16 @@ def make_mixtures(found: Sequence[FoundMixture], make: Maker) -> list[MixtureOfE
     return [make.mixture(Parts(each.module), each.roles, None, each.form.act) for each in found]
 
 
-def split_mixtures(found: Sequence[FoundMixture], ranks: int, *, experts: bool = True) -> Iterator[tuple[str, Split]]:
+def split_mixtures(found: Sequence[FoundMixture], ranks: int, *, experts: bool = True) -> Named:
     """How experts and shared MLPs are cut over ranks, by intermediate size. experts: False leaves experts whole."""
     for each in found if ranks > 1 else ():
-        roles = each.roles
+        roles, form = each.roles, each.form
         paths = [f"{roles.experts}.{number}" for number in range(each.num_experts if experts else 0)]
         for path in (*paths, *(() if roles.shared is None else (roles.shared,))):
-            yield from _split_mlp(each.module.get_submodule(path), f"{each.path}.{path}", each.form, ranks)
-
-
-def _split_mlp(mlp: nn.Module, path: str, form: ExpertForm, ranks: int) -> Iterator[tuple[str, Split]]:
-    size = Parts(mlp)(form.down).get_parameter("weight").shape[1]
-    packed, what = form.gated and isinstance(form.up, str), f"the intermediate size of {path}"
-    up = even_split(0, 2 * size if packed else size, ranks, what, packed=packed)
-    for name in (form.up,) if isinstance(form.up, str) else form.up:
-        yield f"{path}.{name}.weight", up
-        yield f"{path}.{name}.bias", up
-    yield f"{path}.{form.down}.weight", even_split(1, size, ranks, what)
+            mlp, where = Parts(each.module.get_submodule(path)), f"{each.path}.{path}"
+            what = f"the intermediate size of {where}"
+            for name, split in split_mlp(mlp, form.up, form.down, ranks, what, gated=form.gated):
+                yield f"{where}.{name}", split
 
 
 def replace_mixtures(
@@ -97,11 +90,11 @@ def replace_mixtures(
 
 
 def check_asked(asked: MoEConfig, model: nn.Module, plan: Plan, found: Sequence[FoundMixture]) -> None:
-    """Raise if the config says something else of experts than the model."""
+    """Raise if the config contradicts the model about experts."""
     name, kinds = type(model).__name__, {each.kind for each in found} or {"standard"}
     counts = list(_counts(model, plan, found))
     if (asked.ep_size > 1 or asked.ep_group is not None) and not counts:
-        raise ConfigError(f"moe.ep_size: {name} has no experts that could be shared out; leave it at 1")
+        raise ConfigError(f"moe.ep_size: {name} has no experts to distribute; leave it at 1")
     if asked.moe_experts != (1,):
         wanted = asked.moe_experts * len(counts) if len(asked.moe_experts) == 1 else asked.moe_experts
         if not counts or tuple(counts) != wanted:
@@ -133,11 +126,11 @@ def _of_deepspeed(path: str, module: nn.Module, likely: ExpertForm | None) -> Fo
     if gate.out_features != len(experts):
         raise NotSupported(
             f"injection: {path} has {len(experts)} of {gate.out_features} experts; the others are on other ranks; give "
-            "every rank the module with all experts (moe.ep_size shares them out), or leave kernel injection off"
+            "every rank the module with all experts (moe.ep_size distributes them), or leave kernel injection off"
         )
     form = expert_form(experts[0], gate.in_features, likely)
     if form is None:
-        return _left(path, "its experts are no MLP that is known")
+        return _kept(path, "its experts are not a known kind of MLP")
     owner: Any = part(_GATE.rpartition(".")[0])
     top_k = int(getattr(owner, "k", 1))
     residual = part.optional("coefficient") is not None
@@ -159,23 +152,18 @@ def _own(path: str, module: nn.Module, likely: ExpertForm | None) -> FoundMixtur
             continue
         (gate_path, gate), held = gates[0], sum(1 for _ in experts.parameters())
         if len(list(module.parameters())) != held + len(list(gate.parameters())):
-            return _left(path, "it has weights that belong neither to its router nor to its experts")
+            return _kept(path, "it has weights that belong neither to its router nor to its experts")
         form = expert_form(experts[0], gate.in_features, likely)
         if form is None:
-            return _left(path, "its experts are no MLP that is known")
+            return _kept(path, "its experts are not a known kind of MLP")
         proven = routing_of(module, gate, list(experts))
         if isinstance(proven, str):
-            return _left(path, proven)
-        return _proven(path, module, _roles(gate_path, name, form, proven.routing), form, proven, len(experts))
+            return _kept(path, proven)
+        chosen(f"experts of {path}", f"fused: {proven.routing}, {form}", "its own results are the same")
+        roles, dim = _roles(gate_path, name, form, proven.routing), proven.logits_dim
+        returns: Literal["hidden", "logits"] = "logits" if dim else "hidden"
+        return FoundMixture(path, module, roles, form, len(experts), returns=returns, logits_dim=dim)
     return None
-
-
-def _proven(
-    path: str, module: nn.Module, roles: MoERoles, form: ExpertForm, proven: Proven, count: int
-) -> FoundMixture:
-    chosen(f"experts of {path}", f"fused: {proven.routing}, {form}", "its own results are the same")
-    returns: Literal["hidden", "logits"] = "logits" if proven.logits_dim else "hidden"
-    return FoundMixture(path, module, roles, form, count, returns=returns, logits_dim=proven.logits_dim)
 
 
 def _roles(gate: str, experts: str, form: ExpertForm, routing: Routing, *, in_float32: bool = False) -> MoERoles:
@@ -195,8 +183,8 @@ def _standing_in(found: FoundMixture, mixture: MixtureOfExperts) -> nn.Module:
     return stands.eval()
 
 
-def _left(path: str, reason: str) -> FoundMixture | None:
-    """None; the log says why."""
+def _kept(path: str, reason: str) -> FoundMixture | None:
+    """Log why experts are kept; returns None."""
     chosen(f"experts of {path or 'the model'}", "left as they are", reason)
     return None
 

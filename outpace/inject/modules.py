@@ -28,7 +28,7 @@ class Attend(Protocol):
 
 
 class Prologue(Protocol):
-    """What a linear does to its input first: a norm or an activation."""
+    """A norm or an activation that a linear applies to its input first."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows [T, H] -> [T, K]."""
@@ -81,7 +81,7 @@ class Norm(nn.Module):
 
 
 def fused_norm(norm: Norm, *, centers: bool = False) -> dict[str, Any]:
-    """Keywords for a kernel that does the norm before its product; empty: it cannot. `centers`: layer norms too."""
+    """Keywords for a kernel that computes the norm before its product; empty: it cannot. centers: also layer norms."""
     if norm.weight is None or (norm.kind == "layer" and not centers):
         return {}
     if norm.kind == "layer":
@@ -114,7 +114,7 @@ class RoundedActivation:
 
 
 class Made(nn.Module):
-    """A module whose weights are made by recipes. They stay on the meta device until loading fills them."""
+    """A module with weights made by recipes. They stay on the meta device until loading fills them."""
 
     def __init__(self, recipes: Mapping[str, Recipe | None]) -> None:
         nn.Module.__init__(self)  # not the __init__ of the replaced class, which is a base too
@@ -220,7 +220,7 @@ class Linear(Made):
         return None
 
     def rounds(self, rows: int) -> bool:
-        """Whether an input of so many rows is quantized."""
+        """Whether an input with this many rows is quantized."""
         return self.rows_kind is not None
 
 
@@ -237,7 +237,7 @@ class PlainLinear(Linear):
     def at_once(
         self, x: Tensor, before: Prologue | None, act: str | None, gated: bool, add: Tensor | None
     ) -> Tensor | None:
-        """For few rows, where reading the weights is what takes time."""
+        """For few rows, where reading the weights takes the time."""
         gemv = self._kernels.gemv
         if gemv is None or not takes_few_rows(len(x), x.dtype) or 0 in self.weight.shape:
             return None
@@ -340,7 +340,7 @@ class FusedLayer(nn.Module):
         return self.down(rows, norm=before, add=add, reuse=True)
 
     def activated(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Prologue | None]:
-        """The input of the MLP's second projection, and the prologue that is still to be done."""
+        """The input of the MLP's second projection, and the prologue still to be applied to it."""
         assert self.up is not None, "a layer has an MLP or its projections"
         assert self.down is not None, "a layer has an MLP or its projections"
         act, gated = self.settings.activation, self.policy.gated

@@ -44,7 +44,7 @@ def _layer(at: str, layer: nn.Module, reduced: Sequence[str], ranks: int, plan: 
             continue
         if path not in rows and last in _FUSED:
             raise NotSupported(
-                f"tensor parallelism: {where} gives queries, keys and values at once, and injection_policy does not "
+                f"tensor parallelism: {where} computes queries, keys and values at once, and injection_policy does not "
                 "say in which order; set replace_with_kernel_inject=True if Outpace has a policy of it, or write one "
                 "(docs/adding-a-model.md)"
             )
@@ -71,8 +71,8 @@ def _count_heads(where: str, module: Any, ranks: int, plan: RankPlan) -> None:
     """Set the attributes of attention to this rank's heads, and cut an embedding with a column for each head."""
     own = {name: child for name, child in module.named_children() if f"{where}.{name}" in plan.modules}
     outputs = [child for name, child in own.items() if plan.modules[f"{where}.{name}"].kind == "column"]
-    said = {name: getattr(module, name, None) for name in (*_HEADS, *_WIDTHS)}
-    numbers = {name: value for name, value in said.items() if isinstance(value, int) and not isinstance(value, bool)}
+    read = {name: getattr(module, name, None) for name in (*_HEADS, *_WIDTHS)}
+    numbers = {name: value for name, value in read.items() if isinstance(value, int) and not isinstance(value, bool)}
     _check_whole_heads(where, module, outputs, ranks)
     if not outputs or not set(numbers) & set(_HEADS):
         return

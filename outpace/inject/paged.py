@@ -58,7 +58,7 @@ class Batch:
     """Decodes and prefills may be mixed; the kernel finds out which is which."""
 
     def part(self, rows: slice) -> "Batch":
-        """Some of the tokens, as a batch. Keys of the tokens before them are in the pages by then."""
+        """Some of the tokens as a batch, to run after the parts before it: their keys must be in the pages."""
         cu_q, end = self.cu_q, rows.stop
         later = (cu_q[1:] - cu_q[:-1].clamp(min=end)).clamp(min=0)  # tokens of each sequence after these
         return replace(
@@ -228,7 +228,7 @@ def _kind(layer: FusedLayer, table: Table, slopes: Tensor | None) -> Hashable:
 
 
 def check_paged(model: nn.Module, policy: Policy, config: Any, max_positions: int) -> ModelRoles:
-    """Raise for a model that cannot run over pages with so many positions. Does not look at weights."""
+    """Raise for a model that cannot run over pages with this many positions. Does not read weights."""
     roles = policy.model
     if roles is None:
         raise ModelError("injection: this family has no paged form")
@@ -277,7 +277,7 @@ class _FusedAttention:
 
 
 def _layer_normed(layer: FusedLayer, qkv: Tensor) -> QKV:
-    """Layer norms of q and k, which the rotary kernel does not compute."""
+    """q, k and v after layer norms, which the rotary kernel does not compute."""
     if layer.q_norm is None or layer.k_norm is None or layer.q_norm.kind == "rms" or layer.policy.qk_norm_over == "all":
         return qkv
     settings = layer.settings

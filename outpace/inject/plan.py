@@ -28,7 +28,7 @@ class Plan:
     """All layers to replace; empty: no policy knows this model."""
 
     config: Any
-    """Config of the part of the model with the layers."""
+    """Config of the layers: the model's, or that of its text part."""
     layers: list[PlannedLayer]
 
 
@@ -50,7 +50,7 @@ def make_plan(model: nn.Module, policies: Mapping[str, Policy], *, experts: bool
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, other than Hugging Face's, which record outputs, and ours."""
+    """Whether a module has hooks other than ours and Hugging Face's own, which record outputs."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     known = ("transformers.", "outpace.inject.staged")
     return any(not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
@@ -98,7 +98,7 @@ def _of_layer(policy: Policy, layer: nn.Module, experts: bool) -> Policy:
     if experts:
         return replace(policy, up=None, down=None)
     if moe.shared is not None and not moe.shared.startswith(f"{moe.block}."):
-        raise NotSupported(f"moe.enabled=False: {type(layer).__name__} keeps no experts of its own; remove it")
+        raise NotSupported(f"moe.enabled=False: {type(layer).__name__} cannot keep its own experts; remove it")
     return replace(policy, up=None, down=None, moe=None, mlp=moe.block)
 
 
@@ -130,7 +130,7 @@ def _resolved(model: nn.Module, config: Any, kind: type[nn.Module], policies: Ma
 
 
 def _policy_of(kind: type[nn.Module], policies: Mapping[str, Policy]) -> Policy | None:
-    """A policy with the module's name comes before one with the class name alone."""
+    """The policy of a class. One whose name includes the module wins over one with the class name alone."""
     return policies.get(f"{kind.__module__}.{kind.__name__}") or policies.get(kind.__name__)
 
 

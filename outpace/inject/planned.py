@@ -56,13 +56,13 @@ def plan_ranks(
         for tensor, split in _splits(model.get_submodule(path), cut, path, ranks):
             if plan.splits.setdefault(known[id(tensor)], split) != split:
                 raise NotSupported(
-                    f"tensor parallelism: {path} shares its weight with {known[id(tensor)]}, which is split otherwise"
+                    f"tensor parallelism: {path} shares its weight with {known[id(tensor)]}, which is split differently"
                 )
     return plan
 
 
 def add_stacks(model: nn.Module, plan: RankPlan, ranks: int, *, asked: bool) -> None:
-    """Add the stacked experts that our kernels can run. asked: raise for others, which else stay whole."""
+    """Add the stacked experts that our kernels can run. Others stay whole; asked: they raise an error."""
     for path, module in model.named_modules():
         if not is_stack(module):
             continue
@@ -142,7 +142,7 @@ def _replace_parameter(module: nn.Module, name: str, ours: nn.Module, *bases: ty
 
 @torch.no_grad()
 def try_out(model: Any) -> None:
-    """Call a generative model with two tokens. Raises if its code needs what other ranks have."""
+    """Call a generative model with two tokens. Raises if its code cannot run with a part of the heads."""
     if getattr(model, "main_input_name", None) != "input_ids":
         return
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
@@ -192,7 +192,7 @@ def _by_hugging_face(model: nn.Module, ranks: int, plan: RankPlan) -> None:
 
 
 def _styled(path: str, module: nn.Module, style: str) -> Cut | None:
-    """None: it stays whole."""
+    """How this style cuts a module; None: it stays whole."""
     if style not in _STYLES:
         raise NotSupported(
             f"tensor parallelism: Hugging Face's plan splits {path} as {style!r}, which Outpace does not know; run the "

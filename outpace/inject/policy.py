@@ -11,7 +11,7 @@ from outpace.errors import ConfigError
 from outpace.kernels.routing import Routing
 
 Reader = Callable[[Any, int], Any]
-"""Reads a setting of layer number `int` from the model's config."""
+"""(model's config, number of a layer) -> a setting of this layer."""
 
 Refusal = Callable[[Any], str | None]
 """Why a model with this config cannot be run; None: it can."""
@@ -37,7 +37,7 @@ def _window(config: Any, index: int) -> int:
 
 
 def looks_ahead(config: Any) -> str | None:
-    """Paged attention is causal. A model that sees later tokens needs Hugging Face's masks."""
+    """Why paged attention, which is causal, cannot run a model: its tokens see later ones; None: they do not."""
     for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
         if getattr(config, name, None) is ahead:
             return f"sees later tokens ({name}={ahead})"
@@ -81,7 +81,7 @@ class LayerSettings:
 
 
 Slopes = Callable[[LayerSettings, int], list[float]]
-"""ALiBi's slope of each head, for so many positions."""
+"""(settings, number of positions) -> ALiBi's slope of each head."""
 
 
 def power_slopes(settings: LayerSettings, positions: int) -> list[float]:
@@ -139,9 +139,9 @@ class MoERoles:
     shared_up: str | tuple[str, str] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str | None = None
-    """A linear whose sigmoid weights the shared MLP."""
+    """A linear: the sigmoid of its output is the weight of the shared MLP."""
     coefficient: str | None = None
-    """A linear whose softmax weights experts and shared MLP (DeepSpeed's residual experts)."""
+    """A linear: the softmax of its output weights experts and shared MLP (DeepSpeed's residual experts)."""
     routing: Callable[[Any], Routing]
     in_float32: bool = False
     """The router computes its logits in float32 for any dtype of the model."""
@@ -154,7 +154,7 @@ class Policy:
     """How the layer of a family maps to the fused layer. Paths are dotted names inside the layer."""
 
     layers: tuple[str, ...]
-    """Class names of the layers; with the module's name before it where the class name alone is ambiguous."""
+    """Class names of the layers; an ambiguous one has the module's name before it."""
     placement: Literal["pre", "post", "sandwich", "parallel", "normed", "scaled"] = "pre"
     """pre: x += f(norm(x)) · post: x = norm(x + f(x)) · sandwich: x += norm(f(norm(x))) · parallel: both from one x ·
     normed: x = n + f(n) with n = norm(x) · scaled: x += residual * f(norm(x))."""

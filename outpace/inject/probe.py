@@ -1,4 +1,4 @@
-"""What a model needs of its attention, found by one forward of two tokens instead of guessing from its config."""
+"""Finds out what a model needs of its attention, by one forward of two tokens instead of guesses from its config."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ class _Recorder:
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
-            raise NotSupported(f"{type(module).__name__} calls attention more than once, or does not know its number")
+            raise NotSupported(f"{type(module).__name__} calls attention more than once, or has no number (layer_idx)")
         _check_options(module, options)
         heads, width = key.shape[1], value.shape[3]
         if key.shape[:3] != value.shape[:3] or key.shape[2] != query.shape[2] or query.shape[1] % heads:
@@ -77,7 +77,7 @@ def _check_options(module: Any, options: dict[str, Any]) -> None:
         raise NotSupported(f"{type(module).__name__} sees later tokens (is_causal=False)")
     for name, value in options.items():
         if name not in KNOWN and value is not None and value is not False:
-            raise NotSupported(f"{type(module).__name__} gives its attention {name}, which pages do not know")
+            raise NotSupported(f"{type(module).__name__} passes {name} to its attention, which pages do not support")
 
 
 def window_of(function: MaskFunction, candidates: Iterable[Any]) -> int | None:

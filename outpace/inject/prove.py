@@ -1,4 +1,4 @@
-"""What unknown experts compute, found by trying: every guess is compared with the results of their own code."""
+"""Finds out what unknown experts compute: each guess is compared with the results of their own code."""
 
 import copy
 import inspect
@@ -87,8 +87,7 @@ def _mlp(expert: nn.Module, form: ExpertForm, x: Tensor) -> Tensor:
 
 
 def _called(expert: nn.Module, x: Tensor) -> Tensor | None:
-    result: Any = expert(x)
-    result = result[0] if isinstance(result, tuple) else result
+    result = _first(expert(x))
     return result if isinstance(result, Tensor) and result.shape == x.shape else None
 
 
@@ -108,7 +107,7 @@ def routing_of(block: nn.Module, gate: nn.Linear, experts: Sequence[nn.Module]) 
         return "its forward takes more than hidden states"
     if any(parameter.is_meta for parameter in block.parameters()):
         if 4 * sum(parameter.numel() for parameter in block.parameters()) > LARGEST:
-            return "its weights are not there yet, and it is too large to be tried without them"
+            return "its weights are not loaded yet, and it is too large to be tried with random ones"
         places = [_path(block, module) for module in (gate, *experts)]
         block = real(block)
         gate, *experts = [block.get_submodule(path) for path in places]  # type: ignore[assignment]
@@ -118,18 +117,18 @@ def routing_of(block: nn.Module, gate: nn.Linear, experts: Sequence[nn.Module]) 
     with _quiet(block):
         try:
             result: Any = block(x[None])
-        except Exception as error:  # a stranger's code may expect anything
+        except Exception as error:  # unknown code may raise anything
             return f"its forward does not take hidden states [batch, tokens, width] ({type(error).__name__}: {error})"
         logits: Tensor = gate(x)
-        answers = torch.stack([_answer(expert(x)) for expert in experts])  # [E, T, H]
+        answers = torch.stack([_first(expert(x)) for expert in experts])  # [E, T, H]
     returned = _returned(result, x, logits)
     if returned is None:
-        return "it returns neither hidden states nor these and the logits of its router"
+        return "it returns neither hidden states alone nor hidden states and the logits of its router"
     want, logits_dim = returned
     found = min(_candidates(len(experts)), key=lambda routing: _error(_mixed(logits, answers, routing), want))
     limit = LIMIT if weight.dtype == torch.float32 else ROUGH
     if not _error(_mixed(logits, answers, found), want) <= limit:
-        return "its result is no weighted sum of its best experts that is known"
+        return "its result is not a known weighted sum of its best experts"
     return Proven(found, logits_dim)
 
 
@@ -158,9 +157,8 @@ def _returned(result: Any, x: Tensor, logits: Tensor) -> tuple[Tensor, int] | No
     return (hidden[0], other.dim()) if same else None
 
 
-def _answer(result: Any) -> Tensor:
-    answer: Tensor = result[0] if isinstance(result, tuple) else result
-    return answer
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _error(found: Tensor, want: Tensor) -> float:

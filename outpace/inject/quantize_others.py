@@ -25,8 +25,8 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
     make = _tried(model, injection, kernels, rules)
     if not rules.qkv and "qkv" not in make.roles:
         raise ConfigError(
-            f"quant.qkv: no linear of {type(model).__name__} is known by its name to compute queries, keys or values; "
-            "remove it, or name the linears that shall be quantized in quant.weight.post_init_quant"
+            f"quant.qkv: no linear of {type(model).__name__} has a name that is known for queries, keys or values; "
+            "remove it, or name the linears to quantize in quant.weight.post_init_quant"
         )
     _check_experts(model, make, rules)
     if rules.activates and make.quantized_experts:
@@ -45,12 +45,12 @@ def check_rules(model: nn.Module, injection: Injection | None, kernels: Kernels,
         if not any(key in name for name in make.schemes):
             some = ", ".join(list(make.schemes)[:3])
             raise ConfigError(
-                f"quant.weight.post_init_quant: {key!r} is in the name of no linear of {type(model).__name__}, whose "
+                f"quant.weight.post_init_quant: no linear of {type(model).__name__} has {key!r} in its name; "
                 f"names are like {some or 'nothing: it has none'}; correct it, or remove it"
             )
     if not any(scheme is not None for scheme in make.schemes.values()) and rules.exact is None:
         raise ConfigError(
-            f"quant: {type(model).__name__} has no linears that could be quantized"
+            f"quant: {type(model).__name__} has no linears that can be quantized"
             f"{', but is one: put it into an nn.Sequential' if is_linear(model) else '; remove it'}"
         )
 
@@ -86,8 +86,8 @@ def _check_experts(model: nn.Module, make: Maker, rules: Rules) -> None:
 
 def _unable(what: str, reason: str) -> NotSupported:
     return NotSupported(
-        f"quant: {what} {reason}; let kernel_inject=True fuse its experts if a policy knows them, or name its other "
-        "linears alone in quant.weight.post_init_quant"
+        f"quant: {what} {reason}; let kernel_inject=True fuse its experts if a policy knows them, or name only its "
+        "other linears in quant.weight.post_init_quant"
     )
 
 

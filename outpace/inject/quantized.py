@@ -16,7 +16,7 @@ from outpace.kernels.activation import activation_kind
 from outpace.kernels.dispatch import Kernels
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import packed_choice, packed_linear_tiles
-from outpace.kernels.packed_tiles import Tiles, rows_of_tiles, takes_tiles
+from outpace.kernels.packed_tiles import TiledWeight, rows_of_tiles, takes_tiles
 from outpace.log import size_text
 from outpace.parallel.group import ALONE, Group
 from outpace.quant.plan import QuantPlan
@@ -36,10 +36,10 @@ class PackedLinear(Linear):
         self.rows_kind = self.scheme.activations
         if self.scheme.symmetric:
             self.weight_zero = None
-        self._packed: Packed | Tiles | None = None
+        self._packed: Packed | TiledWeight | None = None
 
     @property
-    def packed(self) -> Packed | Tiles:
+    def packed(self) -> Packed | TiledWeight:
         """The weight as kernels take it. The first use may reorder it in tiles for good."""
         if self._packed is None or self._packed.values is not self.weight:
             self._packed = self._arranged()
@@ -51,17 +51,18 @@ class PackedLinear(Linear):
         self._packed = None
 
     @torch.inference_mode(False)  # the result is cached, and used outside of inference mode too
-    def _arranged(self) -> Packed | Tiles:
-        weight = self.weight.detach()  # another thread may reorder it meanwhile
+    def _arranged(self) -> Packed | TiledWeight:
+        weight = self.weight.detach()  # its own data: another thread may reorder self.weight meanwhile
         shape, zero = (self.out_features, self.in_features), self.weight_zero
         if weight.dim() == 3:  # in tiles already, by this linear or another one with the same weight
-            return Tiles.again(self.weight, self.weight_scale, zero, shape, self.scheme.group or self.in_features)
+            group = self.scheme.group or self.in_features
+            return TiledWeight.of_tiles(self.weight, self.weight_scale, zero, shape, group)
         tensors = {"": weight, "_scale": self.weight_scale, **({} if zero is None else {"_zero": zero})}
         packed = as_packed(tensors, self.scheme, shape)
         tiled = self.rows_kind is None and self._kernels.packed_linear is packed_linear_tiles
         if not tiled or not takes_tiles(packed):
             return replace(packed, values=self.weight)
-        tiles = Tiles.of(packed)
+        tiles = TiledWeight.of(packed)
         self.weight.data = tiles.values
         return replace(tiles, values=self.weight)
 
@@ -80,7 +81,7 @@ class PackedLinear(Linear):
     ) -> Tensor:
         if self.rows_kind is not None and self.rounds(len(x)):
             values, scales = self._kernels.quantize_rows(x, self.rows_kind)
-            return self._scaled(values, scales, x.dtype, bias, add, out)
+            return self._scaled(values, scales, x.dtype, bias=bias, add=add, out=out)
         result: Tensor = self._kernels.packed_linear(x, self.packed, bias=bias, add=add, out=out)
         return result
 
@@ -91,7 +92,7 @@ class PackedLinear(Linear):
         if self.rows_kind is not None and self.rounds(len(x)):
             if before is None or act is not None:
                 return None
-            return self._scaled(*before.quantized(x, self.rows_kind), x.dtype, self.bias, add)
+            return self._scaled(*before.quantized(x, self.rows_kind), x.dtype, bias=self.bias, add=add)
         if (act is not None and not gated) or not self._few(len(x)):
             return None
         fused = fused_norm(before) if isinstance(before, Norm) else {}
@@ -107,21 +108,11 @@ class PackedLinear(Linear):
         return self.rows_kind is not None and not alone
 
     def _few(self, rows: int) -> bool:
-        """Whether one kernel does everything for so many rows."""
+        """Whether one kernel does everything for this many rows."""
         return isinstance(self.packed, Packed) and packed_choice(rows, self.packed) == "few"
 
-    def _scaled(
-        self,
-        values: Tensor,
-        scales: Tensor,
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        add: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        result: Tensor = self._kernels.scaled_linear(
-            values, scales, self.packed, bias=bias, add=add, out=out, dtype=dtype
-        )
+    def _scaled(self, values: Tensor, scales: Tensor, dtype: torch.dtype, **options: Tensor | None) -> Tensor:
+        result: Tensor = self._kernels.scaled_linear(values, scales, self.packed, dtype=dtype, **options)
         return result
 
     def extra_repr(self) -> str:
@@ -133,16 +124,14 @@ class PackedExperts(Experts):
 
     def __init__(self, *args: Any, **activation: Any) -> None:
         super().__init__(*args, **activation)
-        kinds = {None if recipe.scheme is None else recipe.scheme.activations for recipe in self._stacks()}
+        stacks = [self.recipes[name] for name in ("gate_up", "down")]
+        kinds = {None if recipe.scheme is None else recipe.scheme.activations for recipe in stacks}
         self.rows_kind = kinds.pop() if len(kinds) == 1 else None
         self._packed: dict[str, Packed] = {}
 
     def arrange(self) -> None:
         """Drop cached views: the weights are about to move."""
         self._packed.clear()
-
-    def _stacks(self) -> list[Recipe]:
-        return [self.recipes[name] for name in ("gate_up", "down")]
 
     def stack(self, name: str) -> Tensor | Packed:
         weight, recipe = super().stack(name), self.recipes[name]

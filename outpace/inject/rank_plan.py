@@ -23,7 +23,7 @@ class Cut:
 
 @dataclass
 class RankPlan:
-    """By paths and names before anything is changed."""
+    """The cuts, by paths and names before anything is changed."""
 
     modules: dict[str, Cut] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class RankPlan:
 
 
 def no_linear(path: str, module: nn.Module) -> NotSupported:
-    """The error for a module that should be cut and is no linear."""
+    """The error for a module that should be cut but is not a linear."""
     kind = type(module)
     return NotSupported(
         f"tensor parallelism: {path} is a {kind.__module__}.{kind.__name__}, and only linears and embeddings can be "

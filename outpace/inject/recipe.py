@@ -47,7 +47,7 @@ class RowOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class PairedRows:
     """Rows stored as gate, up, gate, up, ..: in the weight all gates come first, then all ups."""
 
     count: int
@@ -58,7 +58,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A rank's rows of an order, as rows of a smaller weight, in the order of the whole weight."""
+    """The order of a rank's rows in its smaller weight: the same order as in the whole weight."""
 
     whole: Ordering
     spans: tuple[tuple[int, int], ...]
@@ -112,7 +112,7 @@ class Part:
         return self.swapped(self.dim)
 
     def swapped(self, dim: int) -> int:
-        """The same dimension of the weight for one of the tensor, and the other way round."""
+        """The weight's dimension for one of the tensor's, or the reverse."""
         last = len(self.shape) - 1
         return last + last - 1 - dim if self.transposed and dim >= last - 1 else dim
 
@@ -149,7 +149,7 @@ class Recipe:
         transposed: bool = False,
         order: Ordering | None = None,
     ) -> "Recipe":
-        """Tensors one below the other. A number stands for so many rows of zeros."""
+        """Tensors one below the other. A number stands for that many rows of zeros."""
         parts: list[Part] = []
         start, rest = 0, tuple[int, ...]()
         for tensor in tensors:

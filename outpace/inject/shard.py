@@ -28,7 +28,7 @@ class Shard:
     hot_experts: int = 0
     """Number of other ranks' experts that this rank holds copies of, in each layer."""
     load: tuple[tuple[float, ...], ...] = ()
-    """Tokens of each expert, for each layer with experts: decides what is copied."""
+    """Tokens of each expert, for each layer with experts: decides which experts are copied."""
 
     @property
     def ranks(self) -> Group:
@@ -107,8 +107,8 @@ class Shard:
         if layer >= len(self.load) or len(self.load[layer]) != count:
             has = f"{len(self.load[layer])} experts in row {layer}" if layer < len(self.load) else f"{layer} rows"
             raise ConfigError(
-                f"moe.expert_load: layer {layer} of those that have experts has {count} of them, and the load has "
-                f"{has}; give what LLM.expert_load() or /status/experts says of this model"
+                f"moe.expert_load: layer {layer} of those with experts has {count} experts, and the load has {has}; "
+                "give what LLM.expert_load() or /status/experts reports for this model"
             )
         return place_experts(count, self.mesh.ep.size, self.hot_experts, self.load[layer])
 

@@ -77,7 +77,9 @@ def _check(name: str, tensor: Tensor, split: Split | None) -> None:
         return
     size, stop = tensor.shape[split.dim], max(spans[-1][1] for spans in split.spans)
     if stop != size:
-        raise ModelError(f"tensor parallelism: {name} has {size} rows or columns along {split.dim}, its heads {stop}")
+        raise ModelError(
+            f"tensor parallelism: {name} has size {size} in dimension {split.dim}, and its heads need {stop}"
+        )
 
 
 def _by_policy(model: nn.Module, plan: Plan, ranks: int, grain: int) -> Named:
@@ -114,7 +116,11 @@ def _layer(item: PlannedLayer, ranks: int, grain: int) -> Named:
     if policy.sinks is not None:
         yield policy.sinks, Split(0, tuple((each.query,) for each in heads))
     if policy.up is not None:
-        yield from _mlp(policy, part, ranks, grain)
+        assert policy.down is not None, "a policy that names one names both"
+        what = f"the intermediate size of {policy.down}"
+        yield from split_mlp(
+            part, policy.up, policy.down, ranks, what, gated=policy.gated, transposed=policy.transposed, grain=grain
+        )
     for path in _blocks(policy):
         for name, split in _experts(part(path), f"{item.path}.{path}", ranks, _own_roles(policy)):
             yield f"{path}.{name}", split
@@ -144,16 +150,24 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _mlp(policy: Policy, part: Parts, ranks: int, grain: int) -> Named:
-    column, row = (1, 0) if policy.transposed else (0, 1)
-    assert policy.up is not None, "checked by the caller"
-    assert policy.down is not None, "a policy that names one names both"
-    size = _weight(part(policy.down), policy.down).shape[row]
-    packed, what = policy.gated and isinstance(policy.up, str), f"the intermediate size of {policy.down}"
-    up = even_split(column, 2 * size if packed else size, ranks, what, packed=packed, grain=grain)
-    for path in (policy.up,) if isinstance(policy.up, str) else policy.up:
-        yield from _linear(path, column, up.spans)
-    yield f"{policy.down}.weight", even_split(row, size, ranks, what, grain=grain)
+def split_mlp(
+    part: Parts,
+    up: str | tuple[str, str],
+    down: str,
+    ranks: int,
+    what: str,
+    *,
+    gated: bool,
+    transposed: bool = False,
+    grain: int = 1,
+) -> Named:
+    """How an MLP is cut along its intermediate size. up, down: as in `Policy`; what: its name in errors."""
+    column, row = (1, 0) if transposed else (0, 1)
+    size, packed = _weight(part(down), down).shape[row], gated and isinstance(up, str)
+    first = even_split(column, 2 * size if packed else size, ranks, what, packed=packed, grain=grain)
+    for path in (up,) if isinstance(up, str) else up:
+        yield from _linear(path, column, first.spans)
+    yield f"{down}.weight", even_split(row, size, ranks, what, grain=grain)
 
 
 def _linear(path: str, dim: int, spans: tuple[Spans, ...]) -> Named:
@@ -174,26 +188,21 @@ def _experts(mlp: nn.Module, where: str, ranks: int, own: Mapping[str, str]) -> 
         elif role is None:
             raise NotSupported(f"tensor parallelism: nothing says how {where}.{name} is split over ranks")
         else:
-            says = _Stacked(mlp.get_submodule(owner)) if stacked else None
-            transposed = says is not None and says("is_transposed")
-            packed = role == "gate_up" and (says is None or says("is_concatenated"))
+            stack = mlp.get_submodule(owner) if stacked else None
+            transposed = stack is not None and _stored_so(stack, "is_transposed")
+            packed = role == "gate_up" and (stack is None or _stored_so(stack, "is_concatenated"))
             dim = -1 if leaf.endswith("bias") or (role == "down") != transposed else -2
             width = 2 if role == "gate_up" and not packed else 1  # gate and up of each index are neighbours
             yield name, _cut(tensor, dim, ranks, f"{where}.{name}", packed=packed, width=width)
 
 
-class _Stacked:
-    """The layout of Hugging Face's stacked experts, as their attributes say."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        self._experts = experts
-
-    def __call__(self, fact: str) -> bool:
-        found = getattr(self._experts, fact, None)
-        if found is None:
-            kind = type(self._experts).__name__
-            raise NotSupported(f"tensor parallelism: {kind} does not say the layout of its weights ({fact})")
-        return bool(found)
+def _stored_so(stack: nn.Module, attribute: str) -> bool:
+    """An attribute of Hugging Face's stacked experts that tells the layout of their weights."""
+    found = getattr(stack, attribute, None)
+    if found is None:
+        kind = type(stack).__name__
+        raise NotSupported(f"tensor parallelism: {kind} does not say the layout of its weights ({attribute})")
+    return bool(found)
 
 
 def _cut(tensor: Tensor, dim: int, ranks: int, what: str, *, packed: bool = False, width: int = 1) -> Split:

@@ -55,7 +55,7 @@ class StageCut:
     ends: Ends
     """Embedding and head, if the model names them."""
     beside: Group = ALONE
-    """Ranks with other rows that share experts with this one: they must make as many calls."""
+    """Ranks with other rows that share experts with this one: they must make the same number of calls."""
     dtype: torch.dtype = torch.float32
     """Of the rows between stages."""
     problems: list[Exception | None] | None = None

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from outpace.errors import NotSupported
 from outpace.kernels.launch_options import few_overlap, pdl_options
-from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile, whole_row
+from outpace.kernels.quantize import LARGEST, check_row_scales, quantize_tile, whole_row, write_rows
 from outpace.kernels.triton_stub import tl, triton
 
-# Every name an activation is known by (Hugging Face's ACT2FN, and our own) → the kind that computes it.
+# Name of an activation (in Hugging Face's ACT2FN, or our own) → the kind that computes it.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "silu": "silu",
@@ -60,7 +60,7 @@ def gated_act_torch(x: Tensor, kind: str, *, out: Tensor | None = None, scales: 
     """
     gate, up = x.chunk(2, dim=1)
     y = (_TORCH[activation_kind(kind)](gate.float()) * up.float()).to(x.dtype)
-    return _write(y, out, scales)
+    return write_rows(y, out, scales)
 
 
 def bias_act_torch(
@@ -69,14 +69,7 @@ def bias_act_torch(
     """act(x + bias). x: [T, I], bias: [I]; scales: as gated_act_torch."""
     x32 = x.float() if bias is None else x.float() + bias.float()
     y = _TORCH[activation_kind(kind)](x32).to(x.dtype)
-    return _write(y, out, scales)
-
-
-def _write(y: Tensor, out: Tensor | None, scales: Tensor | None) -> Tensor:
-    if scales is not None:
-        assert out is not None, "scales go with an out of int8 or fp8"
-        return quantize_into(y, out, scales)
-    return y if out is None else out.copy_(y)
+    return write_rows(y, out, scales)
 
 
 @triton.jit
@@ -118,7 +111,7 @@ def activate_gated(
 def _quantized(
     y: tl.tensor, mask: tl.tensor, scales_ptr: tl.tensor, row: tl.tensor, dtype: tl.constexpr, largest: tl.constexpr
 ) -> tl.tensor:
-    """y, or with scales y rounded to dtype and quantized, whose scale is stored; a tile is then a whole row."""
+    """y unchanged; with scales: y rounded to dtype and quantized, its scale stored. A tile is then a whole row."""
     if scales_ptr is not None:
         whole, scale = quantize_tile(tl.where(mask, y, 0.0).to(dtype).to(tl.float32)[None, :], largest)
         tl.store(scales_ptr + row + tl.arange(0, 1), scale)
@@ -176,7 +169,7 @@ def _check(x: Tensor, out: Tensor | None, width: int, scales: Tensor | None) -> 
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
         assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
-        check_scales(torch.Size((x.shape[0], width)), out, scales)
+        check_row_scales(torch.Size((x.shape[0], width)), out, scales)
         return out
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device) if out is None else out
     assert x.stride(1) == out.stride(1) == 1, "rows must be contiguous"
@@ -194,7 +187,7 @@ def gated_act_triton(
 ) -> Tensor:
     """gated_act_torch in one kernel."""
     kind = activation_kind(kind)
-    assert x.shape[1] % 2 == 0, f"{x.shape[1]} columns have no two halves"
+    assert x.shape[1] % 2 == 0, f"{x.shape[1]} columns cannot be halved"
     width = x.shape[1] // 2
     out = _check(x, out, width, scales)
     if out.numel() == 0:

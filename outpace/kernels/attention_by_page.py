@@ -1,8 +1,8 @@
 """Attention in torch over the keys of a sequence page by page: for many decodes, and for invariant results.
 
-A tile is `block` queries in a row of one sequence; a tile and a page make an item, and all items are one batched
-product. Each item has a softmax of its own, and the items of a tile are combined at the end. So nothing is padded to
-the longest sequence, and the number of torch calls does not grow with the batch.
+A tile is `block` consecutive queries of one sequence. Each pair of a tile and a page is an item, and one batched
+product computes all items. Each item has its own softmax, and the items of a tile are combined at the end. So nothing
+is padded to the longest sequence, and the number of torch calls does not grow with the batch.
 
 Invariance: a query at position p is always row p % block of its tile, so every product has one shape, and a query one
 row in it. A batched product gives an item the same bits whatever the batch, and so do `exp`, `tanh` and sums over the
@@ -34,12 +34,12 @@ class PagedSequences(NamedTuple):
     q_lens: Tensor  # [n] queries
 
     def some(self, index: Tensor) -> "PagedSequences":
-        """These of them."""
+        """The sequences at these indices."""
         return PagedSequences(*(part[index] for part in self))
 
 
 def _runs(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers first[i], first[i] + 1, ... of runs of counts[i] each: the run of every number, and the number."""
+    """Runs of counts[i] numbers that start at first[i], one after the other: the run of each number, and the number."""
     run = torch.repeat_interleave(counts)
     return run, torch.arange(len(run), device=run.device) - (counts.cumsum(0) - counts - first)[run]
 
@@ -56,7 +56,7 @@ def attend_by_page(
     high = torch.minimum(number * block + block, lens[seq]) - 1
     first = (low - window + 1).clamp_(min=0) if window else torch.zeros_like(low)
     pages = high // size - first // size + 1
-    row_0 = (starts - old)[seq]  # of the query at position 0, were it there
+    row_0 = (starts - old)[seq]  # the row that the query at position 0 has or would have
     item_bytes = 4 * block * q.shape[1] * (size + v_pages.shape[3])
     groups = (pages.cumsum(0) * item_bytes // GROUP_BYTES).unique_consecutive(return_counts=True)[1].tolist()
     for tiles in torch.arange(len(seq), device=q.device).split(groups):
@@ -80,7 +80,7 @@ def attend_by_page(
 
 
 def _slices(pages: Stored, items: int) -> list[slice]:
-    """As many items at a time as stay in the cache."""
+    """Slices of items whose pages fit in the CPU's cache."""
     step = max(1, SLICE_BYTES // (4 * math.prod(pages.shape[1:])))
     return [slice(begin, begin + step) for begin in range(0, items, step)]
 
@@ -95,7 +95,7 @@ def _scores(x: Tensor, tile: Tensor, pages: Stored, ids: Tensor) -> Tensor:
 
 
 def _sums(weights: Tensor, pages: Stored, ids: Tensor, exists: Tensor) -> Tensor:
-    """Weights [J, Hkv, R, bs] times the values of each item's page: [J, Hkv, R, Dv]. What does not exist may be NaN."""
+    """Weights [J, Hkv, R, bs] times the values of each item's page: [J, Hkv, R, Dv]. Where not `exists` may be NaN."""
     out = weights.new_empty(*weights.shape[:3], pages.shape[3])
     for some in _slices(pages, len(ids)):
         values = pages.blocks(ids[some], out.dtype)  # [j, bs, Hkv, Dv]
@@ -106,7 +106,7 @@ def _sums(weights: Tensor, pages: Stored, ids: Tensor, exists: Tensor) -> Tensor
 
 
 def _shape(scores: Tensor, distance: Tensor, how: Scoring) -> Tensor:
-    """What scores [J, Hkv, Q, G, bs] go through, in place; `distance` is [J, Q, bs]."""
+    """Cap, bias and mask scores [J, Hkv, Q, G, bs] in place; `distance` is [J, Q, bs]."""
     scores, window = how.capped(scores), how.window
     if how.alibi_slopes is not None:
         scores += how.alibi_slopes.view(scores.shape[1], 1, -1, 1) * distance[:, None, :, None]
@@ -115,7 +115,7 @@ def _shape(scores: Tensor, distance: Tensor, how: Scoring) -> Tensor:
 
 
 def _combine(found: Tensor, top: Tensor, sums: Tensor, tile: Tensor, tiles: int, sinks: Tensor | None) -> Tensor:
-    """The softmax of each tile from those of its items: found [J, Hkv, Q, G, Dv], maximum and sum [J, Hkv, Q, G]."""
+    """Combine the items of each tile: found [J, Hkv, Q, G, Dv], maximum and sum [J, Hkv, Q, G]."""
     shape = (tiles, *top.shape[1:])
     # a sink is one more key that adds no value
     own = top.new_full((), LOWEST) if sinks is None else sinks.to(top.dtype).view(shape[1], 1, shape[3])

@@ -1,8 +1,8 @@
-"""Decode attention over pages: one query per sequence, the keys of a long sequence in parts that programs share.
+"""Decode attention over pages: one query per sequence; the keys of a long sequence are split among programs.
 
 The grid depends on (batch, KV heads, items) alone, so that a CUDA graph can hold the launch while sequences grow. Each
-program reads on the device which part of which sequence it is: see `decode_plan`. The program that is the last to be
-done with a sequence puts its parts together. In a mixed batch sequences with more than one query are left alone.
+program reads on the device which part of which sequence it computes: see `decode_plan`. The last program of a sequence
+to finish merges its parts. In a mixed batch, sequences with more than one query are skipped.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -27,7 +27,7 @@ from outpace.kernels.launch_options import has_pdl, pdl_options, sm_count
 from outpace.kernels.triton_stub import tl, triton
 
 MIN_SPLIT = 64  # tokens
-FOLD = True  # the last program of a sequence puts its parts together; False: another kernel does
+FOLD = True  # the last program of a sequence merges its parts; False: `combine_kernel` does
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class DecodeTiles:
 def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, quantized: bool = False) -> DecodeTiles:
     """The default tiles: a step holds about 32 KiB of keys and values, so that two or more programs share an SM.
 
-    Quantized ones are converted in registers: two warps take 43 us for 64 x 1,088 keys of 128 in fp8 on an H200, four
-    take 56 at best, and bf16 takes 69.
+    Quantized keys are converted in registers: for 64 x 1,088 keys of 128 in fp8 on an H200 two warps take 43 us, four
+    take 56 at best; bf16 takes 69.
     """
     width: int = triton.next_power_of_2(max(head_dim, v_head_dim))
     keys, num_warps = min(128, 16384 // (width * itemsize)), 4 if group <= 64 else 8
@@ -65,10 +65,10 @@ def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> 
 @triton.jit(do_not_specialize=["batch", "table_stride", "num_splits", "window"])
 def _decode_kernel(
     out_ptr: tl.tensor,  # [T, Hq, Dv]
-    part_ptr: tl.tensor,  # [I, Hq, Dv] fp32: of sequences in several parts
+    part_ptr: tl.tensor,  # [I, Hq, Dv] fp32, for sequences in several parts
     lse_ptr: tl.tensor,  # [I, Hq] fp32
-    arrived_ptr: tl.tensor,  # [I, Hkv], or None: another kernel puts the parts together
-    plan_ptr: tl.tensor,  # [I, FIELDS], or None: num_splits for each sequence, and
+    arrived_ptr: tl.tensor,  # [I, Hkv], or None: `combine_kernel` merges the parts
+    plan_ptr: tl.tensor,  # [I, FIELDS], or None: each sequence has num_splits parts, according to
     lens_ptr: tl.tensor,  # [B]
     cu_q_ptr: tl.tensor,  # [B + 1]
     q_ptr: tl.tensor,  # [T, Hq, D]
@@ -100,7 +100,7 @@ def _decode_kernel(
     begin = 0
     end = tiles
     if divides:
-        parts = tl.maximum(tl.minimum(parts, tiles), 1)  # those that have work: the first ones
+        parts = tl.maximum(tl.minimum(parts, tiles), 1)  # only the first parts have work
         if part >= parts:
             return
         begin = part * tiles // parts
@@ -122,7 +122,7 @@ def _decode_kernel(
     if sinks_ptr is not None:  # a sink is one more key, seen by the first part, that adds no value
         sinks = tl.load(sinks_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
         m_i = tl.where(part == 0, sinks, m_i)
-        l_i += 1.0  # vanishes in the other parts, next to any real key
+        l_i += 1.0  # in the other parts it vanishes next to any real key
     acc = tl.zeros([block_m, block_dv], tl.float32)
 
     table_ptr += seq.to(tl.int64) * table_stride
@@ -198,12 +198,12 @@ def paged_attention_decode(
 ) -> Tensor:
     """`paged_attention` for batches of at most one query per sequence, with as many rows as sequences.
 
-    When `mixed`, sequences may have any number of queries and rows may be any number: the rows of sequences with one
-    query are written, no others. `max_len` bounds seq_lens (0: what the block table can hold). The `plan` is taken from
-    `plans`, those of this batch, or made here; `num_splits` instead cuts all sequences into as many parts. `tiles` and
-    `fold` (whether the last program of a sequence puts its parts together) are chosen here unless given. pdl starts the
-    kernels while the ones in front end (37.1 us against 38.3 for one sequence of 64k keys of 64); None: where the
-    device can.
+    `mixed`: sequences may have any number of queries, and there may be any number of rows; only the rows of sequences
+    with one query are written. `max_len` bounds seq_lens (0: what the block table can hold). `plan` divides the keys
+    among programs; None: it comes from `plans`, which belong to this batch, or is made here. `num_splits` instead cuts
+    every sequence into this many parts. `tiles` and `fold` (whether the last program of a sequence merges its parts)
+    are chosen here unless given. `pdl` starts each kernel before the previous one ends (37.1 us against 38.3 for one
+    sequence of 64k keys of 64); None: if the device can.
     """
     (rows, num_heads, dim), (_, page_size, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
     assert mixed or (max_q <= 1 and rows == batch), (max_q, rows, batch)
@@ -218,7 +218,7 @@ def paged_attention_decode(
     if many and not given and scales is None:
         tiles = replace(tiles, num_stages=2)  # 245 us against 282 for 64 x 4k keys: more programs share an SM
     chunk = merge_chunk(group, v_dim, tiles.num_warps, -(-2 * sms // kv_heads) if many else 0)
-    mergeable = chunk * MERGE_STEPS * kv_heads >= sms  # else the last program would limit the parts too much
+    mergeable = chunk * MERGE_STEPS * kv_heads >= sms  # otherwise too few parts could be merged to fill the device
     fold, pdl = (FOLD and mergeable) if fold is None else fold, has_pdl(q.device) if pdl is None else pdl
     most = min(-(-reach // MIN_PART), chunk * MERGE_STEPS if fold else reach)
     if plan is None and num_splits == 0 and most > 1:
@@ -234,7 +234,7 @@ def paged_attention_decode(
 
     constants = kernel_constants(q, k_pages, v_pages, out, scales)
     where = (None, seq_lens, cu_q) if plan is None else (plan.items, None, None)
-    static = mixed and plan is None  # a plan knows: one kernel serves both
+    static = mixed and plan is None  # with a plan, one compiled kernel serves mixed batches too
     both: dict[str, Any] = {"block_n": tiles.block_n, "has_window": how.window > 0, "mixed": static, **pdl_options(pdl)}
     _decode_kernel[(kv_heads, items)](
         *(out, parts, lse, arrived, *where, q, k_pages, v_pages, scales, block_table, how.alibi_slopes, how.sinks),

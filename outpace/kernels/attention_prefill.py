@@ -1,7 +1,8 @@
 """Attention over pages for ragged batches: prefill chunks, several queries per sequence, decodes in between.
 
-A tile of rows is some query tokens of one sequence times the query heads of one KV head, so that a decode among
-prefills fills as many rows as its group has heads. The host counts tiles by a bound, the device finds them by a search.
+The rows of a tile are some query tokens of one sequence times the query heads of one KV head, so a decode among
+prefills fills as many rows as its group has heads. The host launches an upper bound of tiles, and each program finds
+its tile by a binary search.
 
 Invariant launches give a query the same bits in every batch, chunk and row of a tile. Tiles have one size, and a key
 has one place in them: key n is column n % block_n of key tile n // block_n, and tiles are added in ascending order.
@@ -22,7 +23,7 @@ from torch import Tensor
 from outpace.kernels.attention_tile import LOG2E, LOWEST, Scoring, attend, kernel_constants
 from outpace.kernels.triton_stub import tl, triton
 
-INVARIANT_ROWS = 64  # of a tile, in every batch: the fewest that Hopper's wide products take
+INVARIANT_ROWS = 64  # rows of a tile in every batch: the fewest that Hopper's wide matrix instructions take
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ def prefill_tiles(
 
 @triton.jit
 def _find_sequence(cu_q_ptr: tl.tensor, batch: tl.tensor, tile: tl.tensor, block_q: tl.constexpr) -> tl.tensor:
-    """The last sequence whose first tile, cu_q[i] // block_q + i, is not after `tile`; `batch` is the padding's."""
+    """The last sequence whose first tile, cu_q[i] // block_q + i, is not after `tile` (`batch`: padding); its first
+    row, and the number of the tile in it."""
     low = batch * 0
     high = batch
     while low < high:
@@ -90,14 +92,14 @@ def _prefill_kernel(
     kv_head = tl.program_id(0) % kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // kv_heads  # the late tiles of a sequence see most keys: they start first
     seq, start, tile = _find_sequence(cu_q_ptr, batch, tile, block_q)
-    padding = seq == batch  # rows after the last sequence's: as of a sequence without keys
+    padding = seq == batch  # rows after the last sequence, treated as a sequence without keys
     stop = tl.where(padding, rows, tl.load(cu_q_ptr + seq + 1, mask=seq < batch, other=0))
     length = tl.load(lens_ptr + seq, mask=seq < batch, other=0)
     token_0 = start + tile * block_q
     if token_0 >= stop:
         return
     if mixed and (stop - start == 1) & (seq < batch):
-        return  # the decode kernel's
+        return  # the decode kernel computes it
 
     m = tl.arange(0, block_m)
     d = tl.arange(0, block_d)
@@ -165,9 +167,9 @@ def paged_attention_prefill(
     tiles: PrefillTiles | None = None,
     **scoring: Any,
 ) -> Tensor:
-    """`paged_attention` for any mix of query lengths. `max_q` only chooses the tiles, and not if `invariant`.
+    """`paged_attention` for any mix of query lengths. `max_q` only affects the choice of tiles, and not if `invariant`.
 
-    When `mixed`, the rows of sequences with one query are left alone.
+    `mixed`: the rows of sequences with one query are not written.
     """
     (rows, num_heads, dim), (_, _, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
     how = Scoring(**scoring)
@@ -179,7 +181,7 @@ def paged_attention_prefill(
     filled = max(1, INVARIANT_ROWS // group) if invariant else max_q
     tiles = tiles or prefill_tiles(filled, group, dim, v_dim, q.element_size(), scales is not None)
     block_q = tiles.block_m // group
-    num_tiles = rows // block_q + batch + 1  # each sequence, and the padding, may end in a tile of its own
+    num_tiles = rows // block_q + batch + 1  # each sequence, and the padding, may end in a partial tile
     _prefill_kernel[(num_tiles * kv_heads,)](
         *(out, q, k_pages, v_pages, scales, block_table, seq_lens, cu_q, how.alibi_slopes, how.sinks),
         *(rows, batch, num_tiles, block_table.stride(0), how.window, *how.in_log2),

@@ -1,4 +1,4 @@
-"""What the attention kernels share: the softmax over key tiles in pages, and what they are compiled for.
+"""Code that the attention kernels share: the softmax over key tiles in pages, and the compile-time constants.
 
 Scores are kept in log2 units: `exp2` then needs no factor.
 """
@@ -17,7 +17,7 @@ LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet
 
 
 class Scoring(NamedTuple):
-    """What scores go through."""
+    """How scores are computed."""
 
     scale: float
     window: int = 0
@@ -26,11 +26,11 @@ class Scoring(NamedTuple):
     alibi_slopes: Tensor | None = None
     """One for each head."""
     sinks: Tensor | None = None
-    """A logit for each head that takes probability and has no value."""
+    """A logit for each head that takes probability but adds no value."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention does all of it."""
+        """Whether torch's own attention can compute it."""
         return self.softcap == 0 and self.alibi_slopes is None and self.sinks is None
 
     def first_seen(self, length: int) -> int:
@@ -51,7 +51,7 @@ class Scoring(NamedTuple):
 
 
 def kernel_constants(q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scales: Tensor | None) -> dict[str, int]:
-    """What both attention kernels are compiled for: strides and sizes, so that the compiler sees every alignment."""
+    """The compile-time constants of both kernels: strides and sizes, so that the compiler sees every alignment."""
     assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1
     names = ("q_row", "q_head", "out_row", "out_head", "k_page", "k_row", "k_head", "v_page", "v_row", "v_head")
     strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3])
@@ -86,12 +86,12 @@ def add_scores(
     acc: tl.tensor,  # [M, Dv]
     m_i: tl.tensor,  # [M]
     l_i: tl.tensor,  # [M]
-    s: tl.tensor,  # [M, N], shaped and masked; when plain: raw but for the mask
+    s: tl.tensor,  # [M, N], shaped and masked; when plain: only masked
     v: tl.tensor,  # [N, Dv]
     scale: tl.tensor,
     plain: tl.constexpr,
 ) -> tl.tensor:
-    """A running softmax goes on by a tile. Plain scores are scaled here, in the same instruction as the maximum."""
+    """Add a tile to a running softmax. Plain scores are scaled here, in the same instruction as the maximum."""
     if plain:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
         p = tl.exp2(s * scale - m_new[:, None])
@@ -128,7 +128,7 @@ def attend(
     pos: tl.tensor,  # [M]: the position of each row's query
     slopes: tl.tensor,  # [M] or None
     k_ptr: tl.tensor, v_ptr: tl.tensor,
-    s_ptr: tl.tensor,  # scales of the keys where these are quantized, or None
+    s_ptr: tl.tensor,  # scales of quantized keys and values, or None
     table_ptr: tl.tensor,
     first: tl.tensor,  # keys from first to last are seen by some row
     last: tl.tensor,
@@ -205,9 +205,8 @@ def attend(
             m_i = m_new
         n += block_n
         exists = (n >= first) & (n < last)
-        page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(
-            tl.int64
-        )  # one step ahead: the pipeliner refuses two
+        # one step ahead: the pipeliner refuses two
+        page = tl.load(table_ptr + n // page_size, mask=exists, other=0).to(tl.int64)
     if paired:
         acc = tl.reshape(tl.join(even, odd), [acc.shape[0], block_dv])
     return acc, m_i, l_i

@@ -14,8 +14,8 @@ from outpace.kernels.kv_quant import Stored, stored
 
 SCORE_BYTES = 256 << 20  # of the largest score tensor
 KV_BYTES = 8 << 20  # keys and values copied at a time where possible (8 decodes over 1,000 keys: 8.8 ms, at once 11.0)
-INVARIANT_ROWS = 16  # at most: queries x heads of one KV head in an invariant product; a single query wastes the rest
-FEW_DECODES = 16  # up to this many are as fast padded together as page by page
+INVARIANT_ROWS = 16  # most queries x heads of one KV head in an invariant product, of which a decode wastes the rest
+FEW_DECODES = 16  # up to this many decodes are as fast padded together as page by page
 PIECE_COST = 1 << 14  # cost of one more piece, in the units of `_pieces`
 
 
@@ -44,7 +44,7 @@ def paged_attention_torch(
     plans: object = None,
     **scoring: Any,
 ) -> Tensor:
-    """`paged_attention` in torch; KV heads are never repeated. max_len, mixed and plans are for the kernels alone.
+    """`paged_attention` in torch; KV heads are never repeated. max_len, mixed and plans are ignored.
 
     Sequences of similar lengths are padded together. On one thread single queries run one after another, and on more
     threads many of them run page by page: 32 (128) of them, 9/3 heads of 64 over 50 to 500 keys, take 2.8 (11.3) ms
@@ -122,7 +122,7 @@ def _attend_singly(
 
 def _pieces(q_lens: Tensor, lens: Tensor, pair_bytes: int, key_bytes: int) -> Iterator[slice]:
     """Cut sorted sequences in halves until padding costs less than the work itself and the tensors are small."""
-    work = lens * (q_lens + 8)  # a key is copied, then meets each query
+    work = lens * (q_lens + 8)  # a key is copied, then multiplied with each query
 
     def cut(begin: int, end: int) -> Iterator[slice]:
         keys, queries = int(lens[begin:end].max()) * (end - begin), int(q_lens[begin:end].max())
@@ -179,7 +179,7 @@ def _weigh(
     sees: Tensor,  # [n, Q, L]
     how: Scoring,
 ) -> Tensor:
-    """Attention with everything that scores may go through. Returns [n, Hq, Q, Dv]."""
+    """Attention with cap, ALiBi, mask and sinks. Returns [n, Hq, Q, Dv]."""
     (n, heads, queries, _), kv_heads = x.shape, k.shape[1]
     grouped = (x * how.scale).reshape(n, kv_heads, -1, x.shape[3])  # [n, Hkv, G * Q, D]
     scores = how.capped((grouped @ k.transpose(2, 3)).view(n, heads, queries, -1))  # [n, Hq, Q, L]

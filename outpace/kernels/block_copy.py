@@ -1,7 +1,7 @@
-"""Blocks of the key-value cache as one piece of bytes each: all layers' keys, values and scales, one after the other.
+"""Copies blocks of the key-value cache to and from rows of bytes: all layers' keys, values and scales in a row.
 
-A block lies in as many pieces as there are tensors of pages. To move it in one large copy its pieces are gathered into
-one row of bytes, or scattered from it.
+A block has one piece in each tensor of pages. To move it in one large copy, its pieces are gathered into one row of
+bytes, or scattered from it.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from outpace.kernels.triton_stub import tl, triton
 
 WORDS: Mapping[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 1: torch.uint8}
-"""Sizes in bytes of what a thread copies at a time."""
+"""Bytes that a thread copies at a time -> the dtype of this size."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where the pieces of every block are, and where in a row of bytes they go."""
+    """The places of the pieces of a block, in memory and in a row of bytes."""
 
     tensors: tuple[Tensor, ...]
     """Each [num_blocks, ...], contiguous within a block."""
     table: Tensor
-    """int64 [4, pieces] on the device: address, distance of blocks, size, and place in the row; all but the first in
+    """int64 [4, pieces] on the device: address, stride of blocks, size, and place in the row; all but the address in
     words."""
     word: int
     """Bytes of a word: the largest that divides all of these."""
     longest: int
     """Words of the largest piece."""
     num_bytes: int
-    """Of all pieces of a block."""
+    """Bytes of all pieces of a block."""
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], row_bytes: int) -> "Pieces":
@@ -59,7 +59,7 @@ def gather_blocks_torch(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
 
 
 def scatter_blocks_torch(pieces: Pieces, blocks: Tensor, rows: Tensor) -> None:
-    """Write rows[i] to block blocks[i], each of which is named once."""
+    """Write rows[i] to block blocks[i]; no block may appear twice."""
     begin = 0
     for tensor in pieces.tensors:
         data = tensor.flatten(1).view(torch.uint8)

@@ -1,9 +1,8 @@
-"""Kernels compiled by several processes before they are first launched: Triton's front end is Python and holds the GIL.
+"""Several processes compile kernels before their first launch: Triton's front end is Python and holds the GIL.
 
-The steps that will launch them run once while Triton is told to launch nothing, which says what there is to compile.
-Processes compile it into Triton's own cache on disk, where a launch then finds it; the first begin while other steps
-are still looked through. Whatever goes wrong here loses nothing: a kernel that is not there is compiled when it is
-first launched, which also reports its errors.
+Each step runs once with launches turned off, which shows the kernels that it needs. Processes compile them into
+Triton's own cache on disk, where the first launch finds them; they start while later steps are still being run. A
+failure here is harmless: a kernel that is not in the cache is compiled at its first launch, which reports its errors.
 """
 
 import gc
@@ -29,21 +28,21 @@ from torch.overrides import TorchFunctionMode
 from outpace.kernels.triton_stub import HAS_TRITON
 from outpace.log import chosen, logger
 
-MOST = 16  # processes that begin at once
-FEW = 4  # kernels that are not worth any process
-PATIENCE = 60.0  # seconds without a kernel that is done, before the processes are given up
+MOST = 16  # processes that are started at a time
+FEW = 4  # so few kernels are not worth a process
+PATIENCE = 60.0  # seconds to wait for the next finished kernel
 UNINITIALISED = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 )
 HOOKED = threading.Lock()
-"""Held by the thread that Triton's hook is for: there is one in a process."""
+"""Held by the thread that has set Triton's hook: a process has only one."""
 Seen = tuple[Any, str]
-"""A kernel, and what Triton calls this form of it."""
+"""A kernel, and Triton's key of one specialization."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What Triton compiles one kernel from."""
+    """The input of Triton's compiler for one kernel."""
 
     source: Any
     """triton.compiler.ASTSource."""
@@ -51,18 +50,18 @@ class Source:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, function: Any, told: dict[str, Any]) -> "Source":
-        """From what Triton's hook is told. The options are in JSON alone, which has no tuples."""
+    def of(cls, function: Any, info: dict[str, Any]) -> "Source":
+        """From the argument `compile` of Triton's hook, which has the options as JSON only: lists were tuples."""
         from triton.compiler import ASTSource
         from triton.runtime import driver
 
-        given = json.loads(told["specialization_data"])["options"]
+        given = json.loads(info["specialization_data"])["options"]
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-        source = ASTSource(function, told["signature"], told["constants"], told["configs"][0])
+        source = ASTSource(function, info["signature"], info["constants"], info["configs"][0])
         return cls(source, driver.active.get_current_target(), options)
 
     def on_disk(self) -> bool:
-        """Whether Triton's cache has it."""
+        """Whether Triton's cache has the compiled kernel."""
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.compiler import make_backend
         from triton.runtime.cache import get_cache_key, get_cache_manager
@@ -74,7 +73,7 @@ class Source:
         return bool(manager.get_group(f"{self.source.name[:150]}.json"))
 
     def compile(self) -> None:
-        """Into the cache, and what launches it too, where that is a module of its own (until Triton 3.6)."""
+        """Compile into the cache; also the launcher, where that is a separate module (until Triton 3.6)."""
         import triton
         from triton.runtime import driver
 
@@ -84,15 +83,17 @@ class Source:
 
 @cache
 def getting_ready() -> tuple[threading.Thread, ...]:
-    """Threads that do what Triton does once, on the host alone, before its first kernel."""
+    """Threads that do the one-time work on the host that Triton needs before its first kernel."""
+    if not HAS_TRITON:
+        return ()
     threads = tuple(threading.Thread(target=run, name="triton", daemon=True) for run in (_hash_library, _make_driver))
-    for thread in threads if HAS_TRITON else ():
+    for thread in threads:
         thread.start()
-    return threads if HAS_TRITON else ()
+    return threads
 
 
 def _hash_library() -> None:
-    """What Triton calls its own version: the hash of a library of 400 MB, 0.6 s."""
+    """Compute Triton's key of its own version: the hash of a library of 400 MB, 0.6 s."""
     with suppress(Exception):
         from triton.runtime.cache import triton_key
 
@@ -100,7 +101,7 @@ def _hash_library() -> None:
 
 
 def _make_driver() -> None:
-    """Where its cache is empty, Triton compiles a part of its driver with the C compiler."""
+    """Load Triton's driver; if its cache is empty, the C compiler builds a part of it."""
     with suppress(Exception):
         from triton.runtime import driver
 
@@ -108,11 +109,11 @@ def _make_driver() -> None:
 
 
 def compile_ahead(steps: Iterable[Callable[[], object]], meanwhile: Callable[[], object] = bool) -> float:
-    """Compile what these steps launch and neither memory nor disk has; the seconds in which there was only to wait.
+    """Compile the kernels of these steps that are neither in memory nor on disk; returns the seconds spent waiting.
 
-    The steps must not look at what they compute, nor use other threads. If the first two need nothing, the others are
-    taken to need nothing either. Those with the kernels that take longest should come first. `meanwhile` is called
-    once, in any case: while the processes compile, if there are any.
+    The steps must not read what they compute, nor use other threads. If the first two need nothing, the others are
+    assumed to need nothing either. Steps whose kernels take longest to compile should come first. `meanwhile` is always
+    called once: while the processes compile, if there are any.
     """
     if not HAS_TRITON or not _can_collect():
         meanwhile()
@@ -121,7 +122,7 @@ def compile_ahead(steps: Iterable[Callable[[], object]], meanwhile: Callable[[],
     driver.join()
     with _Processes() as processes:
         try:
-            _look_through(steps, processes)
+            _compile_missing(steps, processes)
         except Exception as error:
             logger.debug("kernels are compiled when they are first launched (%s: %s)", type(error).__name__, error)
         meanwhile()
@@ -130,7 +131,7 @@ def compile_ahead(steps: Iterable[Callable[[], object]], meanwhile: Callable[[],
         return time.perf_counter() - begin
 
 
-def _look_through(steps: Iterable[Callable[[], object]], processes: "_Processes") -> None:
+def _compile_missing(steps: Iterable[Callable[[], object]], processes: "_Processes") -> None:
     seen: set[Seen] = set()
     missing: list[Source] = []
     for number, step in enumerate(steps):
@@ -146,14 +147,14 @@ def _look_through(steps: Iterable[Callable[[], object]], processes: "_Processes"
 
 
 def _can_collect() -> bool:
-    """Whether kernels are compiled at all, and nobody else has a hook of his own."""
+    """Whether kernels are compiled, not interpreted, and Triton's hook is free."""
     from triton import knobs
 
     return not knobs.runtime.interpret and knobs.runtime.jit_cache_hook is None
 
 
 def collect(step: Callable[[], object], seen: set[Seen]) -> list[Source]:
-    """What a step would compile and no step has before; none of it is launched."""
+    """The kernels of a step that are neither in memory nor in `seen`; none of them is launched."""
     found: list[Source] = []
 
     def hook(*, key: str, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
@@ -169,14 +170,14 @@ def collect(step: Callable[[], object], seen: set[Seen]) -> list[Source]:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Inside, kernels that are not in memory are neither compiled nor launched: what is computed means nothing."""
+    """Inside, kernels that are not in memory are neither compiled nor launched, so results are meaningless."""
     with _hooked(lambda **_: True) if HAS_TRITON else nullcontext(), _Zeros():
         yield
 
 
 @contextmanager
 def only_compiled() -> Iterator[None]:
-    """Inside, a launch that would have to compile or load a kernel raises: during a capture it must not."""
+    """Inside, a launch that would have to compile or load a kernel raises: a capture does not allow it."""
 
     def hook(*, repr: str, **rest: Any) -> bool:
         raise RuntimeError(f"not compiled yet: {repr}")
@@ -187,17 +188,17 @@ def only_compiled() -> Iterator[None]:
 
 @contextmanager
 def _hooked(hook: Callable[..., bool]) -> Iterator[None]:
-    """Triton's hook before it compiles, for launches of this thread; those of others are not touched."""
+    """Set the hook that Triton calls before it compiles, for launches of this thread only."""
     from triton import knobs
 
     here = threading.get_ident()
     with HOOKED:
         before = knobs.runtime.jit_cache_hook
 
-        def for_this_thread(**told: Any) -> bool:
+        def for_this_thread(**info: Any) -> bool:
             if threading.get_ident() == here:
-                return hook(**told)
-            return before is not None and bool(before(**told))
+                return hook(**info)
+            return before is not None and bool(before(**info))
 
         knobs.runtime.jit_cache_hook = for_this_thread
         try:
@@ -207,7 +208,7 @@ def _hooked(hook: Callable[..., bool]) -> Iterator[None]:
 
 
 class _Zeros(TorchFunctionMode):
-    """New memory holds zeros: an index that no kernel has written is still one that exists."""
+    """New memory holds zeros, so that an index is valid although no kernel has written it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,7 +218,7 @@ class _Zeros(TorchFunctionMode):
 
 
 class _Processes:
-    """Processes that compile kernels, and end with this one's `with`."""
+    """Processes that compile kernels. The end of the `with` ends them."""
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
@@ -226,44 +227,44 @@ class _Processes:
 
     def __enter__(self) -> Self:
         read, write = os.pipe()
-        self._heard, self._tell = FileIO(read, "rb"), FileIO(write, "wb")
+        self._finished, self._report = FileIO(read, "rb"), FileIO(write, "wb")
         return self
 
     def __exit__(self, *_: object) -> None:
         for child in self._children:
             _end(child)
-        self._heard.close()
-        self._tell.close()
+        self._finished.close()
+        self._report.close()
 
     def __len__(self) -> int:
         return len(self._children)
 
     def begin(self, sources: Iterable[Source]) -> None:
-        """Compile these too, the longest first: each new process takes the next when it is done with one.
+        """Start processes that compile these, the longest first. Each takes the next kernel when it has finished one.
 
-        There may be twice as many processes as cores for a moment: most kernels take much less time than a few do.
+        For a moment there may be twice as many processes as cores: a few kernels take much longer than the others.
         """
-        import triton.compiler.code_generator  # noqa: F401  once, and not by each process
+        import triton.compiler.code_generator  # noqa: F401  imported once, not by each process
 
         first = len(self._sources)
         self._sources += sorted(sources, key=lambda source: -len(source.source.fn.src))
-        del self._sources[256:]  # a number is one byte
+        del self._sources[256:]  # the pipe sends one byte for each kernel
         todo = range(first, len(self._sources))
         count = min(len(todo), self._most, max(1, 2 * self._most - sum(map(_runs, self._children))))
         with _pipe() as (wanted, numbers):
             numbers.write(bytes(todo))
             numbers.close()
             for _ in range(count):
-                child = _fork(lambda: _compile_some(self._sources, wanted, self._heard, self._tell))
+                child = _fork(lambda: _compile_some(self._sources, wanted, self._finished, self._report))
                 self._children.append(child)
 
     def wait(self) -> None:
-        """Until all is compiled, or nothing happens any more."""
+        """Wait until all is compiled, or the processes have ended or hang."""
         if self._children:
             count, what = len(self._children), f"{len(self._sources)} are not in Triton's cache"
             chosen("processes that compile kernels", count, what)
-            self._tell.close()
-            _wait(self._heard, len(self._sources))
+            self._report.close()
+            _wait(self._finished, len(self._sources))
 
 
 @contextmanager
@@ -274,8 +275,8 @@ def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """A process that runs this and ends without a word, in a group of its own; its number."""
-    with warnings.catch_warnings():  # Python says that threads and fork do not go together
+    """Start a process that runs this silently, in its own process group; returns its id."""
+    with warnings.catch_warnings():  # Python warns against fork in a process with threads
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -286,7 +287,7 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _run_and_exit(run: Callable[[], None]) -> NoReturn:
-    """In the child: nothing of the parent's is freed here, since that may be memory of the device."""
+    """Run in the child. Nothing of the parent's is freed here: it may be memory of the device."""
     try:
         gc.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -297,34 +298,34 @@ def _run_and_exit(run: Callable[[], None]) -> NoReturn:
         os._exit(0)
 
 
-def _compile_some(todo: list[Source], wanted: FileIO, heard: FileIO, tell: FileIO) -> None:
+def _compile_some(todo: list[Source], wanted: FileIO, finished: FileIO, report: FileIO) -> None:
     from triton.runtime import driver
 
-    heard.close()  # the parent's: if it is gone, the next word ends this process
-    driver.active.get_current_target = lambda: todo[0].target  # otherwise torch is asked, which is no good after a fork
+    finished.close()  # the parent's end: if the parent has ended, the next report fails and ends this process
+    driver.active.get_current_target = lambda: todo[0].target  # otherwise Triton asks torch, which fails after a fork
     while number := wanted.read(1):
         with suppress(Exception):
             todo[number[0]].compile()
-        tell.write(number)
+        report.write(number)
 
 
-def _wait(heard: FileIO, count: int) -> None:
-    """Until so many are done, all processes have ended, or nothing happens any more."""
+def _wait(finished: FileIO, count: int) -> None:
+    """Wait until `count` kernels are done, all processes have ended, or none has finished a kernel for PATIENCE."""
     news = select.poll()
-    news.register(heard, select.POLLIN)
-    while count > 0 and news.poll(PATIENCE * 1000) and (done := heard.read(count)):
+    news.register(finished, select.POLLIN)
+    while count > 0 and news.poll(PATIENCE * 1000) and (done := finished.read(count)):
         count -= len(done)
     if count > 0:
         logger.debug("%d kernels were not compiled ahead of their first launch", count)
 
 
 def _runs(child: int) -> bool:
-    """Whether a process has not ended; one that has stays to be waited for, so that its number is not used again."""
+    """Whether a process still runs. One that has ended stays a zombie, so that its id is not used again."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def _end(child: int) -> None:
-    """End a process and what it has started. It has nothing left to do, or hangs."""
+    """Kill a process and its children. It has nothing left to do, or hangs."""
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     with suppress(ChildProcessError):

@@ -1,7 +1,7 @@
 """NVIDIA's cublasLt, called by ctypes: the algorithms that it knows for the product of a linear layer.
 
-The library is the one that torch has loaded. cublasLt stores matrices column by column, so that the rows of torch are
-its columns: out [M, N] = x [M, K] @ weight [N, K].T is D [N, M] = transposed(A [K, N]) @ B [K, M] to it.
+The library is the one that torch has loaded. cublasLt stores matrices column by column, so its columns are torch's
+rows: out [M, N] = x [M, K] @ weight [N, K].T is D [N, M] = transposed(A [K, N]) @ B [K, M] to it.
 """
 
 import ctypes
@@ -23,11 +23,11 @@ EPILOGUE_BIAS = 4  # cublasLtEpilogue_t
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES = 1, 3  # cublasLtMatmulPreferenceAttributes_t
 ANY_REDUCTION, PRECISE_REDUCTION = 6, 2  # where the depth is split: parts may be rounded before they are added, or not
 """Reductions in place are excluded: programs of one output wait for each other there, which can deadlock in a graph."""
-ALIGNMENT = 256  # bytes: what cublasLt takes for granted of every matrix when it proposes algorithms
+ALIGNMENT = 256  # bytes: cublasLt assumes this alignment of every matrix when it proposes algorithms
 WORKSPACES = (32 << 20, 1 << 20)
-"""Bytes that an algorithm may use, at most: what cuBLAS is given on Hopper, and what torch gives cublasLt. With less it
+"""Limits of an algorithm's workspace in bytes: that of cuBLAS on Hopper, and that of torch for cublasLt. With less it
 proposes other algorithms, some of them faster: 11.5 us instead of 13.1 for the 8B's o at 32 rows on an H200."""
-PROPOSALS = 16  # asked for; it proposes at most 8
+PROPOSALS = 16  # requested; cublasLt returns at most 8
 ALGORITHM_BYTES = 64
 
 _Pointer, _Out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
@@ -45,19 +45,19 @@ _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cublasLtMatmulAlgoCheck": (_Pointer,) * 8,
     "cublasLtMatmul": (*(_Pointer,) * 14, ctypes.c_size_t, _Pointer),
 }
-"""The arguments of each function; all of them return a status, 0 where it worked."""
+"""The arguments of each function. All return a status; 0 is success."""
 
 
 class Unavailable(Exception):
-    """cublasLt cannot be used here: why."""
+    """cublasLt cannot be used here. The message says why."""
 
 
-class Failed(Exception):
+class CublasLtError(Exception):
     """A function of cublasLt returned an error."""
 
 
 class Product(NamedTuple):
-    """x [rows, depth] @ weight [outputs, depth].T; bias: plus one; add: plus something of the result's shape."""
+    """x [rows, depth] @ weight [outputs, depth].T; with a bias; with `add`, a tensor of the result's shape."""
 
     rows: int
     outputs: int
@@ -82,7 +82,8 @@ class Algorithm:
 
 
 Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
-"""(x, weight, bias, add, out): out = x @ weight.T + bias + add by one algorithm; out may be add. Raises `Failed`."""
+"""(x, weight, bias, add, out): out = x @ weight.T + bias + add by one algorithm; out may be add. Raises
+`CublasLtError`."""
 
 
 class _Proposal(ctypes.Structure):
@@ -98,7 +99,7 @@ class _Proposal(ctypes.Structure):
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor | None) -> bool:
-    """Whether operands are as every algorithm here expects them: whole rows one after the other, well aligned."""
+    """Whether the layout suits all algorithms: one dtype, contiguous rows, aligned to 256 bytes."""
     given = [each for each in (x, weight, bias, add, out) if each is not None]
     if x.dim() != 2 or x.dtype not in DTYPES or any(each.dtype != x.dtype for each in given):
         return False
@@ -108,7 +109,7 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, out
 
 
 def rounds_parts(dtype: torch.dtype) -> bool:
-    """Whether torch allows that parts of a product are rounded before they are added: it does by default."""
+    """Whether torch allows parts of a product to be rounded before they are added (by default it does)."""
     settings = torch.backends.cuda.matmul
     if dtype == torch.float16:
         return bool(settings.allow_fp16_reduced_precision_reduction)
@@ -116,12 +117,12 @@ def rounds_parts(dtype: torch.dtype) -> bool:
 
 
 class CublasLt:
-    """The library, for the device that is current when this is made. Several threads may use it."""
+    """The library, for the device that is current when this is made. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raises `Unavailable`."""
         self._lock = threading.Lock()
-        """A bias is part of the description of a product, so that it is set and used by one thread at a time."""
+        """One thread at a time: the address of the bias is stored in the descriptor of the product."""
         self._functions: dict[str, Any] = {}
         self._described: dict[Product, _Described] = {}
         try:
@@ -133,12 +134,12 @@ class CublasLt:
             self.version: int = library.cublasLtGetVersion()
             self._handle = ctypes.c_void_p()  # never destroyed: graphs that were captured with it may outlive this
             self.call("cublasLtCreate", ctypes.byref(self._handle))
-        except (AttributeError, Failed) as error:
+        except (AttributeError, CublasLtError) as error:
             raise Unavailable(f"cublasLt: {error}") from error
 
     @classmethod
     def find(cls) -> "CublasLt":
-        """The one that torch has loaded. Raises `Unavailable`."""
+        """The library that torch has loaded. Raises `Unavailable`."""
         try:
             maps = Path("/proc/self/maps").read_text()
             lines = (line.split(maxsplit=5) for line in maps.splitlines() if "/libcublasLt.so" in line)
@@ -149,14 +150,14 @@ class CublasLt:
             raise Unavailable(f"cublasLt cannot be opened ({error})") from error
 
     def proposals(self, product: Product) -> list[Algorithm]:
-        """The algorithms that cublasLt proposes, the likeliest ones first."""
+        """The algorithms that cublasLt proposes, the most promising first."""
         described, found = self._describe(product), dict[Algorithm, None]()
         for limit in WORKSPACES:
             found.update(dict.fromkeys(self._proposals(described, limit, rounds_parts(product.dtype))))
         return list(found)
 
     def checked(self, product: Product, data: bytes) -> Algorithm | None:
-        """The algorithm of these bytes, which the same version gave before; None: it is none for this product."""
+        """The algorithm of these bytes, which the same version proposed before; None: it does not fit this product."""
         if len(data) != ALGORITHM_BYTES:
             return None
         described, result = self._describe(product), _Proposal()
@@ -165,19 +166,19 @@ class CublasLt:
             self.call(
                 *("cublasLtMatmulAlgoCheck", self._handle, *described), *(ctypes.byref(algorithm), ctypes.byref(result))
             )
-        except Failed:
+        except CublasLtError:
             return None
         return Algorithm(data, result.workspace) if result.workspace <= max(WORKSPACES) else None
 
     def plan(self, product: Product, algorithm: Algorithm) -> Plan:
-        """The product by this algorithm. Operands must be those of `product`, and `fits`."""
+        """A function that computes the product by this algorithm. Operands must match `product` and pass `fits`."""
         described = self._describe(product)
         one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if product.add else 0.0)
         data = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm.data)
         a, b, d, size = described.a, described.b, described.d, algorithm.workspace
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor) -> None:
-            # from the caller's memory pool, so that a graph that is captured now has it for itself
+            # from the caller's memory pool, so that a graph that is captured now owns it
             space = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
             with self._lock, torch.cuda.device_of(x):
                 if bias is not None:
@@ -194,9 +195,9 @@ class CublasLt:
         return run
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises `Failed` where the library reports an error."""
+        """Raises `CublasLtError` where the library reports an error."""
         if status := self._functions[name](*arguments):
-            raise Failed(f"{name} returned {status}")
+            raise CublasLtError(f"{name} returned {status}")
 
     def made(self, owner: object, kind: str, *arguments: Any) -> ctypes.c_void_p:
         """A descriptor, which is destroyed with its owner."""
@@ -226,7 +227,7 @@ class CublasLt:
                 *("cublasLtMatmulAlgoGetHeuristic", self._handle, *described, preference, PROPOSALS),
                 *(ctypes.byref(results), ctypes.byref(count)),
             )
-        except Failed:
+        except CublasLtError:
             return []  # cublasLt reports an error if it knows no algorithm
         return [Algorithm(bytes(each.algorithm), each.workspace) for each in results[: count.value] if not each.state]
 
@@ -247,11 +248,11 @@ class _Described:
         self.d = library.made(self, "MatrixLayout", kind, outputs, rows, outputs)
 
     def __iter__(self) -> Any:
-        """The operation and the layouts of A, B, C and D: what is asked about."""
+        """The operation and the layouts of A, B, C and D, as cublasLt's functions take them."""
         return iter((self.operation, self.a, self.b, self.d, self.d))
 
     def set_bias(self, address: int) -> None:
-        """Where the bias is."""
+        """Set the address of the bias."""
         self._set(BIAS_POINTER, ctypes.c_void_p(address))
 
     def _set(self, attribute: int, value: Any) -> None:

@@ -1,20 +1,20 @@
-"""Parts of decode attention put together: by the last program of a sequence, or by a kernel of its own."""
+"""Merges the parts of decode attention: in the last program of a sequence, or in a separate kernel."""
 # mypy: disallow-untyped-decorators=False
 
 from outpace.kernels.attention_tile import LOWEST
 from outpace.kernels.decode_plan import FIELDS
 from outpace.kernels.triton_stub import tl, triton
 
-COMBINE_CHUNK = 16  # parts that a program of the kernel adds at a time
-MERGE_STEPS = 10  # that the last program of a sequence may take: each is a trip to the L2 cache
-MERGE_NUMBERS = 2048  # that a warp reads in one of them: 64 registers
+COMBINE_CHUNK = 16  # parts that a program of `combine_kernel` merges at a time
+MERGE_STEPS = 10  # most steps of a merge in the last program of a sequence: each is a trip to the L2 cache
+MERGE_NUMBERS = 2048  # numbers that a warp reads in one step: 64 registers
 ITEM = tl.constexpr(FIELDS)
 
 
 def merge_chunk(group: int, v_dim: int, num_warps: int, parts: int = 0) -> int:
-    """How many parts the last program of a sequence adds at a time.
+    """How many parts the last program of a sequence merges at a time.
 
-    `parts`: limit it to what this many parts need, in half of the registers, so that no fewer programs share an SM.
+    `parts`: no more than this many parts need, in half of the registers, so that no fewer programs share an SM.
     """
     rows, columns = triton.next_power_of_2(group), max(16, triton.next_power_of_2(v_dim))
     held = num_warps * MERGE_NUMBERS // (rows * columns)
@@ -31,7 +31,7 @@ def find_part(
     num_splits: tl.tensor,
     mixed: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What an item is, from a plan or, without one, each sequence having `num_splits`: see `DecodePlan.items`."""
+    """The fields of an item (see `DecodePlan.items`): from the plan, or with `num_splits` parts for each sequence."""
     if plan_ptr is not None:
         at = plan_ptr + item * ITEM
         seq = tl.load(at)
@@ -66,14 +66,14 @@ def key_tiles(length: tl.tensor, window: tl.tensor, has_window: tl.constexpr, bl
 def merge_parts(
     part_ptr: tl.tensor,  # [I, Hq, Dv]
     lse_ptr: tl.tensor,  # [I, Hq]
-    item: tl.tensor,  # the first one of the sequence
+    item: tl.tensor,  # the first item of the sequence
     parts: tl.tensor,
-    head: tl.tensor,  # the first one
+    head: tl.tensor,  # the first head
     count: tl.constexpr,  # of heads
     num_heads: tl.constexpr, v_dim: tl.constexpr, rows: tl.constexpr, chunk: tl.constexpr,
     block_dv: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The attention of some heads from that of their parts, always added in the same order. [rows, Dv].
+    """The attention of some heads, [rows, Dv], merged from its parts, always in the same order.
 
     Maxima and sums of a row are kept for each of its columns, so that no step waits for another thread.
     """
@@ -86,7 +86,7 @@ def merge_parts(
     for start in range(0, parts, chunk):
         at = (item + start + p).to(tl.int64)[None, :] * num_heads + (head + g)[:, None]
         real = (start + p < parts)[None, :] & (g < count)[:, None]
-        # Other programs wrote them while this one ran: L1 may be stale.
+        # Other programs wrote these numbers while this one ran: L1 may be stale.
         lse = tl.load(lse_ptr + at, mask=real, other=float("-inf"), cache_modifier=".cg")
         found = tl.load(
             part_ptr + at[:, :, None] * v_dim + dv[None, None, :],

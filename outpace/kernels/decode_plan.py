@@ -1,8 +1,8 @@
-"""How the keys of a decode batch are shared among programs, decided on the device from the lengths that are there.
+"""Divides the keys of a decode batch among programs: a plan, made on the device from the lengths of the sequences.
 
-A launch of the decode kernel has a fixed number of items. A plan says of each item which part of which sequence it is:
-a sequence with many keys gets several items, one with few gets one, and items that are left over do nothing. It is made
-once for all layers of a step that see as many keys, by a kernel, so that a CUDA graph plans anew in every replay.
+A launch of the decode kernel has a fixed number of items. A plan assigns a part of a sequence to each item: a long
+sequence gets several items, a short one gets one, and items that are left over do nothing. A kernel makes the plan,
+once for all layers of a step with the same KV heads and window, so a CUDA graph makes a new plan in every replay.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -17,9 +17,9 @@ FEW_PROGRAMS = 2  # per SM, for batches that do not fill the device unless keys 
 MANY_PROGRAMS = 4  # per SM, for those that do: parts small enough to end together with the short sequences
 MIN_PART = 128  # keys
 WHOLE = 512  # keys: up to here one program is faster than several and a merge, about 5 us against 8 on an H200
-FIELDS = 8  # of an item: sequence, part, parts, row of the query, keys, row of padding; two are left over
+FIELDS = 8  # of an item: sequence, part, parts, row of the query, keys, row of padding; two are unused
 NO_WINDOW = 2**31 - 1
-BLOCK_SEQS = 256  # at least; fewer sequences need no kernel of their own
+BLOCK_SEQS = 256  # at least; fewer sequences do not compile another kernel
 BLOCK = 4096  # items times sequences that a program of the planner looks at
 
 
@@ -32,14 +32,14 @@ def part_budget(batch: int, num_kv_heads: int, num_sms: int) -> int:
 def item_bound(batch: int, budget: int, most: int) -> int:
     """The most items that a plan can have if no sequence has more parts than `most`.
 
-    A sequence with a share s of all keys has max(1, floor(s * budget)) parts, so all have budget - 1 more than one.
+    A sequence with a share s of all keys has max(1, floor(s * budget)) parts: together at most budget - 1 extra ones.
     """
     return batch + min(budget - 1, batch * (most - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Which program does what. One launch at a time may use it: launches of one stream."""
+    """The work of each program. Only launches of one stream may use it, one after the other."""
 
     items: Tensor
     """[I, FIELDS] int32: sequence (-1: nothing to do), part, parts, row of the query (-1: none), keys, row that is
@@ -47,13 +47,13 @@ class DecodePlan:
     arrived: Tensor
     """[I, Hkv] int32: how many parts of a sequence are done, at its first item. Zeros between launches."""
     most: int
-    """No sequence has more parts."""
+    """The most parts of a sequence."""
 
 
 class DecodePlans:
     """The plans of one batch in one forward, each made when a layer first needs it.
 
-    They live no longer than the forward: a graph then holds the kernels that make its plans, and its alone.
+    They live no longer than the forward, so that a graph holds the kernels that make its own plans.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def _plan_kernel(
     if not mixed:
         padding = here & (s >= tl.load(cu_q_ptr + batch))
     parts = tl.where(single | padding, parts, 0)
-    long = tl.where(parts > 1, parts, 0)  # they come first, so that short ones are what the device ends with
+    long = tl.where(parts > 1, parts, 0)  # these come first, so that the device ends with short ones
     after_long = tl.sum(long, 0) + tl.cumsum(parts - long, 0)
     start = tl.where(parts > 1, tl.cumsum(long, 0), after_long) - parts
 
@@ -137,11 +137,10 @@ def make_plan(
     min_part: int = MIN_PART,
     whole: int = WHOLE,
 ) -> DecodePlan:
-    """Plan a batch; no sequence gets more parts than `most`, and none that has less than `min_part` keys to see.
+    """Plan a batch. A sequence gets at most `most` parts, and at most one for every `min_part` keys that it sees; one
+    part if it sees up to `whole` keys.
 
-    Those with no more than `whole` keys have one part.
-
-    When `mixed`, sequences of one query alone have items; otherwise also those at whose row is padding.
+    `mixed`: only sequences of one query get items; otherwise padding rows get items too.
     """
     batch, device = seq_lens.shape[0], seq_lens.device
     budget = budget or part_budget(batch, num_kv_heads, sm_count(device))

@@ -1,7 +1,7 @@
-"""Which implementation of each op runs: decided here, once for a device, with a reason; nowhere else, and never later.
+"""Chooses the implementation of every op, once for a device, with a reason. No other module chooses, and none later.
 
-A table says which implementations an op has, by the names that users may ask for. Where the same name is another
-function with Triton than without, the table has both.
+A table has the implementations of each op by the names that users may give. Where one name means different functions
+with and without Triton, the table has both.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +81,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Op | ByDefault | None]] = {
         invariant=_both(experts.experts_invariant_torch, experts.experts_invariant_triton),
     ),
 }
-"""What layers run. A model has one implementation of each: see `Kernels`."""
+"""The ops inside layers. A model has one implementation of each: see `Kernels`."""
 OF_STEPS: Mapping[str, ByDefault] = {
     "draw": _both(draw.draw_torch, draw.draw_triton),
     "ragged_inputs": _both(ragged.ragged_inputs_torch, ragged.ragged_inputs_triton),
@@ -89,7 +89,7 @@ OF_STEPS: Mapping[str, ByDefault] = {
     "gather_blocks": _both(block_copy.gather_blocks_torch, block_copy.gather_blocks_triton),
     "scatter_blocks": _both(block_copy.scatter_blocks_torch, block_copy.scatter_blocks_triton),
 }
-"""What runs around the layers of a step. Only the device decides."""
+"""The ops of a step outside its layers. The device alone decides."""
 VARIANT: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"torch", "tuned"}),
     "gemv": frozenset({"triton"}),
@@ -99,7 +99,7 @@ VARIANT: Mapping[str, frozenset[str]] = {
     "bias_act": frozenset({"torch"}),
     "experts": frozenset({"torch", "triton"}),
 }
-"""Implementations that compute a row in a way that depends on the number of rows, or on its place among them."""
+"""Implementations whose result for a row depends on the number of rows, or on the row's place among them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Kernels:
     linear: Op
     """The product of every linear layer that no other kernel computes."""
     gemv: Op | None
-    """A linear of few rows with norm, activation and sum in one kernel; None: torch's product does them all."""
+    """A linear of few rows with norm, activation and sum in one kernel; None: `linear` takes few rows too."""
     packed_linear: Op
     """The product of a linear layer with a quantized weight, with norm, activation and sum."""
     quantize_rows: Op
@@ -132,7 +132,7 @@ class Kernels:
 def choose_kernels(
     device: torch.device, asked: Mapping[str, str] | None = None, deterministic: bool = False
 ) -> Kernels:
-    """Triton on a GPU, torch elsewhere, and what `asked` says for single ops: {"attention": "torch"}.
+    """Triton on a GPU, torch elsewhere; `asked` overrides single ops: {"attention": "torch"}.
 
     `deterministic`: every op computes a token bit for bit as it would alone, whatever is in the batch.
     """
@@ -149,7 +149,7 @@ def choose_kernels(
         chosen("kernels", default, reason)
     names = {op: asked.get(op) or _default(op, default, deterministic) for op in IMPLEMENTATIONS}
     if names["linear"] == "invariant":
-        names["gemv"] = "torch"  # it would take few rows away
+        names["gemv"] = "torch"  # otherwise it would compute products of few rows
     ops: dict[str, Any] = {op: _implementation(IMPLEMENTATIONS[op][name], default) for op, name in names.items()}
     if ops["gemv"] is not None:
         ops["gemv"] = partial(ops["gemv"], scratch=Scratch())
@@ -170,7 +170,7 @@ def _implementation(found: Op | ByDefault | None, default: str) -> Op | None:
 
 
 def _default(op: str, default: str, deterministic: bool) -> str:
-    """The implementation of an op for which the user asked nothing."""
+    """The name of an op's implementation if the user gave none."""
     name = default if default in IMPLEMENTATIONS[op] else "torch"
     if (op, name) == ("packed_linear", "torch"):
         name = "tiles"
@@ -178,7 +178,7 @@ def _default(op: str, default: str, deterministic: bool) -> str:
 
 
 def _check(asked: Mapping[str, str], device: torch.device, default: str, deterministic: bool) -> None:
-    """Refuses implementations that do not exist, and ones that cannot be combined."""
+    """Raise for implementations that do not exist, or that cannot be combined."""
     for op, name in asked.items():
         if op not in IMPLEMENTATIONS:
             raise ConfigError(f"kernels: no op is called {op!r}; there are {', '.join(IMPLEMENTATIONS)}")

@@ -34,10 +34,10 @@ def hashed(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 class Drawing(NamedTuple):
-    """How each row of logits is drawn from. All [S]."""
+    """How a token is drawn from each row of logits. All [S]."""
 
     temperature: Tensor
-    """fp32. 0: the first maximum, as of a row whose maximum is infinite. NaN is never drawn."""
+    """fp32. 0: take the first maximum, as in rows whose maximum is infinite. NaN is never drawn."""
     top_k: Tensor
     """int64. 0: all."""
     top_p: Tensor
@@ -45,13 +45,13 @@ class Drawing(NamedTuple):
     min_p: Tensor
     """fp32"""
     keys: Tensor
-    """int64, of the random numbers."""
+    """int64: keys of the random numbers."""
     counters: Tensor
-    """int64: tokens that the row has drawn."""
+    """int64: tokens that the row has drawn so far."""
 
 
 def draw_torch(logits: Tensor, how: Drawing, *, filtered: bool = True) -> Tensor:
-    """Token ids [S] int64 of logits [S, V]. filtered=False says that no row has top_k or top_p."""
+    """Token ids [S] int64 of logits [S, V]. filtered=False: no row has top_k or top_p."""
     temperature, top_k, top_p, min_p, keys, counters = how
     x = logits.float()
     x = x.masked_fill(x.isnan(), float("-inf"))
@@ -66,9 +66,8 @@ def draw_torch(logits: Tensor, how: Drawing, *, filtered: bool = True) -> Tensor
     ends = _mass_torch(w, floor).cumsum(dim=1)  # [S, V]
     total = ends[:, -1]
     random = hashed(keys, counters)
-    goal = 2 * random * (total >> 32) + (
-        (random * (total & (2**32 - 1))) >> 31
-    )  # random / 2**31 of total, rounded down
+    # random / 2**31 of total, rounded down
+    goal = 2 * random * (total >> 32) + ((random * (total & (2**32 - 1))) >> 31)
     drawn = (ends <= goal[:, None]).sum(dim=1)
     return torch.where((temperature > 0) & (total > 0), drawn, best)
 
@@ -85,7 +84,7 @@ def _threshold_torch(w: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> 
     mass = _mass_torch(ordered, floor)
     ends = mass.cumsum(dim=1)
     wanted = (ends[:, -1:].double() * top_p).long()
-    needed = (ends - mass < wanted).sum(dim=1, keepdim=True)  # tokens before which the mass does not suffice
+    needed = (ends - mass < wanted).sum(dim=1, keepdim=True)  # tokens before which there is too little mass
     least = ordered.gather(1, needed.clamp(min=1) - 1)
     return torch.where(top_p < 1, torch.maximum(floor, least), floor)
 
@@ -141,7 +140,7 @@ def _select(
     list_ptr: tl.tensor, count: tl.tensor, floor: tl.tensor, wanted: tl.tensor,
     by_mass: tl.constexpr, block: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The largest t >= floor for which the listed weights >= t are `wanted` many, or have that mass; floor if none is.
+    """The largest t >= floor such that `wanted` listed weights, or weights of this mass, are >= t; floor if none is.
 
     Bisects the bits of t. Weights that are decided leave the list, so it is soon short.
     """
@@ -239,7 +238,7 @@ def _draw_kernel(
                 w = _weights(x_ptr, start + lane, width, top, cold)
                 masses += _mass(w, w >= floor)
             total = tl.sum(masses, axis=0)
-            # All weights below (1 - top_p) / width of the total together are less than what may be left out.
+            # All weights below (1 - top_p) / width of the total have less mass together than may be dropped.
             bound = tl.maximum(floor, 0.5 * (1 - top_p) / width * (total.to(tl.float32) / MASS))
             count = _gather(x_ptr, list_ptr, width, top, cold, bound, block)
             wanted = (total.to(tl.float64) * top_p).to(tl.int64)
@@ -268,7 +267,7 @@ def draw_triton(
     assert all(t.dtype == torch.float32 and t.is_contiguous() for t in (how.temperature, how.top_p, how.min_p))
     meta = {**draw_config(width), **(config or {})}
     tiles = triton.next_power_of_2(triton.cdiv(width, meta["block"]))
-    # Without filters nothing is listed; the same kernel runs all the same, so that each row draws the same.
+    # Without filters nothing is listed, but the same kernel runs, so that each row draws the same.
     lists = torch.empty((rows if filtered else 0, tiles * meta["block"]), dtype=torch.float32, device=logits.device)
     _draw_kernel[(rows,)](
         *(logits, *how, lists, out, width, logits.stride(0)),

@@ -1,6 +1,7 @@
-"""Mixtures of experts by torch, and which of our kernels takes which number of tokens.
+"""Mixtures of experts in torch, and the choice among our kernels by the number of tokens.
 
-Every implementation takes the fields of `Call`: x, gate_up, down, weights and chosen by place, the others by name.
+Every implementation takes the fields of `ExpertsCall`: x, gate_up, down, weights and chosen by position, the others by
+name.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels.activation import bias_act_torch, gated_act_torch
-from outpace.kernels.experts_call import Call, Stack, stack_shape
+from outpace.kernels.experts_call import ExpertsCall, Stack, stack_shape
 from outpace.kernels.experts_few import experts_few
 from outpace.kernels.experts_few_packed import experts_few_packed, takes_few_packed
 from outpace.kernels.experts_many import experts_many, fixed_tiles, takes_rounded
@@ -24,11 +25,10 @@ from outpace.kernels.packed import Packed
 from outpace.kernels.quantize import quantize_rows_torch
 
 ROUNDED_ROWS = 64
-"""Mean rows of an expert from which on they are rounded, where they may be."""
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""If experts have more rows than this on average, the rows are rounded where they may be."""
 
 
-def _activated(x: Tensor, call: Call, invariant: bool = False) -> Tensor:
+def _activated(x: Tensor, call: ExpertsCall, invariant: bool = False) -> Tensor:
     """[M, 2I] → [M, I], or [M, I] → [M, I] without gates. `invariant`: a row does not depend on the others."""
     gated, plain = (gated_act_invariant, bias_act_invariant) if invariant else (gated_act_torch, bias_act_torch)
     if call.limit is not None and call.alpha is not None:
@@ -41,11 +41,11 @@ def _activated(x: Tensor, call: Call, invariant: bool = False) -> Tensor:
 def experts_in_turn(*operands: Any, invariant: bool = False, **options: Any) -> Tensor:
     """One expert after the other, [T, H]; the host reads which were chosen.
 
-    invariant: each token bit for bit as if it were alone. rows: they are rounded.
+    invariant: each token bit for bit as if it were alone. rows: they are rounded to this kind.
     """
-    call = Call(*operands, **options)
+    call = ExpertsCall(*operands, **options)
     call.check()
-    product: Product = matmul_invariant_torch if invariant else F.linear
+    product: Callable[..., Tensor] = matmul_invariant_torch if invariant else F.linear
     _, top_k, experts = call.sizes
     dtype, flat = call.x.dtype, call.weights.flatten()
     x = _rounded(call.x, call.rows)
@@ -87,8 +87,8 @@ def _by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def experts_torch(*operands: Any, rows: str | None = None, **options: Any) -> Tensor:
-    """By torch's own products; on a GPU the host does not wait for the device, so that a graph can hold it."""
-    call = Call(*operands, **options)
+    """By torch's own products; on a GPU the host does not wait for the device, so that a graph can capture them."""
+    call = ExpertsCall(*operands, **options)
     x = call.x
     if not x.is_cuda or len(x) == 0:
         return experts_in_turn(*call)
@@ -99,7 +99,7 @@ def experts_torch(*operands: Any, rows: str | None = None, **options: Any) -> Te
 
 @cache
 def has_grouped_mm(device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
-    """Whether torch multiplies groups of rows without a look at their sizes on the host, for rows of these widths."""
+    """Whether torch can multiply groups of rows of these widths without reading the sizes of the groups on the host."""
     if device.type != "cuda" or dtype != torch.bfloat16 or any(width % 8 for width in widths):
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -107,7 +107,7 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype, widths: tuple[int, 
 
 def experts_grouped(*operands: Any, **options: Any) -> Tensor:
     """The pairs of token and expert sorted by expert, and one product over all groups."""
-    call = Call(*operands, **options)
+    call = ExpertsCall(*operands, **options)
     call.check()
     x, chosen = call.x, call.chosen
     tokens, top_k, experts = call.sizes
@@ -123,17 +123,15 @@ def experts_grouped(*operands: Any, **options: Any) -> Tensor:
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, expert: Tensor) -> Tensor:
-    """Rows up to ends[e] that no expert before it has times the weight of expert e; the rest is left as it was."""
+    """Rows ends[e - 1] to ends[e] times the weight of expert e; rows after the last end are not written."""
     y: Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return y if bias is None else y + bias[expert]
 
 
 def experts_one_by_one(*operands: Any, **options: Any) -> Tensor:
-    """Where torch has no grouped product: every pair by itself, or every token through every expert.
-
-    What takes fewer products is done; neither waits for the device.
-    """
-    call = Call(*operands, **options)
+    """Without a grouped product: every pair by itself, or every token through every expert, whichever takes fewer
+    products. Neither waits for the device."""
+    call = ExpertsCall(*operands, **options)
     call.check()
     x, chosen, weights = call.x, call.chosen, call.weights
     _, top_k, experts = call.sizes
@@ -162,28 +160,28 @@ def experts_one_by_one(*operands: Any, **options: Any) -> Tensor:
 
 
 def _one_of(stack: Tensor, at: Tensor) -> Tensor:
-    """stack[at] for an index on the device, which is not waited for."""
+    """stack[at] for an index on the device, without waiting for it."""
     return stack.index_select(0, at)[0]
 
 
 def prefers_few(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether the kernels of few tokens are used.
+    """Whether to use the kernels of few tokens instead of those of many.
 
-    They read an expert once for each pair, the others once for each tile. On an H200, of Qwen3-30B-A3B's 128 experts, 8
-    for a token, 8 tokens take 122 us by the one and 128 by the other, 16 tokens 215 and 187; of Mixtral's 8 experts, 2
-    for a token, one token takes 162 and 195 us, 8 tokens 861 and 575.
+    The former read an expert once for each pair, the latter once for each tile. On an H200 Qwen3-30B-A3B (8 of 128
+    experts for each token) takes 122 us with the former and 128 with the latter for 8 tokens, 215 and 187 for 16
+    tokens; Mixtral (2 of 8 experts) 162 and 195 for one token, 861 and 575 for 8.
     """
     return tokens == 1 or 2 * tokens * top_k <= experts
 
 
 def prefers_rounded(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether rows are rounded where they may be: products take longer than reading weights. Not measured yet."""
+    """Whether rows are rounded where they may be: if products take longer than reading weights. Not measured yet."""
     return tokens * top_k > ROUNDED_ROWS * experts
 
 
 def experts_triton(*operands: Any, **options: Any) -> Tensor:
     """By our kernels: those of few tokens or those of many."""
-    call = Call(*operands, **options)
+    call = ExpertsCall(*operands, **options)
     call.check_layout()
     if call.is_empty:
         return call.finish(torch.zeros_like(call.x))
@@ -203,7 +201,7 @@ def experts_invariant_torch(*operands: Any, rows: str | None = None, **options: 
 
 def experts_invariant_triton(*operands: Any, rows: str | None = None, **options: Any) -> Tensor:
     """Each token bit for bit as if it were alone: the kernels of many tokens with fixed tiles."""
-    call = Call(*operands, **options)
+    call = ExpertsCall(*operands, **options)
     call.check_layout()
     if call.is_empty:
         return call.finish(torch.zeros_like(call.x))

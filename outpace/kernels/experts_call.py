@@ -12,11 +12,11 @@ Stack = Tensor | Packed
 """The weights of all experts, [E, N, K], plain or quantized."""
 
 
-class Call(NamedTuple):
-    """Each token through its experts: gate and up, activation, down, and the sum of the results by their weights.
+class ExpertsCall(NamedTuple):
+    """Each token through its experts: gate and up, activation, down, and the weighted sum of the results.
 
-    Products and activation are rounded to the dtype of x, the sum over the experts is taken in float32 and rounded
-    once; `add` is added to what was rounded, and that sum rounded again.
+    Products and activation are rounded to the dtype of x; the sum over the experts is taken in float32 and rounded
+    once; `add` is added to that, and the sum is rounded again.
     """
 
     x: Tensor
@@ -39,28 +39,28 @@ class Call(NamedTuple):
     """GPT-OSS's activation: (clamp(up) + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to the limit."""
     gated: bool = True
     add: Tensor | None = None
-    """[T, H]: is added to the result."""
+    """[T, H]: added to the result."""
     out: Tensor | None = None
-    """[T, H]: gets the result. May be `add`, or x: neither is read any more when it is written."""
+    """[T, H]: gets the result. May be `add`, or x: neither is read after it is written."""
     rows: str | None = None
     """int8 or fp8, the kind of both quantized weights: rows of both products may be rounded to it, each with its own
-    scale. Only the kernels of many tokens do so, where experts have so many rows that the products take the time; a
-    batch-invariant form never does."""
+    scale. Only the kernels of many tokens do so, where products take longer than reading weights; a batch-invariant
+    form never does."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Tokens, experts of each, and experts."""
+        """Number of tokens, of experts for each token, and of all experts."""
         tokens, top_k = self.chosen.shape
         return tokens, top_k, stack_shape(self.gate_up)[0]
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be computed."""
+        """Whether there is nothing to compute."""
         return min(self.x.numel(), self.chosen.numel(), *stack_shape(self.down)) == 0
 
     @property
     def after_up(self) -> dict[str, Any]:
-        """What kernels are compiled for after the first product."""
+        """The constants of kernels for the activation after the first product."""
         kind = activation_kind(self.act)
         return {"activation": kind, "gated": self.gated, "limit": self.limit, "alpha": self.alpha}
 
@@ -71,11 +71,11 @@ class Call(NamedTuple):
         return y if self.out is None or self.out is y else self.out.copy_(y)
 
     def empty_out(self) -> Tensor:
-        """Where the result goes."""
+        """`out`, or new memory."""
         return torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device) if self.out is None else self.out
 
     def check(self) -> None:
-        """Shapes and dtypes that every implementation relies on."""
+        """Assert the shapes and dtypes that every implementation relies on."""
         x, chosen = self.x, self.chosen
         (tokens, hidden), (experts, *_), (*_, inner) = x.shape, stack_shape(self.gate_up), stack_shape(self.down)
         rows = inner * (2 if self.gated else 1)
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         assert all(t is None or t.dtype == x.dtype for t in likes), "one dtype for all"
 
     def check_layout(self) -> None:
-        """What the kernels rely on beyond that."""
+        """Assert the strides too that the kernels rely on."""
         self.check()
         rows = (self.x, *_tensors(self.gate_up), *_tensors(self.down), self.add, self.out)
         assert all(t is None or t.shape[-1] == 1 or t.stride(-1) == 1 for t in rows), "rows must be contiguous"
@@ -113,5 +113,5 @@ def stack_shape(stack: Stack) -> tuple[int, int, int]:
 
 
 def _tensors(stack: Stack) -> tuple[Tensor | None, ...]:
-    """What a stack consists of."""
+    """The tensors of a stack."""
     return (stack.values, stack.scale, stack.zero) if isinstance(stack, Packed) else (stack,)

@@ -2,7 +2,7 @@
 
 Two kernels. The first computes gate and up of a pair and their activation, the second adds the down products of all
 experts of a token, with their weights, in one program: nothing is added in memory, so the order never changes. Pairs
-are next to each other in the grid: those that share an expert find its weights in the L2 cache.
+are neighbours in the grid: those that share an expert find its weights in the L2 cache.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate, activate_gated
-from outpace.kernels.experts_call import Call
+from outpace.kernels.experts_call import ExpertsCall
 from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.triton_stub import tl, triton
 
@@ -22,7 +22,7 @@ from outpace.kernels.triton_stub import tl, triton
 def _load_weights(
     ptrs: tl.tensor, live: tl.tensor, col: tl.tensor, k: tl.tensor, depth: tl.constexpr, even: tl.constexpr
 ) -> tl.tensor:
-    """The tile k columns on, past the caches; zero where no expert is, and beyond the depth."""
+    """The tile k columns on, not kept in caches; zero for pairs without an expert, and beyond the depth."""
     if even:
         tile = tl.load(ptrs + k, mask=live, other=0.0, eviction_policy="evict_first")
     else:
@@ -55,7 +55,7 @@ def _pair_up_kernel(
     depth: tl.constexpr, top_k: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr,
     limit: tl.constexpr, alpha: tl.constexpr, pdl: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ) -> None:  # fmt: skip
-    # Tiles are [N, K]; a gated one holds gate and up rows in turn. Beyond the last row lies the last row again.
+    # Tiles are [N, K]; a gated one holds gate and up rows in turn. Rows beyond the last repeat the last.
     tile_n: tl.constexpr = 2 * block_n if gated else block_n
     even: tl.constexpr = depth % block_k == 0
     last: tl.constexpr = (depth - 1) // block_k * block_k  # where the last tile begins
@@ -78,7 +78,7 @@ def _pair_up_kernel(
         x_ptrs = x_ptr + (pair // top_k).to(tl.int64) * x_stride + col
         acc = tl.zeros([tile_n, block_k], tl.float32)
         w = _load_weights(weight_ptrs, live, col, 0, depth, even)
-        for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
+        for k in range(0, last, block_k):  # the next tile is loaded to registers while this one is used
             ahead = _load_weights(weight_ptrs, live, col, k + block_k, depth, even)
             acc = _add_products(acc, w, x_ptrs, live, col, k, depth, True)
             w = ahead
@@ -102,7 +102,7 @@ def _pair_down_kernel(
     bias_ptr: tl.tensor,  # [E, H] or None
     weights_ptr: tl.tensor,  # fp32 [T, K]
     chosen_ptr: tl.tensor,  # int32 [T, K]
-    add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads what it writes, and no more
+    add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads only what it writes
     out_ptr: tl.tensor,  # [T, H]
     experts: tl.tensor, outputs: tl.tensor, expert_stride: tl.tensor, row_stride: tl.tensor,
     add_stride: tl.tensor, out_stride: tl.tensor,
@@ -115,8 +115,8 @@ def _pair_down_kernel(
     token = tl.program_id(0)
     p = tl.arange(0, block_p)
     pair = token * top_k + p
-    # With pdl this is read before the wait, as are the first weights: the kernel in front, which writes h, has itself
-    # waited for what wrote `chosen` before it let this one start.
+    # With pdl this and the first weights are read before the wait: the previous kernel, which writes h, has itself
+    # waited for the writer of `chosen` before it let this one start.
     expert = tl.load(chosen_ptr + pair, mask=p < top_k, other=-1)
     found = (expert >= 0) & (expert < experts)  # [P]
     expert = tl.where(found, expert, 0).to(tl.int64)
@@ -179,8 +179,8 @@ def experts_few(
     down_tiles: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Tensor:
-    """A `Call` in two kernels. up, down_tiles: tiles other than the default ones; pdl: as in gemv_triton."""
-    call = Call(*operands, **options)
+    """An `ExpertsCall` in two kernels. up, down_tiles: tiles other than the default ones; pdl: as in gemv_triton."""
+    call = ExpertsCall(*operands, **options)
     x, gate_up, down, chosen = call.x, call.gate_up, call.down, call.chosen
     assert isinstance(gate_up, Tensor), "plain weights"
     assert isinstance(down, Tensor), "plain weights"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate, activate_gated
-from outpace.kernels.experts_call import Call
+from outpace.kernels.experts_call import ExpertsCall
 from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_gemv import CHUNK, fitting_depth, takes_chunks, words_of_chunk
@@ -32,7 +32,7 @@ def _packed_up_kernel(
     alpha: tl.constexpr, pdl: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, chunk: tl.constexpr,
     words: tl.constexpr,
 ) -> None:  # fmt: skip
-    # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
+    # A gated tile holds gate and up rows in turn. Rows beyond the last repeat the last.
     tile_n: tl.constexpr = 2 * block_n if gated else block_n
     if pdl:
         tl.extra.cuda.gdc_wait()
@@ -90,8 +90,8 @@ def _packed_down_kernel(
     top_k: tl.constexpr, pdl: tl.constexpr, block_p: tl.constexpr, block_n: tl.constexpr,
     block_k: tl.constexpr, chunk: tl.constexpr, words: tl.constexpr,
 ) -> None:  # fmt: skip
-    # M are the experts of one token; beyond the last one lies the last one again, and a pair without an expert reads
-    # the first: neither is added. With pdl `chosen` is read before the wait: see experts_few.py.
+    # M are the experts of one token. Those beyond the last repeat the last, and a pair without an expert reads the
+    # first: neither is added. With pdl `chosen` is read before the wait: see experts_few.py.
     token = tl.program_id(0)
     p = tl.arange(0, block_p)
     pair = token * top_k + tl.minimum(p, top_k - 1)
@@ -131,7 +131,7 @@ def few_packed_config(weight: Packed, block_p: int, gated: bool) -> dict[str, in
 
 
 def takes_few_packed(*stacks: Packed) -> bool:
-    """Whether these kernels take stacks with such groups."""
+    """Whether these kernels take stacks with these groups."""
     return all(takes_chunks(stack) for stack in stacks)
 
 
@@ -141,8 +141,8 @@ def experts_few_packed(
     down_tiles: dict[str, int] | None = None,
     **options: Any,
 ) -> Tensor:
-    """A `Call` in two kernels, both weights quantized. up, down_tiles: see few_packed_config."""
-    call = Call(*operands, **options)
+    """An `ExpertsCall` in two kernels, both weights quantized. up, down_tiles: see few_packed_config."""
+    call = ExpertsCall(*operands, **options)
     x, gate_up, down, chosen = call.x, call.gate_up, call.down, call.chosen
     assert isinstance(gate_up, Packed), "quantized weights"
     assert isinstance(down, Packed), "quantized weights"
@@ -173,12 +173,12 @@ def experts_few_packed(
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Of experts and rows."""
+    """The strides of experts and rows of each tensor."""
     return tuple(stride for t in tensors for stride in ((0, 0) if t is None else (t.stride(0), t.stride(1))))
 
 
 def _read(stack: Packed, dtype: torch.dtype, tiles: dict[str, int]) -> tuple[Tensor, dict[str, int], dict[str, int]]:
-    """The values, as words where they can be read so, what the kernels must know of them, and tiles that fit."""
+    """The values (as words of int32 where possible), the kernels' constants for them, and tiles that fit."""
     depth, words = stack.shape[1], words_of_chunk(stack, dtype)
     chunk = words * (8 if stack.kind == "int4" else 4)
     words, chunk = (words, chunk) if 0 < chunk <= depth else (0, CHUNK)

@@ -6,7 +6,7 @@ weighted sum of each token's experts. No row of a tile depends on another one: w
 bit as if it were alone.
 
 With `rows` both products take rows that are rounded to int8 or fp8, like the weights, so that matrix units multiply
-both as they are: two more kernels round the tokens, and what is between the products.
+them as they are: two more kernels round the tokens, and the result of the activation.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate, activate_gated
-from outpace.kernels.experts_call import Call, Stack, stack_shape
+from outpace.kernels.experts_call import ExpertsCall, Stack, stack_shape
 from outpace.kernels.experts_sort import sort_pairs
 from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
 from outpace.kernels.packed import Packed
@@ -42,11 +42,11 @@ class Tiles:
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype, kind: str | None = None) -> Tiles:
-    """Tiles by the pairs of an expert, if all had as many: the best of a sweep on an H200 (bench/kernels.py).
+    """Tiles by the mean number of pairs of an expert: the best of a sweep on an H200 (bench/kernels.py).
 
     kind: of quantized weights (int8, int4, fp8), whose tiles are not measured yet.
 
-    Up to 64 rows a tile is as fast as its weights are read. More than one tile for an expert would read them again.
+    Up to 64 rows, a tile takes as long as reading its weights. A second tile for an expert would read them again.
     """
     rows = pairs / max(1, min(experts, pairs))
     if dtype == torch.float32:  # no matrix instruction
@@ -58,7 +58,7 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype, kind: str | None = N
     return Tiles(128, 256 if kind is None else 128, 128, num_warps=8)
 
 
-def scaled_tiles() -> Tiles:
+def rounded_tiles() -> Tiles:
     """Tiles of rounded rows, of which there are many: not measured yet."""
     return Tiles(128, 128, 128, 128, num_warps=8, num_stages=3)
 
@@ -75,7 +75,7 @@ def takes_rounded(rows: str | None, *stacks: Stack) -> bool:
 
 
 def fixed_tiles(dtype: torch.dtype) -> Tiles:
-    """The tiles that every number of tokens gets when a token must not depend on its batch."""
+    """The tiles for every number of tokens when a token must not depend on its batch."""
     return Tiles(16, 64, 32, 32, num_stages=2) if dtype == torch.float32 else Tiles(64, 128, 128)
 
 
@@ -231,7 +231,7 @@ def _add_kernel(
     y_ptr: tl.tensor,  # [T * K, H]; rows of pairs without an expert were never written
     weights_ptr: tl.tensor,  # fp32 [T, K]
     chosen_ptr: tl.tensor,  # int32 [T, K]
-    add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads what it writes, and no more
+    add_ptr: tl.tensor,  # [T, H] or None; may be out: each program reads only what it writes
     out_ptr: tl.tensor,  # [T, H]
     experts: tl.tensor, width: tl.tensor, add_stride: tl.tensor, out_stride: tl.tensor,
     top_k: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr,
@@ -256,19 +256,19 @@ def _add_kernel(
 
 
 def _strides(stack: Stack | None) -> tuple[int, int]:
-    """Of experts and of rows."""
+    """The strides of experts and rows."""
     return (stack.stride(0), stack.stride(1)) if isinstance(stack, Tensor) else (0, 0)
 
 
 def experts_many(*operands: Any, tiles: Tiles | None = None, pdl: bool | None = None, **options: Any) -> Tensor:
-    """A `Call` in four or five kernels, with `rows` two more. pdl: as in gemv_triton; None: for few tokens."""
-    call = Call(*operands, **options)
+    """An `ExpertsCall` in four or five kernels, with `rows` two more. pdl: as in gemv_triton; None: for few tokens."""
+    call = ExpertsCall(*operands, **options)
     x, gate_up, down, chosen, rows = call.x, call.gate_up, call.down, call.chosen, call.rows
-    assert rows is None or takes_rounded(rows, gate_up, down), f"these weights take no rows of {rows}"
+    assert rows is None or takes_rounded(rows, gate_up, down), f"these weights do not take {rows} rows"
     (tokens, hidden), (experts, _, inner), top_k = x.shape, stack_shape(down), chosen.shape[1]
     pairs = tokens * top_k
     usual = tiles_for(pairs, experts, x.dtype, gate_up.kind if isinstance(gate_up, Packed) else None)
-    tiles = tiles or (usual if rows is None else scaled_tiles())
+    tiles = tiles or (usual if rows is None else rounded_tiles())
     pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
     h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))

@@ -1,4 +1,4 @@
-"""Pairs of a token and an expert sorted by expert, on the device: which rows each tile of a product has.
+"""Sorts pairs of a token and an expert by expert, on the device: the rows of each tile of a product.
 
 `count` counts the pairs of each expert, unless they are so few that `place` counts them itself; `place` lists the pairs
 by expert, those of one expert in their order, so that the result is always the same.
@@ -53,13 +53,13 @@ def _place_kernel(
     if counts_ptr is None:
         ids = tl.load(chosen_ptr + lane, mask=lane < pairs, other=-1)
         real = (ids >= 0) & (ids < experts)
-        stray = block - tl.sum(real.to(tl.int32), axis=0)  # counted for the first expert, and taken off
+        stray = block - tl.sum(real.to(tl.int32), axis=0)  # counted for the first expert, then subtracted
         counts = tl.histogram(tl.where(real, ids, 0), block_e) - tl.where(e == 0, stray, 0)
     else:
         counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
     first = tl.sum(tl.where(e < expert, counts, 0), axis=0)
     tile = tl.sum(tl.where(e < expert, (counts + block_m - 1) // block_m, 0), axis=0)
-    if expert == experts:  # one program more says which tiles have no rows
+    if expert == experts:  # one more program marks the tiles without rows
         for start in range(tile, tiles, block):
             tl.store(tiles_ptr + start + lane, -1, mask=start + lane < tiles)
     else:

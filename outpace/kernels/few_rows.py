@@ -1,8 +1,8 @@
 """2 to 16 rows times a weight that is read once, by tensor cores: what `gemv` is for one row.
 
-A program multiplies all rows with the weights of a few outputs. Where these make too few programs to draw the weight
-from memory, the depth is cut in parts: the programs of one block leave their sums in memory, and the last one
-adds all up, in the order of the parts, so that the result does not depend on who is last.
+A program multiplies all rows with the weights of a few outputs. Where this makes too few programs to use the memory's
+bandwidth, the depth is split into parts: the programs of one block store their sums, and the last one to finish adds
+them in the order of the parts, so the result does not depend on which one is last.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate
-from outpace.kernels.gemv import MAX_ROWS, FusedAround, check_operands, gemv_triton
-from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
+from outpace.kernels.gemv import FusedAround, check_operands, gemv_triton
+from outpace.kernels.launch_options import MAX_ROWS, has_pdl, pdl_options, row_stride
 from outpace.kernels.triton_stub import tl, triton
 
-MAX_BLOCKS = 8192  # of a product whose depth is cut in parts
-WIDE = 32768  # outputs of a head
+MAX_BLOCKS = 8192  # most blocks of a product whose depth is split
+WIDE = 32768  # outputs: from here on the weight is that of a language model's head
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class FewRowsTiles:
     num_stages: int = 4
     split: int = 1
     overlaps: bool = True
-    """Whether the kernel begins while the one in front ends."""
+    """Whether the kernel starts before the previous one ends."""
 
 
 def few_rows_tiles(outputs: int, depth: int, *, gated: bool, normed: bool) -> FewRowsTiles:
     """Tiles near the best for the layers of Llama-3.1-8B, 3.2-1B and Qwen2.5-7B on an H200, launched in a row.
 
-    Products that are cut in parts have 250 to 500 programs.
+    Products whose depth is split have 250 to 500 programs.
     """
     if gated:
         return FewRowsTiles(64, 64, overlaps=outputs * depth <= 2**24)
@@ -57,7 +57,7 @@ class Scratch:
         self._counts: dict[tuple[torch.device, int], Tensor] = {}
 
     def counts(self, device: torch.device) -> Tensor | None:
-        """Those of the current stream; None: it has none yet and is being captured, so that none can be zeroed."""
+        """The counters of the current stream; None: it has none yet, and zeros cannot be made during a capture."""
         on_gpu = device.type == "cuda"
         stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
         if (found := self._counts.get((device, stream))) is None:
@@ -72,7 +72,7 @@ def _tile(
     ptrs: tl.tensor, k: tl.tensor, live: tl.tensor, inside: tl.tensor,
     even: tl.constexpr, every: tl.constexpr, policy: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The tile k columns on; zeros beyond the depth, and unless `every` row is live."""
+    """The tile k columns on; zeros beyond the depth, and unless `every`, in rows that are not live."""
     if even and every:
         tile = tl.load(ptrs + k, eviction_policy=policy)
     elif even:
@@ -106,7 +106,7 @@ def _few_rows_kernel(
     part = tl.program_id(1)
     m = tl.arange(0, block_m)
     lane = tl.arange(0, block_n)
-    n = tl.minimum(block * block_n + lane, outputs - 1)  # beyond the last output lies the last one again
+    n = tl.minimum(block * block_n + lane, outputs - 1)  # outputs beyond the last repeat the last
     col = tl.arange(0, block_k)[None, :]
     live = (m < rows)[:, None]
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + col  # [M, K]
@@ -146,7 +146,7 @@ def _few_rows_kernel(
             tl.store(mine + part * span + size + at, acc_up)
         if norm_ptr is not None:
             tl.store(mine + part * span + span - block_m + m, total)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before one of them counts
         if tl.atomic_add(counts_ptr + block, 1, sem="acq_rel", scope="gpu") < split - 1:
             return
         tl.debug_barrier()
@@ -184,10 +184,10 @@ def _few_rows_kernel(
 def few_rows_triton(
     x: Tensor, weight: Tensor, *, counts: Tensor | None = None, tiles: FewRowsTiles | None = None, **around: Any
 ) -> Tensor:
-    """`fused_linear_torch` for several rows, with RMS norm alone. Rows times the norm's weight are rounded, then the
-    sum once.
+    """`fused_linear_torch` for several rows, only with an RMS norm. x times the norm's weight is rounded, and the sum
+    once.
 
-    counts: zeros [MAX_BLOCKS], which are zeros again afterwards; without them no depth is cut in parts.
+    counts: zeros [MAX_BLOCKS], which are zeros again afterwards; None: the depth is not split.
     """
     f = FusedAround(**around)
     assert not f.centered, "a layer norm of several rows is not folded"
@@ -228,13 +228,13 @@ def takes_few_rows(rows: int, dtype: torch.dtype) -> bool:
 
 
 def folds_norm(rows: int, dtype: torch.dtype, *, centered: bool) -> bool:
-    """Whether the norm in front is done in the product: not a layer norm of several rows, and no product of rows and
-    the norm's weight that fp16 could not hold."""
+    """Whether the product includes the norm before it: not a layer norm of several rows, and for several rows not fp16,
+    in which rows times the norm's weight could overflow."""
     return rows == 1 or (not centered and dtype == torch.bfloat16)
 
 
 def linear_few_rows(x: Tensor, weight: Tensor, *, scratch: Scratch | None = None, **around: Any) -> Tensor:
-    """One row by `gemv`, several by tensor cores; around: see `FusedAround`."""
+    """One row by `gemv`, several by tensor cores. around: see `FusedAround`."""
     if len(x) == 1:
         return gemv_triton(x, weight, **around)
     counts = None if scratch is None else scratch.counts(x.device)

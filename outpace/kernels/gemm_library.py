@@ -1,4 +1,4 @@
-"""Which of NVIDIA's libraries multiplies matrices while a step is captured."""
+"""Chooses which of NVIDIA's libraries multiplies matrices while a step is captured."""
 
 import os
 import threading
@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import torch
 
 LT_ROWS = range(25, 240)
-"""Rows at which a step of the 8B takes 2 to 6 % less with cuBLASLt than with cuBLAS on an H200 (docs/log.md)."""
+"""Rows with which a step of the 8B takes 2 to 6 % less time with cuBLASLt than with cuBLAS on an H200 (docs/log.md)."""
 SWITCHING = threading.Lock()
-"""Held while standard error is redirected: two threads would each save and restore what the other one set."""
+"""Held while standard error is redirected: otherwise two threads would save and restore what the other one set."""
 
 
 @contextmanager
 def gemm_library(rows: int) -> Iterator[None]:
-    """Have torch multiply with the library that is faster for so many rows.
+    """Have torch multiply with the library that is faster for this number of rows.
 
-    torch has one choice for the whole process, so this is for the time of a capture: a graph keeps the kernels that
-    were chosen.
+    torch has one choice for the whole process, so use this only around a capture: a graph keeps the kernels that were
+    chosen.
     """
     if rows not in LT_ROWS or torch.version.cuda is None:
         yield

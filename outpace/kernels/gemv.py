@@ -1,7 +1,7 @@
 """One row times a weight that is read exactly once: decode's linear layers, with norm, activation and sum.
 
 One program computes a few outputs: it streams their weight rows past the caches, while x, which every program reads,
-stays in them. An RMS norm in front needs no pass of its own, since its scale is one number per row of x:
+stays in them. An RMS norm before the product needs no pass of its own, since its scale is one number per row of x:
 y = rstd * sum_k(x * norm_weight * W), and sum_k(x * x), which rstd needs, is added up along the way. For a layer norm
 every program reads its row of x twice: first for mean and deviation, while the first weights are loaded.
 
@@ -18,16 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.kernels.activation import activate, activation_kind, bias_act_torch, gated_act_torch
-from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
+from outpace.kernels.launch_options import MAX_ROWS, has_pdl, pdl_options, row_stride
 from outpace.kernels.layer_norm import layer_norm_torch
 from outpace.kernels.rms_norm import rms_norm_torch
 from outpace.kernels.triton_stub import tl, triton
 
-MAX_ROWS = 16  # of x
-
 
 class FusedAround(NamedTuple):
-    """What is done around a product x @ weight.T: a norm before it; bias, activation and sum after it."""
+    """The operations around a product x @ weight.T: a norm before it; bias, activation and sum after it."""
 
     bias: Tensor | None = None
     """[N], or [2I] where the activation is gated."""
@@ -35,11 +33,11 @@ class FusedAround(NamedTuple):
     """[K]; None: no norm."""
     norm_bias: Tensor | None = None
     centered: bool = False
-    """A layer norm, else an RMS norm."""
+    """True: a layer norm; False: an RMS norm."""
     eps: float = 0.0
     weight_offset: float = 0.0
     round_before_weight: bool = True
-    """The norm is rounded before it is multiplied by its weight; kernels round the product alone."""
+    """The norm is rounded before it is multiplied by its weight; kernels round only the product."""
     activation: str | None = None
     gated: bool = True
     """act(gate) * up: the weight is [2I, K], gate rows first, and the output [M, I]."""
@@ -58,7 +56,7 @@ class FusedAround(NamedTuple):
         return None if self.activation is None else activation_kind(self.activation)
 
     def out_for(self, x: Tensor, outputs: int) -> Tensor:
-        """Where the result goes."""
+        """`out`, or new memory."""
         return torch.empty((len(x), outputs), dtype=x.dtype, device=x.device) if self.out is None else self.out
 
 
@@ -100,9 +98,9 @@ def _add_products(
     mean: tl.tensor, scale: tl.tensor, offset: tl.tensor, col: tl.tensor, k: tl.tensor,
     depth: tl.constexpr, centered: tl.constexpr, even: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """acc + x * w, and squares + x * x, element by element: what crosses threads is left for the end.
+    """acc + x * w, and squares + x * x, element by element: sums across threads are taken at the end.
 
-    A layer norm is done here; of an RMS norm its weight alone.
+    A layer norm is applied here; of an RMS norm only its weight.
     """
     x = _load(x_ptrs, col, k, depth, even, "").to(tl.float32)
     if centered:
@@ -117,7 +115,7 @@ def _add_products(
 
 @triton.jit
 def _moments(x_ptr: tl.tensor, eps: tl.tensor, depth: tl.constexpr, whole: tl.constexpr) -> tl.tensor:
-    """Mean of a row, and one over its deviation."""
+    """Mean of a row, and 1 / its standard deviation."""
     col = tl.arange(0, whole)
     x = tl.load(x_ptr + col, mask=col < depth, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=0) / depth
@@ -137,11 +135,11 @@ def _gemv_kernel(
     outputs: tl.tensor, x_stride: tl.tensor, weight_stride: tl.tensor, add_stride: tl.tensor,
     out_stride: tl.tensor, eps: tl.tensor, weight_offset: tl.tensor,
     rows: tl.constexpr, depth: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr,
-    centered: tl.constexpr,  # one row alone
+    centered: tl.constexpr,  # for one row only
     whole: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:  # fmt: skip
-    # Tiles are [M, N, K]; a gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
+    # Tiles are [M, N, K]; a gated tile holds gate and up rows in turn. Rows beyond the last repeat the last.
     tile_n: tl.constexpr = 2 * block_n if gated else block_n
     even: tl.constexpr = depth % block_k == 0
     last: tl.constexpr = (depth - 1) // block_k * block_k  # where the last tile begins
@@ -158,8 +156,8 @@ def _gemv_kernel(
     norm_ptrs = None if norm_ptr is None else norm_ptr + col
     norm_bias_ptrs = None if norm_bias_ptr is None else norm_bias_ptr + col
 
-    # The first weights are under way before the wait: the kernel in front writes x and add, never weights. After it,
-    # the next kernel may start as soon as there is room, to do the same.
+    # The first weights are loaded before the wait: the previous kernel writes x and add, never weights. After it, the
+    # next kernel may start as soon as there is room, and do the same.
     w = _load(weight_ptrs, col, 0, depth, even, "evict_first")
     if pdl:
         tl.extra.cuda.gdc_wait()
@@ -171,7 +169,7 @@ def _gemv_kernel(
     acc = tl.zeros([block_m, tile_n, block_k], tl.float32)
     squares = tl.zeros([block_m, 1, block_k], tl.float32)
     # fmt: off
-    for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
+    for k in range(0, last, block_k):  # the next tile is loaded to registers while this one is used
         ahead = _load(weight_ptrs, col, k + block_k, depth, even, "evict_first")
         acc, squares = _add_products(
             acc, squares, w, x_ptrs, norm_ptrs, norm_bias_ptrs, mean, scale, weight_offset, col, k, depth, centered,
@@ -204,10 +202,10 @@ def _gemv_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """Outputs and depth of a tile, and whether the kernel begins while the one in front ends.
+    """Outputs and depth of a tile, and whether the kernel starts before the previous one ends.
 
-    Such an overlap pays for short kernels with small programs. Large ones that begin early keep those in front from
-    their place: a gated product of the 8B takes 61 us with it and 56 without.
+    This overlap pays for short kernels with small programs. Large programs that start early take the place of the
+    previous kernel's: a gated product of the 8B takes 61 us with it and 56 without.
     """
 
     block_n: int
@@ -217,10 +215,10 @@ class GemvTile:
 
 
 def gemv_tile(outputs: int, depth: int, *, gated: bool = False, normed: bool = False) -> GemvTile:
-    """The tile of one row, from sweeps over 34 layers of eight models, and those of ranks, on an H200.
+    """The tile of one row, from sweeps over 34 layers of eight models, also as shards of ranks, on an H200.
 
     Within 3 % of the best tile of each layer on average. Depths that are multiples of 2,048 take long tiles; others
-    short ones, of which none hangs over the end of the depth by much.
+    short ones, so that the last tile exceeds the depth by little.
     """
     even = depth in (2048, 4096)
     if depth <= 1024:
@@ -255,12 +253,12 @@ def _shallow(outputs: int, depth: int, gated: bool) -> GemvTile:
 
 
 def check_operands(x: Tensor, weight: Tensor, f: FusedAround, out: Tensor) -> None:
-    """What the kernels for few rows rely on in shapes, dtypes and strides."""
+    """Assert the shapes, dtypes and strides that the kernels for few rows rely on."""
     (rows, depth), dtype = x.shape, x.dtype
     shape, likes = (rows, weight.shape[0] // f.halves), (f.add, out)
     assert rows <= MAX_ROWS, f"{rows} rows are more than {MAX_ROWS}"
     assert (weight.shape[1], weight.dtype) == (depth, dtype), (x.shape, dtype, weight.shape, weight.dtype)
-    assert depth > 0, "rows of no width"
+    assert depth > 0, "rows must not be empty"
     assert f.bias is None or (f.bias.shape == weight.shape[:1] and f.bias.is_contiguous())
     norms = f.norm_weight, f.norm_bias
     assert all(norm is None or (norm.shape == x.shape[1:] and norm.is_contiguous()) for norm in norms)
@@ -269,7 +267,7 @@ def check_operands(x: Tensor, weight: Tensor, f: FusedAround, out: Tensor) -> No
 
 
 def gemv_config(rows: int, outputs: int, depth: int, gated: bool = False, normed: bool = False) -> dict[str, int]:
-    """What the kernel is compiled for with this many rows."""
+    """The constants and options that the kernel is compiled with for this many rows."""
     if rows > 1:
         width: int = triton.next_power_of_2(depth)
         return {"block_n": 2 if rows <= 2 else 1, "block_k": min(512, width), "num_warps": 1, "num_stages": 1}
@@ -282,13 +280,13 @@ def gemv_triton(
 ) -> Tensor:
     """fused_linear_torch in one kernel, rounded once.
 
-    pdl overlaps the start with the end of the kernel in front, which must not write weight, bias or norm_weight; it is
-    ignored where the device cannot. None: as `gemv_tile` says. A layer norm is for one row alone.
+    pdl: start before the previous kernel ends, which must not write weight, bias or norm_weight; ignored if the device
+    cannot. None: as `gemv_tile` says. Only one row can have a layer norm.
     """
     f = FusedAround(**around)
     rows, depth = x.shape
     gated, normed = f.halves == 2, f.norm_weight is not None
-    assert weight.shape[0] % f.halves == 0, f"{weight.shape[0]} rows have no two halves"
+    assert weight.shape[0] % f.halves == 0, f"{weight.shape[0]} rows cannot be halved"
     assert not f.centered or rows == 1, "a layer norm of several rows is not folded"
     outputs = weight.shape[0] // f.halves
     out = f.out_for(x, outputs)

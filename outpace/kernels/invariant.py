@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import bias_act_torch
-from outpace.kernels.quantize import quantize_into
+from outpace.kernels.quantize import write_rows
 
 VECTORS = 64  # numbers: a multiple of the vectors of every CPU
 PIECE = 16384  # numbers: half of what torch begins to share among threads
@@ -17,10 +17,7 @@ PIECE = 16384  # numbers: half of what torch begins to share among threads
 def gated_act_invariant(x: Tensor, kind: str, *, out: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """gated_act_torch, each row bit for bit as if it were alone. x: [T, 2I] → [T, I]."""
     gate, up = x.chunk(2, dim=1)
-    y = (_activate(gate, kind) * up.float()).to(x.dtype)
-    if scales is not None and out is not None:
-        return quantize_into(y, out, scales)
-    return y if out is None else out.copy_(y)
+    return write_rows((_activate(gate, kind) * up.float()).to(x.dtype), out, scales)
 
 
 def bias_act_invariant(
@@ -28,9 +25,7 @@ def bias_act_invariant(
 ) -> Tensor:
     """bias_act_torch, each row bit for bit as if it were alone. x: [T, I], bias: [I]."""
     y = _activate(x.float() if bias is None else x.float() + bias.float(), kind).to(x.dtype)
-    if scales is not None and out is not None:
-        return quantize_into(y, out, scales)
-    return y if out is None else out.copy_(y)
+    return write_rows(y, out, scales)
 
 
 def _activate(x: Tensor, kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits in pages: how a vector becomes one, and how the torch paths read it back.
+"""Keys and values of 8 bits in pages: how vectors are quantized, and how the torch paths read them back.
 
 A vector is a key or a value of one token and one KV head. It has one float32 scale: absmax / 127 for int8, absmax / 448
 for fp8 (e4m3). The scales of a layer are one tensor [N, 2, Hkv, bs] next to the pages [N, bs, Hkv, D]: keys' scales at
@@ -16,7 +16,7 @@ from outpace.kernels.quantize import LARGEST
 from outpace.kernels.triton_stub import NATIVE, tl, triton
 
 SMALLEST = tl.constexpr(2.0**-126)  # a smaller scale loses bits, or is 0: the vector is stored as zeros with scale 1
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 below 2**22 that has it added has no fraction any more
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a float32 below 2**22, it rounds away the fraction
 
 FP8_PAIRS = tl.constexpr("""{
 .reg .b32 both;
@@ -44,13 +44,13 @@ add.rn.f16x2 $0, part, base;
 prmt.b32 part, bytes, 0x64646464, 0x4342;
 add.rn.f16x2 $1, part, base;
 }""")
-"""Two words of two values each: the low bytes of both, then the high ones, in fp16; and four values in a row. Of int8
-each is 1024 + 128 + v first."""
+"""The first two make two words of two values each in fp16: of the low bytes, and of the high ones; the third makes four
+values in order. int8 values become 1024 + 128 + v first."""
 
 
 @triton.jit
 def as_numbers(stored: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """int8 or fp8 in fp16 or fp32, which hold them exactly."""
+    """int8 or fp8 values in fp16 or fp32, which hold them exactly."""
     if NATIVE and stored.dtype == tl.int8 and dtype == tl.float16:
         numbers = tl.inline_asm_elementwise(INT8_IN_ROWS, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4)
     else:
@@ -62,7 +62,7 @@ def as_numbers(stored: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def two_values(pairs: tl.tensor, whole: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """int16 that hold two values each → the low and the high ones in dtype. `whole`: they are int8, else fp8.
 
-    Values are read in pairs since matrix units want columns of them, and nothing but 16 bits is transposed on the way.
+    Values are read in pairs because matrix units take columns of them, and only units of 16 bits can be transposed.
     """
     if NATIVE and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
@@ -94,8 +94,8 @@ def write_tokens(x: Tensor, pages: Tensor, page: Tensor, offset: Tensor, scales:
     scales[page, :, offset] = scale
 
 
-def check_scales(k_pages: Tensor, v_pages: Tensor, scales: Tensor) -> None:
-    """Refuse scales that do not belong to these pages; the kernels take shapes and strides on trust."""
+def check_page_scales(k_pages: Tensor, v_pages: Tensor, scales: Tensor) -> None:
+    """Raise for scales that do not belong to these pages: the kernels do not check shapes and strides."""
     num_blocks, size, heads, _ = k_pages.shape
     if k_pages.dtype not in LARGEST or v_pages.dtype != k_pages.dtype:
         raise ValueError(f"scales belong to pages of int8 or fp8: k_pages {k_pages.dtype}, v_pages {v_pages.dtype}")
@@ -115,7 +115,7 @@ class Stored:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the pages."""
+        """The shape of the pages."""
         return self.pages.shape
 
     def blocks(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,7 +134,7 @@ class Stored:
         return self.pages[first : first + len(numbers)]
 
     def tokens(self, page: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is at (page, offset) [n, L], in `dtype`: [n, Hkv, L, D]."""
+        """The vectors at (page, offset) [n, L], in `dtype`: [n, Hkv, L, D]."""
         _, size, heads, dim = self.shape
         head = torch.arange(heads, device=self.pages.device)[:, None]  # [Hkv, 1]
         pages = self.pages if self.scales is None else self.pages.view(torch.int8)
@@ -164,7 +164,7 @@ def scale_of(largest: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def quantize(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """x (float32) over its scale, which has its shape, as numbers of `dtype`: as `quantize_heads` computes it."""
+    """x / scale, both float32 and of one shape, as numbers of `dtype`: the same as `quantize_heads`."""
     x = tl.div_rn(x, scale)
     if dtype == tl.int8:
         x = (x + ROUNDER) - ROUNDER

@@ -1,4 +1,4 @@
-"""What launchers ask: whether a kernel may start while the one in front ends, how many SMs there are, row strides.
+"""Helpers of launchers: whether a kernel may start before the previous one ends, the number of SMs, row strides.
 
 NVIDIA calls the overlap of two kernels programmatic dependent launch (PDL).
 """
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-FEW_ROWS = 16  # as many as `few_rows` takes
+MAX_ROWS = 16  # of x, in the kernels for few rows
 
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether kernels of this device can start before the one in front has ended (Hopper and later)."""
+    """Whether kernels of this device can start before the previous one has ended (Hopper and later)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -24,12 +24,12 @@ def sm_count(device: torch.device) -> int:
 
 
 def few_overlap(rows: int, x: torch.Tensor) -> bool:
-    """Whether a kernel over this many rows of x overlaps the one in front.
+    """Whether a kernel over this many rows of x overlaps the previous one.
 
-    Steps of so few 16-bit rows consist of our own kernels. In larger steps the products are a library's, which does not
+    Steps of few 16-bit rows consist of our own kernels. In larger steps a library computes the products, and does not
     overlap.
     """
-    return rows <= FEW_ROWS and x.element_size() == 2 and has_pdl(x.device)
+    return rows <= MAX_ROWS and x.element_size() == 2 and has_pdl(x.device)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
@@ -38,5 +38,5 @@ def pdl_options(pdl: bool) -> dict[str, Any]:
 
 
 def row_stride(x: torch.Tensor | None) -> int:
-    """Distance of the rows of x; 0 for a single row, so that its stride does not compile another variant."""
+    """Row stride of x; 0 for a single row, so that its stride does not compile another variant."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)

@@ -1,4 +1,4 @@
-"""Products of linear layers by torch, or by an algorithm of cublasLt that was found to be faster."""
+"""Products of linear layers by torch, or by an algorithm of cublasLt that was measured to be faster."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.kernels.cublaslt import Failed, Plan, Product, fits
+from outpace.kernels.cublaslt import CublasLtError, Plan, Product, fits
 from outpace.kernels.matmul import matmul_torch
 from outpace.log import logger
 
 
-class Call(NamedTuple):
-    """A product that was computed."""
+class LinearCall(NamedTuple):
+    """A product that was computed, and its weight."""
 
     product: Product
     weight: Tensor
@@ -29,7 +29,7 @@ class TunedLinear:
 
     def __init__(self) -> None:
         self._table: Mapping[Product, Plan] = MappingProxyType({})
-        self._calls: list[Call] | None = None
+        self._calls: list[LinearCall] | None = None
 
     def __reduce__(self) -> tuple[type["TunedLinear"], tuple[()]]:
         return TunedLinear, ()
@@ -50,14 +50,14 @@ class TunedLinear:
     ) -> Tensor:
         """x: [M, K], weight: [N, K] → [M, N]; out may be add."""
         if self._calls is not None:
-            self._calls.append(Call(Product.of(x, weight, bias, add), weight, bias))
+            self._calls.append(LinearCall(Product.of(x, weight, bias, add), weight, bias))
         if self._table:
             product = Product.of(x, weight, bias, add)
             plan = self._table.get(product)
             if plan is not None and fits(x, weight, bias, add, out):
                 try:
                     return by_plan(plan, x, weight, bias, add=add, out=out)
-                except Failed as error:
+                except CublasLtError as error:
                     self._drop(product, error)
         return matmul_torch(x, weight, bias, add=add, out=out)
 
@@ -66,16 +66,16 @@ class TunedLinear:
         self._table = MappingProxyType({**self._table, **table})
 
     @contextmanager
-    def watched(self) -> Iterator[list[Call]]:
+    def watched(self) -> Iterator[list[LinearCall]]:
         """The products that are computed inside the `with`."""
-        calls: list[Call] = []
+        calls: list[LinearCall] = []
         self._calls = calls
         try:
             yield calls
         finally:
             self._calls = None
 
-    def _drop(self, product: Product, error: Failed) -> None:
+    def _drop(self, product: Product, error: CublasLtError) -> None:
         logger.warning("products: torch computes %s from now on (%s)", product, error)
         self._table = MappingProxyType({each: plan for each, plan in self._table.items() if each != product})
 

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits, written to the row of its request too."""
+"""The likeliest token of each row of logits, which is also written to the row of its request."""
 # mypy: disallow-untyped-decorators=False
 
 import torch
@@ -37,7 +37,7 @@ def _block_kernel(
     seq = tl.program_id(1)
     at = part * block + tl.arange(0, block)
     x = tl.load(logits_ptr + seq.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("inf"))  # NaN is the largest, as torch has it
+    x = tl.where(x == x, x, float("inf"))  # NaN is the largest, as in torch
     value, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     here = seq * tl.num_programs(0) + part
     tl.store(values_ptr + here, value)

@@ -17,7 +17,7 @@ CPU_MATRIX = 1024
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device was measured to do."""
+    """Measured limits of a device."""
 
     bandwidth: float
     """Bytes read per second."""
@@ -26,7 +26,7 @@ class Speed:
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
-    """Read bandwidth, and products in `dtype`. On a CPU: a fraction of a second, the best of a few turns."""
+    """Read bandwidth, and products in `dtype`. On a CPU the best of a few runs, in a fraction of a second."""
     if device.type == "cpu":
         return Speed(_cpu_bandwidth(), _cpu_flops(dtype))
     with torch.cuda.device(device):
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that this process has had at a time: of the GPU, or of the host where it runs on a CPU."""
+    """The most bytes that this process has used at a time: of the GPU's memory, or on a CPU of the host's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -67,7 +67,7 @@ def gpu_ms(run: Callable[[], object], *, warm_ups: int = 5, repeats: int = 50) -
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `run`: the median on a GPU, the best of a few turns on a CPU."""
+    """Seconds of `run`: the median on a GPU, the best of a few runs on a CPU."""
     return gpu_ms(run, repeats=20) / 1e3 if device.type == "cuda" else _best_seconds(run)
 
 
@@ -101,7 +101,7 @@ def _cpu_flops(dtype: torch.dtype) -> float:
 
 
 def _best_seconds(run: Callable[[], object], most: float = 0.15) -> float:
-    """The shortest of several turns, in little time."""
+    """The shortest of up to ten runs, within about `most` seconds."""
     times: list[float] = []
     while not times or (sum(times) < most and len(times) < 10):
         begin = time.perf_counter()
@@ -111,7 +111,7 @@ def _best_seconds(run: Callable[[], object], most: float = 0.15) -> float:
 
 
 def link_bandwidth(device: torch.device, size: int = GIB // 2) -> float:
-    """Bytes per second from page-locked host memory to the device; of a CPU: copied in its memory."""
+    """Bytes per second copied from page-locked host memory to the device; on a CPU, within its memory."""
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     return size / seconds_of(lambda: target.copy_(source, non_blocking=True), device)

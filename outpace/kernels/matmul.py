@@ -1,10 +1,10 @@
 """The product of every linear layer, and a form of it in which a row's result does not depend on the other rows.
 
 A library picks its kernel by the number of rows, and with it the order in which the products of one output are added.
-Here the order is fixed by the weight alone. The depth is cut in chunks (`chunk_depth`); a chunk is summed from left to
-right by the same matrix instructions, and the sums of the chunks are added from the first to the last. Few rows have a
-program for each chunk, so that there are enough to draw the weight from memory, and a second kernel adds their
-sums; of many rows one program takes all chunks. Both add the same numbers in the same order: tiles change the speed
+Here the order is fixed by the weight alone. The depth is split into chunks (`chunk_depth`); a chunk is summed from left
+to right by the same matrix instructions, and the sums of the chunks are added from the first to the last. With few rows
+each chunk has its own program, so that there are enough to use the memory's bandwidth, and a second kernel adds their
+sums; with many rows one program takes all chunks. Both add the same numbers in the same order: tiles change the speed
 and no bit of the result.
 """
 # mypy: disallow-untyped-decorators=False
@@ -18,23 +18,23 @@ from torch import Tensor
 from outpace.kernels.launch_options import has_pdl, pdl_options
 from outpace.kernels.triton_stub import tl, triton
 
-BLOCK_ROWS = 32  # of the torch form
+BLOCK_ROWS = 32  # rows of a product in the torch form
 PROGRAMS = 132  # that fill a GPU: the SMs of an H200
 CHUNK_STEP = 128  # a chunk is a multiple of this, and with it of every block_k
 MIN_CHUNK = 512
-MIN_PROGRAMS = 256  # of few rows: about two per SM
+MIN_PROGRAMS = 256  # for few rows: about two per SM
 MAX_CHUNKS = 8
 ADD_BLOCK = 512  # outputs of a program that adds chunks
 PIECE = 2048  # rows
 WIDE = 16384  # outputs of a weight with which many rows are multiplied a piece at a time
 """8,192 rows times the 8B's gate and up on an H200: 2.72 ms at once, 2.46 in pieces; Qwen2.5-7B's 3.16 and 2.80. With
 fewer outputs it takes as long either way."""
-MMA_ROWS = 64  # fewer are another matrix instruction on Hopper, which may add in another order
+MMA_ROWS = 64  # fewer take another matrix instruction on Hopper, which may add in another order
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTiles:
-    """How the programs of a product work. `split`: one for each chunk; else one walks over all of them.
+    """How the programs of a product work. `split`: a program for each chunk; else one program for all chunks.
 
     `group_m` row tiles pass over the columns together, so that what they read is still in the L2 cache.
     """
@@ -97,7 +97,7 @@ def matmul_torch(
 
 
 def _in_pieces(x: Tensor, weight: Tensor) -> Tensor:
-    """The product of some rows after the others, into one result."""
+    """The product, `PIECE` rows at a time."""
     y = x.new_empty(x.shape[0], weight.shape[0])
     for rows, into in zip(x.split(PIECE), y.split(PIECE), strict=True):
         torch.mm(rows, weight.t(), out=into)
@@ -109,7 +109,7 @@ def matmul_invariant_torch(
 ) -> Tensor:
     """x @ weight.T + bias + add, each row bit for bit as if it were alone. x: [M, K], weight: [N, K] → [M, N].
 
-    The library sees products of one shape: blocks of rows, filled up with zeros.
+    The library sees products of one shape: blocks of rows, padded with zeros.
 
     The weight is the left operand: as the right one, MKL adds the rows of one block in different orders where the
     outputs are few. The product is rounded before the sum with bias and add.
@@ -178,7 +178,7 @@ def _matmul_kernel(
     add_ptr: tl.tensor,  # [M, N] or None
     out_ptr: tl.tensor,  # [M, N]; when split: fp32 [chunks, M, N]
     rows: tl.tensor, outputs: tl.tensor, depth: tl.tensor,
-    chunk: tl.tensor,  # a multiple of 16 that is known as such: otherwise loads are not pipelined
+    chunk: tl.tensor,  # a multiple of 16, which Triton must know: otherwise loads are not pipelined
     x_stride: tl.tensor, weight_stride: tl.tensor, add_stride: tl.tensor, out_stride: tl.tensor,
     one_chunk: tl.constexpr, even: tl.constexpr, split: tl.constexpr, pdl: tl.constexpr,
     group_m: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
@@ -245,15 +245,15 @@ def add_chunks(parts: Tensor, bias: Tensor | None, add: Tensor | None, out: Tens
 
 
 def _row_stride(x: Tensor | None) -> int:
-    """Distance of the rows of x; of a single row its width, so that its stride makes no new variant of the kernel."""
+    """Row stride of x; for a single row its width, so that its stride does not compile another variant."""
     return 0 if x is None else x.shape[1] if x.shape[0] == 1 else x.stride(0)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], *likes: Tensor | None) -> None:
-    """What the kernels rely on in shapes, dtypes and strides; likes have the shape of the output."""
+    """Assert the shapes, dtypes and strides that the kernels rely on; likes have the shape of the output."""
     depth, dtype = x.shape[1], x.dtype
     assert (weight.shape[1], weight.dtype) == (depth, dtype), (x.shape, dtype, weight.shape, weight.dtype)
-    assert depth > 0, "rows of no width"
+    assert depth > 0, "rows must not be empty"
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
     assert all(t is None or (t.shape, t.dtype) == (shape, dtype) for t in likes), f"neither {shape} nor {dtype}"
     assert all(t is None or t.shape[1] == 1 or t.stride(1) == 1 for t in (x, weight, *likes)), "rows must be contiguous"
@@ -270,7 +270,7 @@ def matmul_invariant_triton(
 ) -> Tensor:
     """matmul_invariant_torch by Triton, rounded once. out may be add, never x.
 
-    With few rows it begins while the kernel in front ends, which must not write weight or bias.
+    With few rows it starts before the previous kernel ends, which must not write weight or bias.
     """
     (rows, depth), outputs = x.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out

@@ -4,7 +4,7 @@ w[n, k] = (values[n, k] - zero[n // block, k // group]) * scale[n // block, k //
 experts is the same with one more dimension in front.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
@@ -28,7 +28,7 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor, columns: int) -> Tensor:
-    """uint8 [..., ceil(K / 2)] → uint8 [..., K], as pack_nibbles had them."""
+    """uint8 [..., ceil(K / 2)] → uint8 [..., K]: the reverse of pack_nibbles."""
     wide = packed.to(torch.int16)
     pairs = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F)  # the low half is the byte that comes first
     return pairs.view(torch.uint8)[..., :columns]
@@ -48,7 +48,7 @@ class Packed:
     scale: Tensor
     """[ceil(N / block), ceil(K / group)], of any float dtype."""
     zero: Tensor | None
-    """As scale, in units of the values, may be fractional. None: 0, for int4 INT4_ZERO."""
+    """Shaped like scale, in units of the values; may be fractional. None: 0, for int4 INT4_ZERO."""
     shape: tuple[int, int]
     """(N, K) of one weight, without the experts."""
     group: int
@@ -83,22 +83,12 @@ class Packed:
         with_zero: bool = False,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Memory for a weight of this kind, or for a stack of experts; nothing is written."""
+        """Uninitialized memory for a weight of this kind, or for a stack of experts."""
         stack = () if experts is None else (experts,)
         columns = -(-shape[1] // 2) if kind == "int4" else shape[1]
         values = torch.empty((*stack, shape[0], columns), dtype=KINDS[kind], device=device)
         scale = torch.empty((*stack, *scale_shape(shape, group, block)), dtype=scale_dtype, device=device)
         return cls(values, scale, torch.empty_like(scale) if with_zero else None, shape, group, block)
-
-    @classmethod
-    def stack(cls, experts: Sequence[Self]) -> Self:
-        """One Packed of several that are alike."""
-        first = experts[0]
-        likes = {(e.kind, e.shape, e.group, e.block, e.scale.dtype, e.zero is None) for e in experts}
-        assert len(likes) == 1, f"experts of {len(likes)} forms cannot be one stack"
-        zeros = [e.zero for e in experts if e.zero is not None]
-        scale, zero = torch.stack([e.scale for e in experts]), torch.stack(zeros) if zeros else None
-        return replace(first, values=torch.stack([e.values for e in experts]), scale=scale, zero=zero)
 
     @property
     def kind(self) -> str:
@@ -122,13 +112,8 @@ class Packed:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of its tensors."""
         return self.values.device
-
-    def to(self, device: torch.device | str) -> Self:
-        """The same on another device."""
-        zero = None if self.zero is None else self.zero.to(device)
-        return replace(self, values=self.values.to(device), scale=self.scale.to(device), zero=zero)
 
     def __getitem__(self, expert: int) -> Self:
         """One expert of a stack: a view."""
@@ -137,7 +122,7 @@ class Packed:
         return replace(self, values=self.values[expert], scale=self.scale[expert], zero=zero)
 
     def narrow(self, start: int, length: int) -> Self:
-        """Rows start to start + length of the weight (of each expert): a view. Blocks of rows are not cut."""
+        """Rows start to start + length of the weight (of each expert): a view. It must not cut a block of rows."""
         rows, block = self.shape[0], self.block
         assert 0 <= start <= start + length <= rows, f"rows {start} to {start + length} of {rows}"
         if block < rows:

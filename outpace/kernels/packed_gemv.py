@@ -1,4 +1,4 @@
-"""A few rows times a quantized weight that is read exactly once, with norm, activation and sum: as gemv.py."""
+"""A few rows times a quantized weight that is read exactly once, with norm, activation and sum: like gemv.py."""
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.activation import activate
-from outpace.kernels.gemv import MAX_ROWS, FusedAround
-from outpace.kernels.launch_options import has_pdl, pdl_options, row_stride
+from outpace.kernels.gemv import FusedAround
+from outpace.kernels.launch_options import MAX_ROWS, has_pdl, pdl_options, row_stride
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_product import packed_product
 from outpace.kernels.triton_stub import tl, triton
 
 CHUNK = 8  # columns
-WORDS = (4, 2)  # of 32 bits in a chunk that is read as words
+WORDS = (4, 2)  # 32-bit words in a chunk that is read as words
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _packed_gemv_kernel(
     default_zero: tl.constexpr, activation: tl.constexpr, pdl: tl.constexpr, block_m: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr, chunk: tl.constexpr, words: tl.constexpr,
 ) -> None:  # fmt: skip
-    # A gated tile holds gate and up rows in turn. Beyond the last row lies the last row again.
+    # A gated tile holds gate and up rows in turn. Rows beyond the last repeat the last.
     tile_n: tl.constexpr = block_n if activation is None else 2 * block_n
     first = tl.program_id(0) * block_n
     lane = tl.arange(0, tile_n)
@@ -82,12 +82,12 @@ def packed_gemv_config(kind: str, rows: int, outputs: int, depth: int, gated: bo
 
 
 def takes_chunks(weight: Packed) -> bool:
-    """Whether a chunk of columns never has two scales, which the kernel of few rows relies on."""
+    """Whether every chunk of columns has one scale, which the kernel of few rows relies on."""
     return weight.group >= weight.shape[1] or weight.group % CHUNK == 0
 
 
 def words_of_chunk(weight: Packed, dtype: torch.dtype) -> int:
-    """How many words a chunk has if a weight is read as words, which is for x of 16 bits; 0: it is read as bytes."""
+    """How many words a chunk has if the weight is read as words, only for x of 16 bits; 0: it is read as bytes."""
     bits, group = {"int8": 8, "int4": 4}.get(weight.kind), weight.group
     if bits is None or dtype.itemsize != 2 or weight.values.data_ptr() % 16:
         return 0
@@ -107,7 +107,7 @@ def fitting_depth(weight: Packed, block_k: int) -> int:
 
 
 def check_packed(x: Tensor, weight: Packed, bias: Tensor | None, shape: tuple[int, int], *likes: Tensor | None) -> None:
-    """What the kernels rely on in shapes, dtypes and strides; likes have the shape of the output."""
+    """Assert the shapes, dtypes and strides that the kernels rely on; likes have the shape of the output."""
     assert weight.experts is None, "a stack of experts is no linear"
     assert x.shape[1] == weight.shape[1] > 0, (x.shape, weight.shape)
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()), "bias"
@@ -125,7 +125,7 @@ def packed_gemv_triton(
     assert rows <= MAX_ROWS, f"{rows} rows are more than {MAX_ROWS}"
     assert not f.centered, "a layer norm is not folded"
     assert f.gated, "only gated activations"
-    assert weight.shape[0] % f.halves == 0, f"{weight.shape[0]} rows have no two halves"
+    assert weight.shape[0] % f.halves == 0, f"{weight.shape[0]} rows cannot be halved"
     assert takes_chunks(weight), f"groups of {weight.group} columns are no multiple of {CHUNK}"
     outputs = weight.shape[0] // f.halves
     out = f.out_for(x, outputs)

@@ -1,4 +1,4 @@
-"""A linear layer with a quantized weight: x stays in 16 or 32 bits, and the weight is dequantized on the way."""
+"""A linear layer with a quantized weight: x stays in 16 or 32 bits, and the weight is dequantized as it is read."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +15,14 @@ from outpace.kernels.packed import Packed
 from outpace.kernels.packed_digits import digits_linear, takes_digits
 from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
 from outpace.kernels.packed_matmul import dequantize_triton, invariant_tiles, packed_matmul_triton
-from outpace.kernels.packed_tiles import Tiles, tiles_linear
+from outpace.kernels.packed_tiles import TiledWeight, tiles_linear
 from outpace.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 
 MOST_ROWS = (("few", 2), ("tiles", 256))
-"""The most rows of the kernel of few rows and of the one with matrix units; more: dequantized, for torch's product
-(bench/results/packed_sweep_*)."""
+"""The most rows of the kernel of few rows and of the one with matrix units; with more, the weight is dequantized for
+torch's product (bench/results/packed_sweep_*)."""
 TORCH, TRITON = (rms_norm_torch, gated_act_torch), (rms_norm_triton, gated_act_triton)
 """The norm and the gated activation around a product."""
-Product = Callable[..., Tensor]
-"""(x, bias=, add=, out=) → x @ weight.T + bias + add."""
 
 
 def packed_linear_dequantized(x: Tensor, weight: Packed, **around: Any) -> Tensor:
@@ -39,8 +37,8 @@ def packed_linear_torch(x: Tensor, weight: Packed, **around: Any) -> Tensor:
     return _around(partial(_finished, lambda x: digits_linear(x, weight)), x, TORCH, **around)
 
 
-def packed_linear_tiles(x: Tensor, weight: Packed | Tiles, **around: Any) -> Tensor:
-    """packed_linear_torch; weights in groups that are in tiles: products with few rows are computed in bf16."""
+def packed_linear_tiles(x: Tensor, weight: Packed | TiledWeight, **around: Any) -> Tensor:
+    """packed_linear_torch; for a `TiledWeight`, products with few rows are computed in bf16."""
     if isinstance(weight, Packed):
         return packed_linear_torch(x, weight, **around)
     return _around(partial(_finished, lambda x: tiles_linear(x, weight)), x, TORCH, **around)
@@ -54,7 +52,7 @@ def _finished(
     add: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The product of x, which may be changed, + bias + add in its dtype."""
+    """product(x) + bias + add in the dtype of x, which may be overwritten."""
     y = product(x)
     y = y if y.dtype == torch.float32 or (bias is None and add is None) else y.float()
     for term in (bias, add):
@@ -63,7 +61,7 @@ def _finished(
 
 
 def packed_choice(rows: int, weight: Packed) -> str:
-    """What computes a product of this many rows: few, tiles or dequantize."""
+    """How to compute a product of this many rows: few, tiles or dequantize."""
     for name, most in MOST_ROWS:
         if rows <= most and (name != "few" or takes_chunks(weight)):
             return name
@@ -71,7 +69,7 @@ def packed_choice(rows: int, weight: Packed) -> str:
 
 
 def packed_linear_triton(x: Tensor, weight: Packed, **around: Any) -> Tensor:
-    """packed_linear_dequantized by our kernels; up to 256 rows a dequantized weight is never in memory."""
+    """packed_linear_dequantized by our kernels; up to 256 rows without a dequantized weight in memory."""
     choice = packed_choice(len(x), weight)
     if choice == "few":
         return packed_gemv_triton(x, weight, **around)
@@ -99,8 +97,13 @@ def packed_linear_invariant_triton(x: Tensor, weight: Packed, **around: Any) -> 
     return _around(product, x, TRITON, **around)
 
 
-def _around(product: Product, x: Tensor, ops: tuple[Product, Product], **around: Any) -> Tensor:
-    """The norm before a product and the activation after it, as ops of their own."""
+def _around(
+    product: Callable[..., Tensor], x: Tensor, ops: tuple[Callable[..., Tensor], Callable[..., Tensor]], **around: Any
+) -> Tensor:
+    """A product with the norm before it and the activation after it as separate ops.
+
+    product: (x, bias=, add=, out=) → x @ weight.T + bias + add. ops: norm and activation.
+    """
     (norm, act), f = ops, FusedAround(**around)
     if f.norm_weight is not None:
         x = norm(x, f.norm_weight, f.eps, weight_offset=f.weight_offset, round_before_weight=f.round_before_weight)

@@ -1,8 +1,8 @@
-"""Many rows times a quantized weight, by matrix units; and the weight dequantized, for products of a library.
+"""Many rows times a quantized weight, by matrix units; and dequantization of the weight for a library's products.
 
-A program computes [N, M] of the outputs: with the weight on the left it goes from registers into the matrix unit. The
-depth is cut in parts (`split`) where there would be too few programs; a second kernel adds their sums. As nothing
-but the tiles sets the order of additions, fixed tiles make a row's result independent of the other rows.
+A program computes [N, M] of the outputs: as the left operand the weight goes from registers into the matrix unit. The
+depth is split into parts (`split`) where there would be too few programs; a second kernel adds their sums. As only the
+tiles set the order of additions, fixed tiles make a row's result independent of the other rows.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -51,10 +51,10 @@ def _packed_matmul_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     half: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
-    tiles_m = tl.cdiv(rows, block_m)  # those of one weight tile run side by side, and find it in the L2 cache
+    tiles_m = tl.cdiv(rows, block_m)  # programs of one weight tile run side by side, and find it in the L2 cache
     m = (tl.program_id(0) % tiles_m * block_m + tl.arange(0, block_m)).to(tl.int64)[:, None]  # [M, 1]
     n = (tl.program_id(0) // tiles_m * block_n + tl.arange(0, block_n)).to(tl.int64)  # [N]
-    row = tl.minimum(n, outputs - 1)[:, None]  # beyond the last row lies the last row again
+    row = tl.minimum(n, outputs - 1)[:, None]  # rows beyond the last repeat the last
     x_ptrs = x_ptr + m * x_stride + tl.arange(0, block_k)[None, :]
     values_ptrs = values_ptr + row * values_stride + tl.arange(0, block_k // 2 if half else block_k)[None, :]
     scale_ptrs = scale_ptr + row // shared_rows * scale_stride
@@ -80,9 +80,9 @@ def packed_tiles(weight: Packed, rows: int, dtype: torch.dtype) -> PackedTiles:
     if dtype == torch.float32:  # no matrix instruction
         return PackedTiles(32, 64, 32)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    many = outputs >= 16384  # programs enough without cutting the depth
+    many = outputs >= 16384  # enough programs without splitting the depth
     if rows > 64:
-        tall = rows > 128 and weight.group >= depth  # with groups there are two sums, for which registers are too few
+        tall = rows > 128 and weight.group >= depth  # with groups there are two sums: too many registers
         return PackedTiles(256 if tall else 128, 128, 64, 8, 3, split=1 if many else split_for(outputs, 128, depth))
     if many and rows <= 32:
         return PackedTiles(block_m, 128, 128, num_stages=3, split=2 if depth >= 1024 else 1)
@@ -173,7 +173,7 @@ def _dequantize_kernel(
 
 
 def dequantize_triton(weight: Packed, dtype: torch.dtype) -> Tensor:
-    """weight.dequantized(dtype) in one kernel, without anything else in memory."""
+    """weight.dequantized(dtype) in one kernel, without other tensors."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if out.numel():
         _dequantize_kernel[(weight.shape[0], triton.cdiv(weight.shape[1], 1024))](

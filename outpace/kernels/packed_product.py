@@ -1,4 +1,4 @@
-"""Rows times a quantized weight that is read exactly once, on the device: what linears and experts of few rows share.
+"""Rows times a quantized weight that is read exactly once: device code that linears and experts of few rows share.
 
 Tiles are [M, N, G, C, 8] of G groups of columns. A thread holds 8 columns (a chunk), adds their products, and applies
 the scale and the zero of the group to that sum: y += scale * (sum(values * x) - zero * sum(x)). Chunks of 8 make the
@@ -12,7 +12,7 @@ from outpace.kernels.triton_stub import tl, triton
 
 @triton.jit
 def _load(ptrs: tl.tensor, k: tl.tensor, inside: tl.tensor, even: tl.constexpr, policy: tl.constexpr) -> tl.tensor:
-    """The tile k numbers on, zero where it is not inside."""
+    """The tile k numbers on, zero where not `inside`."""
     ptrs = tl.max_contiguous(ptrs + k, [1, 1, 2, 4, 8])  # see packed_product
     if even:
         tile = tl.load(ptrs, eviction_policy=policy)
@@ -29,7 +29,7 @@ def _load_scales(
     group: tl.constexpr,
     even: tl.constexpr,
 ) -> tl.tensor:
-    """Scales, or zeros, of the groups that begin at these columns, or that these columns are in."""
+    """Scales, or zeros, of the groups that contain these columns."""
     ptrs += column // group
     return (tl.load(ptrs) if even else tl.load(ptrs, mask=column < depth, other=0.0)).to(tl.float32)
 
@@ -127,9 +127,8 @@ def packed_product(
     grouped: tl.constexpr = group < depth
     grouped_zero: tl.constexpr = grouped and zero_rows is not None
     element: tl.constexpr = values_rows.dtype.element_ty
-    columns: tl.constexpr = (
-        chunk // words if element == tl.int32 else (2 if element == tl.uint8 else 1)
-    )  # of an element
+    # columns of an element
+    columns: tl.constexpr = chunk // words if element == tl.int32 else (2 if element == tl.uint8 else 1)
     piece: tl.constexpr = 8
     has_zero: tl.constexpr = zero_rows is not None or columns == 2
     groups: tl.constexpr = block_k // group if grouped and group < block_k else 1  # of a tile
@@ -140,8 +139,8 @@ def packed_product(
     col = begin + tl.arange(0, piece)[None, None, None, None, :]
     column = g * (chunks * chunk)
     byte_col = begin + byte * columns
-    # G and C are to be dealt to threads before M and N. The compiler deals dimensions in the order of contiguity, and
-    # looks at that of no other than the last for anything else.
+    # Threads must get G and C before M and N. The compiler deals dimensions to threads in the order of contiguity, and
+    # uses the contiguity of no dimension but the last for anything else.
     x_ptrs = tl.max_contiguous(x_rows + col, [1, 1, 2, 4, 8])
     norm_ptrs = None if norm_ptr is None else tl.max_contiguous(norm_ptr + col, [1, 1, 2, 4, 8])
     values_ptrs = tl.max_contiguous(values_rows + (begin // columns + byte), [1, 1, 2, 4, 8])
@@ -150,7 +149,7 @@ def packed_product(
     if zero_rows is not None and not grouped:
         zero = tl.load(zero_rows).to(tl.float32)
 
-    # The first weights are under way before the wait: the kernel in front writes x and add, never weights.
+    # The first weights are loaded before the wait: the previous kernel writes x and add, never weights.
     values = _load(values_ptrs, 0, byte_col < depth, even, "evict_first")
     if grouped:
         scale = _load_scales(scale_rows, column, depth, group, even)
@@ -162,7 +161,7 @@ def packed_product(
     acc = tl.zeros([block_m, tile_n, groups, chunks], tl.float32)
     squares = tl.zeros([block_m, 1, groups, chunks], tl.float32)
     # fmt: off
-    for k in range(0, last, block_k):  # the next tile is under way to registers while one is used
+    for k in range(0, last, block_k):  # the next tile is loaded to registers while this one is used
         at = k + block_k
         now = values
         values = _load(values_ptrs, at // columns, at + byte_col < depth, even, "evict_first")

@@ -1,7 +1,7 @@
-"""One step of a product of tiles with a quantized weight: what linear layers and experts share on the device.
+"""One step of a product of tiles with a quantized weight: device code that linear layers and experts share.
 
-The values become numbers of x's dtype in registers, which is exact for values of 4 and 8 bits (a zero that is no whole
-number is rounded with them), and are multiplied by matrix units.
+The values become numbers of x's dtype in registers, which is exact for values of 4 and 8 bits (with a fractional zero
+they are rounded), and are multiplied by matrix units.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -20,7 +20,7 @@ lop3.b32 size, high, 0x007f007f, 0x43004300, 0xea;
 lop3.b32 sign, high, 0x00800080, 0xc300c300, 0xea;
 fma.rn.bf16x2 $1, size, one, sign;
 }""")
-"""Four of int8: the last 7 bits as the fraction of 128 + v, less 128, or 256 if the sign bit is set. torch's and
+"""Four int8 values: the last 7 bits as the fraction of 128 + v, less 128, or 256 if the sign bit is set. torch's and
 Triton's own conversions take a slow instruction for each value."""
 INT4_TO_BF16 = tl.constexpr("""{
 .reg .b32 first, second, part, one, zero;
@@ -39,7 +39,7 @@ fma.rn.bf16x2 $2, part, one, zero;
 lop3.b32 part, second, 0x000f000f, 0x43004300, 0xea;
 fma.rn.bf16x2 $3, part, one, zero;
 }""")
-"""Four bytes of int4: the low halves, then the high ones, each as the fraction of 128 + v, less 128 + 8."""
+"""Four bytes of int4 values: the low halves, then the high ones, each as the fraction of 128 + v, less 128 + 8."""
 
 ROW, STEP, EACH = "row", "step", "each"
 """Where scales are applied: after all steps, after each of them, or to each weight before the product."""
@@ -53,7 +53,7 @@ def scale_form(weight: Packed, block_k: int) -> str:
 
 
 def step_depth(weight: Packed, block_k: int) -> int:
-    """The depth of a step up to block_k, within one group if steps of 32 or more can be."""
+    """The depth of a step, at most block_k; within one group if that allows steps of 32 or more."""
     part = weight.group & -weight.group  # the power of two in it
     return block_k if weight.group >= weight.shape[1] or part < 32 else min(part, block_k)
 
@@ -112,7 +112,7 @@ def packed_step(
     k: tl.tensor, depth: tl.tensor,
     group: tl.constexpr, form: tl.constexpr, even: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """acc + weight @ x.T of the tiles k columns on. With the form "row" acc has to be scaled after the last step."""
+    """acc + weight @ x.T of the tiles k columns on. In the form "row" acc must be scaled after the last step."""
     block_k: tl.constexpr = x_ptrs.shape[1]
     half: tl.constexpr = values_ptrs.dtype.element_ty == tl.uint8
     column = k + tl.arange(0, block_k)[None, :]

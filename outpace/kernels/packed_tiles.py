@@ -1,8 +1,8 @@
 """Products with int4 and int8 weights in groups on a CPU, by torch's kernel for int4, which computes in bf16.
 
-It reads the weight in tiles: 64 rows lie together, and a byte has rows n and n + 32 of one column in its halves. Int8
-is two of int4, its high halves and its low ones, one after the other: [N, 2 K], multiplied with [x, x]. Tiles take as
-many bytes as the usual order, and a weight is kept in one of the two orders only.
+It reads the weight in tiles of 64 rows, in which a byte has rows n and n + 32 of one column in its halves. An int8
+weight is stored as two of int4 side by side, its high and its low halves: [N, 2 K], multiplied with [x, x]. Tiles take
+as many bytes as the usual order, and a weight is kept in one of the two orders only.
 
 Rows, scales and results are rounded to bf16: perplexity of SmolLM2 in int4 changed by 0.004 % and 0.04 %. For
 fp32 give `kernels={"packed_linear": "torch"}`: weights are then dequantized at every step, which is slower.
@@ -19,42 +19,44 @@ from outpace.kernels.packed import INT4_ZERO, Packed, pack_nibbles, unpack_nibbl
 TILE = 64  # rows of a tile, on CPUs with AVX-512
 GROUPS = (32, 64, 128, 256)  # what the kernel takes
 MOST_ROWS = {1: 64, 2: 32}
-"""Of a product from tiles, by the planes of the weight; more are multiplied with the dequantized weight.
+"""The most rows of a product from tiles, by the planes of the weight; with more rows the weight is dequantized.
 
 [3072, 576] of int4 on one core: 32 rows 1.3 ms against 1.4 and 0.8 to dequantize, 512 rows 42 against 28.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
+class TiledWeight:
     """A weight [N, K] in groups, as tiles of 4 bits."""
 
     values: Tensor
     """uint8 [N / 64, planes * K, 32]"""
     pairs: Tensor
-    """bf16 [planes * K / group, N, 2]: of each group the scale, and the number that 8 means."""
+    """bf16 [planes * K / group, N, 2]: the scale of each group, and the number that 8 stands for."""
     scale: Tensor
+    """As in `Packed`, as is zero."""
     zero: Tensor | None
-    """As `Packed` has them."""
     shape: tuple[int, int]
     group: int
 
     @classmethod
-    def of(cls, weight: Packed) -> "Tiles":
-        """A weight put in tiles."""
+    def of(cls, weight: Packed) -> "TiledWeight":
+        """Put a weight in tiles."""
         if weight.kind == "int4":
             halves = unpack_nibbles(weight.values, weight.shape[1])
         else:
             bytes_ = weight.values.view(torch.uint8) ^ 0x80  # 0 .. 255
             halves = torch.cat((bytes_ >> 4, bytes_ & 15), dim=1)
         tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(halves.to(torch.int32), 1)
-        return cls.again(
+        return cls.of_tiles(
             tiles.view(-1, halves.shape[1], TILE // 2), weight.scale, weight.zero, weight.shape, weight.group
         )
 
     @classmethod
-    def again(cls, tiles: Tensor, scale: Tensor, zero: Tensor | None, shape: tuple[int, int], group: int) -> "Tiles":
-        """The same of values that are in tiles already."""
+    def of_tiles(
+        cls, tiles: Tensor, scale: Tensor, zero: Tensor | None, shape: tuple[int, int], group: int
+    ) -> "TiledWeight":
+        """From values that are in tiles already."""
         scales, int4 = scale.float().t(), tiles.shape[1] == shape[1]  # [K / group, N]
         zeros = (INT4_ZERO if int4 else 0.0) if zero is None else zero.float().t()
         pairs = torch.stack((scales, (INT4_ZERO - zeros) * scales), dim=-1)
@@ -64,11 +66,11 @@ class Tiles:
 
     @property
     def planes(self) -> int:
-        """1 of int4, 2 of int8."""
+        """1 for int4, 2 for int8."""
         return self.values.shape[1] // self.shape[1]
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """As `Packed.dequantized`, from the scales as they were."""
+        """Like `Packed.dequantized`, from the scales in their own dtype."""
         values = torch.cat((self.values & 15, self.values >> 4), dim=-1)  # [N / 64, planes * K, 64]
         default = INT4_ZERO
         if self.planes == 2:
@@ -81,7 +83,7 @@ class Tiles:
 
 
 def rows_of_tiles(values: Tensor, rows: Tensor, columns: int) -> Tensor:
-    """Some rows of a weight whose values are in tiles, as `Packed` has them: for embeddings that share it."""
+    """Some rows of a weight whose values are in tiles, in the order of `Packed`: for embeddings that share it."""
     found = values[rows // TILE, :, rows % (TILE // 2)]  # [n, planes * K]
     halves = torch.where((rows % TILE >= TILE // 2)[:, None], found >> 4, found & 15)
     if halves.shape[1] == columns:
@@ -90,7 +92,7 @@ def rows_of_tiles(values: Tensor, rows: Tensor, columns: int) -> Tensor:
 
 
 def takes_tiles(weight: Packed) -> bool:
-    """Whether this weight can be in tiles, on this machine."""
+    """Whether this weight can be put in tiles on this machine."""
     rows, columns = weight.shape
     fits = weight.group in GROUPS and columns % weight.group == 0 and rows % TILE == 0 and weight.block == 1
     whole = weight.kind == "int8" and weight.group >= columns  # int8 products are faster
@@ -99,7 +101,7 @@ def takes_tiles(weight: Packed) -> bool:
 
 
 def _has_tiles() -> bool:
-    """Whether torch has the kernel, and lays tiles as they are read here: that is so with AVX-512."""
+    """Whether torch has the kernel, and its tiles have the order that is read here, as with AVX-512."""
     values = (torch.arange(TILE * 32, dtype=torch.int32) * 7 // 3 % 16).view(TILE, 32)
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
@@ -112,7 +114,7 @@ def _has_tiles() -> bool:
     return torch.equal(torch.cat((tiles & 15, tiles >> 4), dim=1).t().to(torch.int32), values)
 
 
-def tiles_linear(x: Tensor, weight: Tiles) -> Tensor:
+def tiles_linear(x: Tensor, weight: TiledWeight) -> Tensor:
     """x @ weight.T. x: [M, K] → [M, N], in bf16 if rows are few, else in the dtype of x."""
     planes = weight.planes
     if len(x) > MOST_ROWS[planes]:

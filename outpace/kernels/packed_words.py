@@ -1,8 +1,8 @@
-"""Products of a few rows with values of 4 and 8 bits that are read as words of 32: what a chunk of columns adds.
+"""Products of a few rows with values of 4 and 8 bits that are read as words of 32: the sum of a chunk of columns.
 
-A value becomes a number without a conversion, which would take longer than reading it: its bits are put into the
-fraction of a float whose exponent makes their last one count 1, and 2**exponent is taken back from the sum. With the
-exponents 7, 8 and 11 that costs at most 12 of a float's 24 bits, so this is for x of 16 bits.
+A value becomes a float without a conversion, which would take longer than reading it: its bits are put into the
+fraction of a float whose exponent gives the last of them the value 1, and 2**exponent is subtracted from the sum. With
+the exponents 7, 8 and 11 that costs at most 12 of a float's 24 bits, so this is for x of 16 bits.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -27,10 +27,10 @@ def four(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _float(word: tl.tensor, mask: tl.constexpr, bits: tl.tensor) -> tl.tensor:
-    """The masked bits of a word, and these, as a float.
+    """The masked bits of a word and `bits`, as a float.
 
-    Where the compiler knows `bits` it takes two instructions, each with a constant, and else one: callers hide them by
-    the number of a program in a dimension that no grid here has, which is 0.
+    If the compiler knows `bits`, it takes two instructions, each with a constant, otherwise one. So callers subtract
+    the program's number in a dimension that no grid here has, which is 0.
     """
     return ((word & mask) | bits).to(tl.float32, bitcast=True)
 

@@ -21,7 +21,7 @@ WAIT = 5.0  # seconds for another process that writes the same file
 
 
 def identity(device: torch.device, version: int) -> dict[str, Any]:
-    """What an algorithm depends on apart from the product; version: cublasLt's."""
+    """All that an algorithm depends on apart from the product; version: cublasLt's."""
     found = torch.cuda.get_device_properties(device)
     return {
         "format": FORMAT,
@@ -47,7 +47,7 @@ class ProductCache:
         self._known_by = dict(known_by)
 
     def read(self) -> dict[Product, bytes | None]:
-        """What the file holds; nothing if it is missing or invalid."""
+        """The results in the file; none if it is missing or invalid."""
         try:
             content = json.loads(self._file.read_text())
             if content["known by"] != self._known_by:
@@ -60,7 +60,7 @@ class ProductCache:
             return {}
 
     def add(self, found: Mapping[Product, bytes | None]) -> None:
-        """Add this to what the file holds now, if the file can be written."""
+        """Add results to those in the file now, if the file can be written."""
         if not found:
             return
         partial = self._file.with_name(f".{self._file.name}.{os.getpid()}.{threading.get_ident()}")

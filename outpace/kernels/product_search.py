@@ -2,7 +2,7 @@
 
 Both are timed with the weights of the model's own layers, one after the other, as steps read them: none of them is in
 the L2 cache. All algorithms that cublasLt proposes run once; the fastest ones run again several times, in turn with
-torch, and one is taken if it is faster by more than timings differ.
+torch, and the best is taken if it is faster by more than the noise of the timings.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.kernels.cublaslt import Algorithm, Failed, Plan, Product, fits
-from outpace.kernels.library import Call, by_plan
+from outpace.kernels.cublaslt import Algorithm, CublasLtError, Plan, Product, fits
+from outpace.kernels.library import LinearCall, by_plan
 from outpace.kernels.matmul import matmul_torch
 from outpace.log import chosen, logger
 
 ROWS = range(17, 4097)
 """Rows of the products that are searched: other kernels compute fewer, and with more all algorithms are alike."""
-NOISE = 0.03  # what the same product differs by from one timing to the next, and a bit more
+NOISE = 0.03  # slightly more than two timings of one product differ by
 FINALISTS = 3  # algorithms that are timed again
 LAUNCHES = 3  # of a short product in one of the later timings
 SHORT = 60.0  # microseconds
@@ -33,27 +33,27 @@ SLEEP = 80_000  # cycles of the device, longer than the host takes for one launc
 
 
 class Library(Protocol):
-    """What the search needs of cublasLt."""
+    """The part of cublasLt that the search needs."""
 
     def proposals(self, product: Product) -> Sequence[Algorithm]:
         """Algorithms to try."""
 
     def checked(self, product: Product, data: bytes) -> Algorithm | None:
-        """The algorithm of these bytes; None: it is none for this product."""
+        """The algorithm of these bytes; None: it does not fit this product."""
 
     def plan(self, product: Product, algorithm: Algorithm) -> Plan:
-        """The product by this algorithm."""
+        """A function that computes the product by this algorithm."""
 
 
 class Clock(Protocol):
-    """What times work on the device."""
+    """Times work on the device."""
 
     def __call__(self, runs: Sequence[Callable[[], object]], launches: int = 1) -> list[float]:
         """Microseconds of each run, which is called `launches` times."""
 
 
 Found = Mapping[Product, bytes | None]
-"""What a search has found: the bytes of an algorithm; None: torch is as fast."""
+"""Results of a search: the bytes of an algorithm; None: torch is as fast."""
 
 
 class DeviceClock:
@@ -79,21 +79,21 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Kind:
-    """Products of a model that differ in their rows alone."""
+    """Products of a model that differ only in their number of rows."""
 
     product: Product
     """One of them."""
     operands: tuple[tuple[Tensor, Tensor | None], ...]
     """Weights of the model's layers, and their biases."""
     rows: tuple[int, ...]
-    """Numbers of rows that are wanted."""
+    """The numbers of rows to search."""
 
     def products(self) -> list[Product]:
-        """All that are wanted."""
+        """The products to search."""
         return [self.product._replace(rows=rows) for rows in self.rows]
 
 
-def kinds_of(calls: Sequence[Call], wanted: Mapping[int, Sequence[int]]) -> list[Kind]:
+def kinds_of(calls: Sequence[LinearCall], wanted: Mapping[int, Sequence[int]]) -> list[Kind]:
     """The products of a step that cublasLt can compute. wanted: the rows they will have, by the rows of this step."""
     found: dict[Product, dict[int, tuple[Tensor, Tensor | None]]] = {}
     for product, weight, bias in calls:
@@ -117,7 +117,7 @@ class Case:
 
     @cached_property
     def _add(self) -> Tensor | None:
-        """What the results are added to, in place."""
+        """The tensor to which the results are added in place."""
         return self._x.new_zeros(self.product.rows, self.product.outputs) if self.product.add else None
 
     def run(self, multiply: Callable[..., Tensor]) -> None:
@@ -147,7 +147,7 @@ class Search:
         """The fastest algorithm, if it is faster than torch by more than noise; None: torch is as fast."""
         try:
             return self._fastest(case)
-        except Failed as error:  # of an algorithm that has computed another product
+        except CublasLtError as error:  # of an algorithm that has computed another product
             logger.debug("products: %s is torch's (%s)", case.product, error)
             return None
 
@@ -177,7 +177,7 @@ class Search:
                 case.run(partial(by_plan, plan))
                 self._loaded.add(algorithm.data)
             return plan
-        except Failed as error:
+        except CublasLtError as error:
             logger.debug("products: %s cannot be computed so (%s)", case.product, error)
             return None
 
@@ -192,18 +192,18 @@ class Tuned:
     """The result of a search."""
 
     plans: dict[Product, Plan] = field(default_factory=dict)
-    """Of the products that cublasLt computes faster."""
+    """The plans of products that cublasLt computes faster."""
     taken: dict[Product, bytes | None] = field(default_factory=dict)
     """The algorithms of these plans."""
     found: dict[Product, bytes | None] = field(default_factory=dict)
-    """What was not known before."""
+    """Results that were not known before."""
     known: int = 0
     left: int = 0
-    """Products that there was no time for."""
+    """Products that there was no time to search."""
     seconds: float = 0.0
 
     def log(self) -> None:
-        """One line of what was chosen."""
+        """Log the choices in one line."""
         count, more = self.known + len(self.found), f", {self.left} left for the next start" if self.left else ""
         reason = f"faster than torch's choice; {len(self.found)} searched in {self.seconds:.2f} s, {self.known} known"
         chosen("products", f"{len(self.plans)} of {count + self.left} by cublasLt", reason + more)
@@ -212,7 +212,7 @@ class Tuned:
 def tune(kinds: Sequence[Kind], library: Library, clock: Clock, known: Found, seconds: float) -> Tuned:
     """Plans for these products, the ones of few rows first; torch computes what is not searched within `seconds`.
 
-    known: what was found before, on the same device with the same versions.
+    known: earlier results, from the same device and the same versions.
     """
     begin, tuned, search = time.perf_counter(), Tuned(), Search(library, clock)
     inputs = _inputs(kinds)

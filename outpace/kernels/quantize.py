@@ -1,6 +1,6 @@
 """Activations quantized per token: int8 or fp8 values, and one scale for each row.
 
-The norm and the activation kernels do the same on their way out (`scales=`), so that nothing of 16 bits is written.
+The norm and activation kernels can write such rows themselves (`scales=`), without rows of 16 bits in between.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -15,8 +15,8 @@ from outpace.kernels.packed import KINDS
 from outpace.kernels.triton_stub import tl, triton
 
 LARGEST: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
-"""What the largest number of a row, or of a cached vector, becomes: dtypes of 8 bits and their largest number."""
-SMALLEST = 2.0**-120  # of a scale: its reciprocal is a number
+"""8-bit dtype -> its largest number, which the largest number of a row, or of a cached vector, becomes."""
+SMALLEST = 2.0**-120  # the smallest scale: its reciprocal is finite
 
 
 def empty_rows(rows: int, width: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -26,15 +26,23 @@ def empty_rows(rows: int, width: int, kind: str, device: torch.device) -> tuple[
     return values, torch.empty((rows, 1), device=device)
 
 
+def write_rows(y: Tensor, out: Tensor | None, scales: Tensor | None) -> Tensor:
+    """y in `out` or, without it, y itself; with scales [T, 1], quantized in `out`, which holds int8 or fp8."""
+    if scales is not None:
+        assert out is not None, "scales go with an out of int8 or fp8"
+        return quantize_into(y, out, scales)
+    return y if out is None else out.copy_(y)
+
+
 def quantize_into(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Writes x [T, K] as values and scales; returns the values. A row of zeros has the scale 1."""
-    check_scales(x.shape, values, scales)
+    check_row_scales(x.shape, values, scales)
     if len(x) == 1 and x.numel() and values.dtype == torch.int8 and not x.is_cuda:
         return _quantize_one(x, values, scales)
     size = x.float().abs().amax(dim=1, keepdim=True) if x.numel() else scales.new_zeros(scales.shape)
     limit = LARGEST[values.dtype]
-    scale = (size / torch.full_like(size, limit)).clamp(min=SMALLEST).masked_fill(size == 0, 1.0)  # by a number, a GPU
-    # would multiply by its reciprocal
+    # divided by a tensor: for a number, a GPU would multiply by its reciprocal
+    scale = (size / torch.full_like(size, limit)).clamp(min=SMALLEST).masked_fill(size == 0, 1.0)
     y = x.float() * scale.reciprocal()
     scales.copy_(scale)
     if values.dtype == torch.int8:
@@ -43,7 +51,7 @@ def quantize_into(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _quantize_one(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """One row on a CPU, the same bits: its scale is a number of Python's, which saves 12 us of tiny tensors."""
+    """One row on a CPU, with the same bits: the scale is a Python float, which saves 12 us of tiny tensors."""
     size = x.float().abs().max().item()
     scale = c_float(size / LARGEST[torch.int8]).value  # a double that is rounded to float32 is a float32 division
     if scale < SMALLEST:
@@ -58,8 +66,8 @@ def quantize_rows_torch(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return quantize_into(x, values, scales), scales
 
 
-def check_scales(shape: torch.Size, values: Tensor, scales: Tensor) -> None:
-    """What is written instead of rows of this shape."""
+def check_row_scales(shape: torch.Size, values: Tensor, scales: Tensor) -> None:
+    """Assert that values and scales can be written instead of rows of this shape."""
     assert len(shape) == 2, f"rows of shape {tuple(shape)} have no scale each"
     assert values.dtype in LARGEST, f"values of {values.dtype}: neither int8 nor float8_e4m3fn"
     assert values.shape == shape, (values.shape, shape)

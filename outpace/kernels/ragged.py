@@ -1,4 +1,4 @@
-"""The inputs of a forward over pages for every token of a ragged batch, from a few numbers for every sequence."""
+"""Computes the inputs of a forward for every token of a ragged batch from a few numbers for every sequence."""
 # mypy: disallow-untyped-decorators=False
 
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from outpace.kernels.triton_stub import tl, triton
 
-TOKENS = 128  # that a program looks up
-PAGES = 1024  # or entries of a block table that it copies
+TOKENS = 128  # tokens that one program looks up
+PAGES = 1024  # entries of a block table that one program copies
 
 
 class Ragged(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.launch_options import few_overlap, pdl_options
-from outpace.kernels.quantize import LARGEST, check_scales, quantize_into, quantize_tile
+from outpace.kernels.quantize import LARGEST, check_row_scales, quantize_tile, write_rows
 from outpace.kernels.triton_stub import tl, triton
 
 MAX_WIDTH = 65536  # a program holds whole rows in registers
@@ -34,11 +34,7 @@ def rms_norm_torch(
         y = (y.to(x.dtype) if round_before_weight else y) * (
             weight.float() + weight_offset if weight_offset else weight
         )
-    y = y.to(x.dtype) if add is None else y.to(x.dtype) + add
-    if scales is not None:
-        assert out is not None, "scales go with an out of int8 or fp8"
-        return quantize_into(y, out, scales)
-    return y if out is None else out.copy_(y)
+    return write_rows(y.to(x.dtype) if add is None else y.to(x.dtype) + add, out, scales)
 
 
 @triton.jit
@@ -98,7 +94,7 @@ def row_counts(x: Tensor) -> tuple[int, int]:
 
 
 def row_strides(x: Tensor | None) -> tuple[int, int]:
-    """(outer, inner) row strides of x, in step with row_counts."""
+    """(outer, inner) row strides of x, matching row_counts."""
     if x is None:
         return 0, 0
     assert x.dim() in (2, 3), f"rows of shape {tuple(x.shape)}"
@@ -124,7 +120,7 @@ def rms_norm_triton(
     width = x.shape[-1]
     if scales is not None:
         assert out is not None, "scales go with an out of int8 or fp8"
-        check_scales(x.shape, out, scales)
+        check_row_scales(x.shape, out, scales)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     num_rows, inner = row_counts(x)
     if x.numel() == 0:

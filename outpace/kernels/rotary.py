@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, their per-head norm before, and the write of keys and values to pages after."""
+"""Rotary positions of queries and keys, after their per-head norm; then the write of keys and values to pages."""
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.kernels.kv_quant import check_scales, quantize, scale_of, stored, write_tokens
+from outpace.kernels.kv_quant import check_page_scales, quantize, scale_of, stored, write_tokens
 from outpace.kernels.launch_options import few_overlap, pdl_options
 from outpace.kernels.rms_norm import rms_norm_torch, scale_normed
 from outpace.kernels.triton_stub import tl, triton
@@ -63,7 +63,7 @@ class Rope(NamedTuple):
     head_dim: int
     rotary_dim: int
     interleaved: bool = False
-    """A pair is two columns in a row, not one of each half."""
+    """A pair is two adjacent columns, not one column of each half."""
     q_norm_weight: Tensor | None = None
     k_norm_weight: Tensor | None = None
     eps: float = 1e-6
@@ -77,7 +77,7 @@ class Rope(NamedTuple):
         return split_qkv(self.qkv, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def check(self) -> None:
-        """What goes together."""
+        """Assert that fields which need each other are given."""
         if self.cos is not None:
             assert self.sin is not None, "cos without sin"
             assert self.positions is not None, "a rotation needs positions"
@@ -87,7 +87,7 @@ class Rope(NamedTuple):
             assert self.slots is not None, "a write to pages needs slots"
 
     def check_layout(self, k: Tensor, v: Tensor) -> None:
-        """What the kernel relies on beyond that."""
+        """Assert the layout too that the kernel relies on."""
         self.check()
         cos, sin, k_pages, v_pages = self.cos, self.sin, self.k_pages, self.v_pages
         if cos is not None and sin is not None:
@@ -100,7 +100,7 @@ class Rope(NamedTuple):
             if self.scales is None:
                 assert k_pages.dtype == v_pages.dtype == k.dtype
             else:
-                check_scales(k_pages, v_pages, self.scales)
+                check_page_scales(k_pages, v_pages, self.scales)
         used = (self.positions if cos is not None else None, self.slots if k_pages is not None else None)
         assert all(t is None or t.is_contiguous() for t in used)
         weights = self.q_norm_weight, self.k_norm_weight
@@ -147,7 +147,7 @@ def _write(k: Tensor, v: Tensor, slots: Tensor, k_pages: Tensor, v_pages: Tensor
 
 
 def _write_one(k: Tensor, v: Tensor, slot: int, k_pages: Tensor, v_pages: Tensor) -> None:
-    """One token on a CPU: its place is a number of Python's, and nothing is indexed by tensors."""
+    """One token on a CPU: its place is a Python int, and no tensor is used as an index."""
     if slot >= 0:
         page, offset = divmod(slot, k_pages.shape[1])
         k_pages[page, offset].copy_(k[0])

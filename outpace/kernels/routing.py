@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weight: scores, group limits, the best k, their weights."""
+"""Routes tokens to experts: scores, group limits, the best k experts, and their weights."""
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Routing:
     group_score: Literal["max", "two"] = "max"
     """A group counts as much as its best expert, or as its two best together."""
     jitter: float = 0.0
-    """Of the mixer: an expert counts for a weight if it is at most 2 * jitter below the best, relatively."""
+    """For the mixer: an expert counts for a weight if it is at most 2 * jitter below the best, relatively."""
 
 
 def route_torch(
@@ -46,9 +46,10 @@ def route_torch(
 ) -> tuple[Tensor, Tensor]:
     """Weights [T, K] float32 and experts [T, K] int32 of logits [T, E], best first; ties go to the smaller index.
 
-    Experts are compared by their logits where their scores have the same order, since no two logits share a score then.
-    bias [E] counts for the choice and not for the weight. A NaN is chosen last. Rows with a negative slot (slots: [T])
-    are padding: they choose expert -1 with weight 0. The tokens of each expert are added to counts (int32 [E]).
+    Where scores have the same order as logits, experts are compared by logits, since different logits may round to one
+    score. bias [E] counts for the choice and not for the weight. A NaN is chosen last. Rows with a negative slot
+    (slots: [T]) are padding: they choose expert -1 with weight 0. The tokens of each expert are added to counts (int32
+    [E]).
     """
     check_routing(logits, routing, bias, slots, counts)
     scores = _scores(logits.float(), routing)
@@ -75,7 +76,7 @@ def route_torch(
 def check_routing(
     logits: Tensor, routing: Routing, bias: Tensor | None, slots: Tensor | None, counts: Tensor | None
 ) -> None:
-    """What every implementation relies on."""
+    """Assert what every implementation relies on."""
     tokens, experts = logits.shape
     assert experts % routing.groups == 0, f"{experts} experts do not make {routing.groups} equal groups"
     allowed = experts // routing.groups * min(routing.kept_groups, routing.groups)
@@ -91,7 +92,7 @@ def _by_logits(routing: Routing, bias: Tensor | None) -> bool:
 
 
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
-    """What experts are compared by, before any bias: fp32 [T, E]."""
+    """The scores of experts, before any bias: fp32 [T, E]."""
     if routing.score == "softmax":
         return logits.softmax(dim=1)
     if routing.score == "sigmoid":  # on a CPU torch computes the last numbers of a tensor differently from the others
@@ -147,7 +148,7 @@ def _choice(
     x: tl.tensor, bias_ptr: tl.tensor, lane: tl.tensor, inside: tl.tensor, top: tl.tensor, total: tl.tensor,
     score: tl.constexpr, by_logits: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What the experts at these lanes are compared by, as ordered int32; LOWEST where there is no expert."""
+    """The keys by which the experts at these lanes are compared, ordered int32; LOWEST where there is no expert."""
     if not by_logits:
         x = _score(x, top, total, score)
         if bias_ptr is not None:

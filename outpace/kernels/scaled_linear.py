@@ -1,7 +1,7 @@
 """Products of quantized activations with quantized weights: int8 by int8 (W8A8) and fp8 by fp8.
 
-x = values * scales, with one scale for each row; the weight is a Packed without zeros. Sums are exact in int8, and of
-fp8 they move to fp32 after every step: the matrix unit itself keeps only 14 bits.
+x = values * scales, with one scale for each row; the weight is a Packed without zeros. Sums of int8 are exact. Sums of
+fp8 move to fp32 after every step: the matrix unit itself keeps only 14 bits.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -19,7 +19,7 @@ from outpace.kernels.packed_matmul import PackedTiles, split_for
 from outpace.kernels.triton_stub import tl, triton
 
 LIBRARY_ROWS = 256
-"""More rows of fp8 than these are for torch's own product. Of int8 ours is faster (bench/results/packed_sweep_*)."""
+"""With more rows torch's own product computes fp8. For int8 ours is faster (bench/results/packed_sweep_*)."""
 
 
 class Scaled(NamedTuple):
@@ -49,7 +49,7 @@ class Scaled(NamedTuple):
 
     @property
     def is_taken(self) -> bool:
-        """Whether our kernel multiplies these: both of one kind, no zeros, scales that last for a step."""
+        """Whether our kernel takes these: both of one kind, no zeros, and no step with two scales."""
         weight = self.weight
         same = self.values.dtype == weight.values.dtype and weight.zero is None
         return same and (weight.group >= weight.shape[1] or weight.group % 32 == 0)
@@ -112,7 +112,7 @@ def scaled_linear_invariant_triton(*operands: Any, **options: Any) -> Tensor:
 
 
 def scaled_linear_triton(*operands: Any, **options: Any) -> Tensor:
-    """By our kernel, or by torch's for many rows; what neither takes is multiplied in 16 bits."""
+    """By our kernel, or by torch's for many rows; rows that neither takes are multiplied in 16 bits."""
     call = Scaled(*operands, **options)
     if not call.is_taken:
         rows, rest = call.as_rows()
@@ -123,13 +123,13 @@ def scaled_linear_triton(*operands: Any, **options: Any) -> Tensor:
 
 
 def takes_library(values: Tensor, weight: Packed, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies this many rows: fp8 in bf16, with one scale a row and widths of multiples of 16."""
+    """Whether torch multiplies these: many rows of fp8 in bf16, with one scale a row and widths of multiples of 16."""
     plain = weight.group >= weight.shape[1] and weight.block == 1 and all(n % 16 == 0 for n in weight.shape)
     return plain and len(values) > LIBRARY_ROWS and values.dtype != torch.int8 and dtype == torch.bfloat16
 
 
 def _by_library(call: Scaled) -> Tensor:
-    """The product by torch's own kernels, and what they do not do after it."""
+    """The product by torch's own kernels, then `add` and `out`, which they do not support."""
     w, scale = call.weight.values.t(), call.weight.scale.float().t().contiguous()  # [K, N], [1, N]
     y = torch._scaled_mm(call.values, w, call.scales, scale, bias=call.bias, out_dtype=call.dtype)
     return call._replace(bias=None).finish(y) if call.add is not None or call.out is not None else y
@@ -159,7 +159,7 @@ def _scaled_matmul_kernel(
     tiles_m = tl.cdiv(rows, block_m)
     m = (tl.program_id(0) % tiles_m * block_m + tl.arange(0, block_m)).to(tl.int64)[:, None]  # [M, 1]
     n = (tl.program_id(0) // tiles_m * block_n + tl.arange(0, block_n)).to(tl.int64)  # [N]
-    row = tl.minimum(n, outputs - 1)[:, None]  # beyond the last row lies the last row again
+    row = tl.minimum(n, outputs - 1)[:, None]  # rows beyond the last repeat the last
     col = tl.arange(0, block_k)[None, :]
     x_ptrs = x_ptr + m * x_stride + col
     weight_ptrs = weight_ptr + row * weight_stride + col
@@ -191,7 +191,7 @@ def _scaled_matmul_kernel(
 
 def scaled_tiles(dtype: torch.dtype, rows: int, outputs: int, depth: int) -> PackedTiles:
     """The tiles that win on an H200 (bench/results/packed_sweep_*)."""
-    many = outputs >= 16384  # programs enough without cutting the depth
+    many = outputs >= 16384  # enough programs without splitting the depth
     if rows <= 64:
         split = 1 if many else split_for(outputs, 64, depth)
         return PackedTiles(max(16, triton.next_power_of_2(rows)), 64, 128, num_stages=3 if many else 4, split=split)

@@ -1,4 +1,4 @@
-"""Triton where it is installed, and otherwise a stand-in, so that kernel files can be imported on a machine without it.
+"""Triton, or a stand-in where it is not installed, so that kernel files can be imported without it.
 
 Triton comes with torch on CUDA machines. On a CPU the torch references run, and Triton is needed by the tests alone,
 which run the kernels in its interpreter (`TRITON_INTERPRET=1`).
@@ -17,7 +17,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _Missing:
-        """Answers every attribute and call with itself; a launch says what is missing."""
+        """Answers every attribute and call with itself; a launch raises."""
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -31,6 +31,6 @@ except ImportError:
     triton = tl = _Missing()
 
 NATIVE = tl.constexpr(HAS_TRITON and torch.version.cuda is not None and torch.cuda.is_available())
-"""Whether kernels run on an NVIDIA GPU, and not in Triton's interpreter, which knows no machine code."""
+"""Whether kernels run on an NVIDIA GPU, and not in Triton's interpreter, which cannot run PTX."""
 
 __all__ = ["HAS_TRITON", "NATIVE", "tl", "triton"]

@@ -26,16 +26,12 @@ def progress(sources: Mapping[str, Source], *, shown: bool = True) -> Iterator[A
 
 @contextmanager
 def passes() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar while a plan is measured: what runs, passes done, and all passes (0: unknown); on a terminal only."""
+    """Show a bar while a plan is measured, on a terminal only: the task, passes done, all passes (0: unknown)."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TimeElapsedColumn(),
-    )
+    text = rich.TextColumn("{task.description}")
+    columns = (text, rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)

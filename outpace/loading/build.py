@@ -68,16 +68,10 @@ class Loaded:
 
 
 @outside()
-def load(
-    source: str | Path | None,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    tokenizer: bool = True,
-) -> Loaded:
+def load(source: str | Path | None, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Loaded:
     """Load a plain Hugging Face model, without injection; see `find` for `source`."""
     device = device or choose_device()
-    found = find(source, dtype=dtype, device=device, tokenizer=tokenizer)
+    found = find(source, dtype=dtype, device=device)
     sources = match(found.model, found.weights, found.dtype)
     log_converted(sources, found.dtype, note="")
     with progress(sources) as advance:
@@ -103,23 +97,21 @@ def find(
         return replace(found, sampling=SAMPLING)
     if path is None:
         return _find_folder(fetch(str(source)), str(source), dtype, device, tokenizer)
-    if path.is_dir():
-        return _find_folder(path, path.resolve().name, dtype, device, tokenizer)
-    if path.suffix.lower() == ".gguf":
+    if not path.is_dir() and path.suffix.lower() == ".gguf":
         return _find_gguf(path, dtype, device)
-    return _find_folder(path, path.stem, dtype, device, tokenizer)
+    name = path.resolve().name if path.is_dir() else path.stem
+    return _find_folder(path, name, dtype, device, tokenizer)
 
 
 def _find_folder(path: Path, name: str, dtype: torch.dtype | None, device: torch.device, with_tokenizer: bool) -> Found:
-    """Find the model in a folder, or of a file of weights in such a folder."""
-    checkpoint = open_checkpoint(path)
-    folder = checkpoint.folder
+    """Find the model of a folder, or of one weight file in a folder."""
+    folder = open_checkpoint(path)
     config = read_config(folder)
     _check_kind(config, name)
     weights = _open(path, folder, config)
     lock_ahead(stored_bytes(weights.sources), device)
     dtype, reason = _decide_dtype(dtype, _own_dtype(config, weights), device)
-    tokenizer = read_tokenizer(checkpoint) if with_tokenizer else None
+    tokenizer = read_tokenizer(folder) if with_tokenizer else None
     return Found(_make_skeleton(config, dtype, folder), weights, tokenizer, name, path, dtype, reason)
 
 
@@ -147,9 +139,7 @@ def _open(path: Path, folder: Path, config: PreTrainedConfig) -> Weights:
     """The weights of a folder or file. Joining the files of several ranks needs the shapes of the model."""
     if path != folder or find_layout(folder):
         return open_weights(path)
-    model = skeleton(
-        copy.deepcopy(config), torch.float32
-    )  # a copy, because a skeleton writes its dtype into its config
+    model = skeleton(copy.deepcopy(config), torch.float32)  # a copy: a skeleton writes its dtype into its config
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return open_weights(path, shapes=shapes, splits=partial(known_splits, model))
 
@@ -174,7 +164,7 @@ def _own_dtype(config: PreTrainedConfig, weights: Weights) -> torch.dtype:
     own: Any = config.dtype or next(stored, torch.float32)
     own = getattr(torch, own, own) if isinstance(own, str) else own
     if not isinstance(own, torch.dtype) or not own.is_floating_point:
-        raise ModelError(f"model: config.json: dtype: {own!r:.60} is not a dtype of weights; correct it, or remove it")
+        raise ModelError(f"model: config.json: dtype: {own!r:.60} is no floating-point dtype; correct it, or remove it")
     return own
 
 

@@ -67,7 +67,7 @@ def install(name: str, make: Callable[[Path], None]) -> Path:
                 _check_free(target)
                 _make_whole(target, make)
     except Exception as error:
-        if (problem := _of_the_system(error)) is None:
+        if (problem := _system_message(error)) is None:
             raise
         raise OutpaceError(
             f"OUTPACE_CACHE: cannot write to {target.parent} ({problem}); "
@@ -76,8 +76,8 @@ def install(name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _of_the_system(error: Exception) -> str | None:
-    """The system's message, if it caused the error. safetensors and tokenizers raise it as other types."""
+def _system_message(error: Exception) -> str | None:
+    """The operating system's message; None: the error is another. safetensors and tokenizers do not raise OSError."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     found = _RUST_OS_ERROR.search(str(error))

@@ -2,7 +2,7 @@
 
 Only embeddings, norms and biases are loaded. When a linear is called, its inputs come from linears that are already
 quantized. It reads its weight, quantizes it, passes it on, and continues with the output of the quantized weight. So
-one weight at a time is in memory, besides the activations of all calibration tokens.
+memory holds one weight at a time, and the activations of all calibration tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,12 +54,13 @@ def calibrate(
     device: torch.device,
     give: Give,
 ) -> dict[str, Tensor]:
-    """Quantize the linears of a skeleton that are in `schemes`, by path; returns other tensors that changed, by name.
+    """Quantize the linears of a skeleton; returns the other tensors that changed, by name.
 
-    sources: the source of each tensor of the model.
+    sources: the source of each tensor of the model. schemes: path of a linear -> its scheme.
     """
     runs = _Runs(model, sources, device)
     changed: dict[str, Tensor] = {}
+    made = Folds()
     if asked.smooth is not None:
         watching = _Watching()
         before = runs.run(asked.tokens, watching)
@@ -70,9 +71,7 @@ def calibrate(
         changed = {name: value.data.cpu() for path in made.norms for name, value in runs.parameters(path)}
         biases = {path: made.bias(path, runs.bias(path)) for path in made.rows}
         changed.update({f"{path}.bias": bias.cpu() for path, bias in biases.items() if bias is not None})
-        runs.run(asked.tokens, _Quantizing(schemes, asked.method, give, made))
-    else:
-        runs.run(asked.tokens, _Quantizing(schemes, asked.method, give, Folds()))
+    runs.run(asked.tokens, _Quantizing(schemes, asked.method, give, made))
     return changed
 
 
@@ -126,7 +125,10 @@ class _Quantizing(_Linears):
         if scheme is None:
             return F.linear(x, weight, bias)
         if path in self.done:
-            raise NotSupported(f"method: {path} is called several times in one pass; quantize this model without it")
+            raise NotSupported(
+                f"method: {path} is called several times in one pass, so it cannot be calibrated; remove method and "
+                "smooth"
+            )
         self.done.add(path)
         rows = x if scheme.activations is None else rounded_rows(x, scheme.activations)
         if self.method == "gptq":
@@ -189,8 +191,8 @@ class _Runs:
         made = folds(layers, self._modules.__contains__, maxima, head_dim, alpha)
         if not made:
             raise NotSupported(
-                f"smooth: {type(self._model).__name__} has no norm before quantized linears that is known by its name "
-                "(input_layernorm, post_attention_layernorm); remove it"
+                f"smooth: {type(self._model).__name__} has no norm with a known name (input_layernorm, "
+                "post_attention_layernorm) before quantized linears; remove it"
             )
         for path, factor in made.norms.items():
             for _, parameter in self.parameters(path):
@@ -218,6 +220,6 @@ def _check_folds(before: Tensor, after: Tensor, name: str) -> None:
     """Refuse a model whose outputs change by folding."""
     if float((before - after).abs().max()) > TOLERANCE * float(before.abs().max()):
         raise NotSupported(
-            f"smooth: {name} computes more between norms and linears than their names tell, so factors "
-            "cannot be folded; remove it"
+            f"smooth: {name} computes something between its norms and linears that their names do not show, so "
+            "factors cannot be folded; remove it"
         )

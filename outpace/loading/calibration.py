@@ -15,7 +15,7 @@ from outpace.log import chosen
 
 WINDOW = 1024
 """Maximum tokens of a window."""
-LEAST = 16
+MIN_TOKENS = 16
 """Minimum tokens of a text."""
 
 
@@ -29,15 +29,15 @@ def read_calibration(asked: CalibrationConfig, tokenizer: PreTrainedTokenizerBas
         name, content = read_text(text)
         if isinstance(content, str) and tokenizer is None:
             raise ConfigError(
-                "quant.calibration.text: a text is read with the model's tokenizer, and it has none; put the "
-                "tokenizer's files into its folder, or give token ids (a module without a tokenizer, in Python)"
+                "quant.calibration.text: the model has no tokenizer to read a text with; put the tokenizer's files "
+                "into its folder, or give token ids (in Python)"
             )
         tokens = read_tokens(tokenizer, content, None)
     except InputError as error:
         raise ConfigError(f"quant.calibration.{error}") from error
-    if len(tokens.ids) < LEAST:
+    if len(tokens.ids) < MIN_TOKENS:
         raise ConfigError(
-            f"quant.calibration.text: {len(tokens.ids)} tokens are too few, at least {LEAST} are needed; give a "
+            f"quant.calibration.text: {len(tokens.ids)} tokens are too few, at least {MIN_TOKENS} are needed; give a "
             "longer text"
         )
     return name, tokens

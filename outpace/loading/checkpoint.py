@@ -1,7 +1,6 @@
 """Finds the folder of a model by its name, and checks its files before any weights are read."""
 
 import re
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -22,17 +21,7 @@ _TOKENIZER_FILES = (
 )
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder with a complete Hugging Face model."""
-
-    folder: Path
-    has_tokenizer: bool
 
 
 def local_path(source: str | Path) -> Path | None:
@@ -79,8 +68,8 @@ def fetch(name: str) -> Path:
     return folder
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Check that a folder (or the folder of a weight file) has a config and complete weight files."""
+def open_checkpoint(path: Path) -> Path:
+    """The folder of a model or of a weight file, after a check that it has a config and complete weight files."""
     folder = path if path.is_dir() else path.parent
     if path != folder and path.suffix.lower() not in WEIGHT_FILES:
         raise ModelError(
@@ -110,10 +99,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
             files[0].name,
             "the folder has no safetensors; only tensors are read, code in the file never runs",
         )
-    return Checkpoint(folder, holds_tokenizer(folder))
+    return folder
 
 
 def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 

@@ -67,7 +67,7 @@ class Chooser:
 
     @property
     def _auto(self) -> AutoQuantConfig:
-        assert self.quant.auto is not None, "asked before"
+        assert self.quant.auto is not None, "a plan is chosen only if quant.auto is set"
         return self.quant.auto
 
     def choose(self) -> QuantPlan:
@@ -75,14 +75,13 @@ class Chooser:
         asked = {weight: schemes for weight in self.weights if (schemes := self._schemes(weight))}
         if not asked:
             raise ConfigError(
-                f"quant.auto: {type(self.model).__name__} has no linears that could be quantized; remove it"
+                f"quant.auto: {type(self.model).__name__} has no linears that can be quantized; remove it"
             )
         if self._auto.max_perplexity_increase is None:  # fail before minutes of measuring
-            unknown = {weight: dict.fromkeys(schemes, 0.0) for weight, schemes in asked.items()}
-            self._within(Choices([self._options(weight, unknown.get(weight, {})) for weight in self.weights]))
+            self._within(self._choices({weight: dict.fromkeys(schemes, 0.0) for weight, schemes in asked.items()}))
         before = self._loss("the model as it is", self.calibration, {})
         found = self._estimates(asked)
-        choices = Choices([self._options(weight, found.get(weight, {})) for weight in self.weights])
+        choices = self._choices(found)
         if self._auto.max_perplexity_increase is None:
             picks = self._within(choices)
         else:
@@ -101,6 +100,9 @@ class Chooser:
         windows = [tokens.of(each) for each in make_windows(tokens, length)[:count]]
         windows = [ids for ids in windows if len(ids) == len(windows[0])]
         return estimates(self.model, asked, windows, self._passes("estimates"))
+
+    def _choices(self, found: Estimates) -> Choices:
+        return Choices([self._options(weight, found.get(weight, {})) for weight in self.weights])
 
     def _options(self, weight: Weight, found: Mapping[Scheme, float]) -> list[Option]:
         """The options of a weight, smallest first. A weight without estimates is not quantized."""
@@ -131,8 +133,8 @@ class Chooser:
     def _below(self, choices: Choices, before: float, limit: float) -> list[int]:
         """The smallest choice whose measured loss grows by at most the limit.
 
-        Estimates decide the order in which weights get more bytes, measurements how far to go: a bisection moves the
-        bound on the sum of estimates between one that holds and one that fails.
+        Estimates decide which weights get more bytes first; measurements decide when to stop: a bisection between a
+        sum of estimates that stays below the limit and one that does not.
         """
         target, holds, fails, most = limit, 0.0, math.inf, 0
         best: list[int] | None = None

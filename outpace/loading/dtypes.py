@@ -28,7 +28,7 @@ def default_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """The default dtype of `init_inference`, and the reason."""
     if device.type == "cuda":
         return torch.float16, "DeepSpeed's default on a GPU; give dtype= for another"
-    return torch.float32, "a CPU is fastest and exact in it; give dtype= for another"
+    return torch.float32, "fastest and most exact on a CPU; give dtype= for another"
 
 
 def native_on_cpu(dtype: torch.dtype) -> bool:

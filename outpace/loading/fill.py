@@ -40,7 +40,7 @@ def settle(model: nn.Module, before: Before, device: torch.device | None = None,
 
 
 def _settle(target: Target, before: Before, device: torch.device | None, uses: Counter[str]) -> None:
-    """Settle one weight. uses: how many weights still need a tensor of the model."""
+    """Convert, fuse and move one weight. uses: number of weights that still need each tensor of the model."""
     parts = target.recipe.parts
     if target.recipe.is_whole:
         parameter = before.tensors[parts[0].name]
@@ -79,6 +79,7 @@ def check_buffers(model: nn.Module, sources: Mapping[str, Source]) -> None:
 
 
 def settle_buffers(model: nn.Module, before: Before, device: torch.device | None) -> None:
+    """Convert and move the buffers of a model."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             buffer.data = buffer.data.to(device=device, dtype=before.dtypes.get(name, buffer.dtype))
@@ -123,10 +124,9 @@ def _fill(
     filled part by part.
     """
     found = [target for target in every if target.recipe.scheme is None]
-    weights = _allocated(found, device)
-    made = zip(found, weights, strict=True)
+    made = list(zip(found, _allocated(found, device), strict=True))
     work = [job for target, weight in made for job in jobs(target.recipe, weight, sources)]
-    for target, weight in zip(found, weights, strict=True):
+    for target, weight in made:
         _keep(target, weight, sources, before)
     parts = _stored_parts([target for target in every if target.runs_as_stored], sources, device)
     later = [target for target in every if target.recipe.scheme is not None and not target.runs_as_stored]
@@ -138,14 +138,14 @@ def _fill(
     stream(work, device, advance, groups)
     if groups and device.type == "cuda":
         torch.cuda.empty_cache()  # the memory of assembled weights belongs to another stream
-    for target, weight in zip(found, weights, strict=True):
+    for target, weight in made:
         target.give(weight)
 
 
 def _stored_parts(found: list[Target], sources: Mapping[str, Source], device: torch.device) -> list[StoredPart]:
     """Allocate the weights that run as they are stored; returns the groups that fill them."""
     parts: list[StoredPart] = []
-    with _in_words(found, device):
+    with _memory_errors(found, device):
         for target in found:
             made = target.empty_parts(device)
             target.give_all(made)
@@ -163,7 +163,7 @@ def _keep(target: Target, weight: Tensor, sources: Mapping[str, Source], before:
 class _Scratch:
     """Reusable memory on a CPU in which weights are assembled.
 
-    Allocating memory for each, between weights that stay, would leave holes that malloc never returns.
+    New memory for each weight would lie between weights that stay, and leave holes that malloc never returns.
     """
 
     def __init__(self, size: int) -> None:
@@ -186,7 +186,7 @@ class _Scratch:
         except RuntimeError as error:  # torch's errors of memory
             raise ModelError(
                 f"model: a weight of {size_text(self._size)} is assembled in memory before it is quantized, but there "
-                "is not that much left; free some, or use a smaller dtype, a smaller model or another machine"
+                "is not enough free memory; free some, or use a smaller dtype, a smaller model or another machine"
             ) from error
 
     def give_back(self, weight: Tensor) -> None:
@@ -231,7 +231,7 @@ class _Waiting:
         return list(jobs(self._target.recipe, self._weight, self._sources))
 
     def end(self) -> None:
-        assert self._weight is not None, "it has begun"
+        assert self._weight is not None, "end is called after begin"
         weight, self._weight = self._weight, None
         self._target.give(weight)
         if self._scratch is not None:
@@ -239,18 +239,18 @@ class _Waiting:
 
 
 def _allocated(found: list[Target], device: torch.device) -> list[Tensor]:
-    """Allocate all weights, or raise an error that says how much is needed."""
-    with _in_words(found, device):
+    """Allocate all weights, or raise an error with the size that is needed."""
+    with _memory_errors(found, device):
         return [target.empty(device) for target in found]
 
 
 @contextmanager
-def _in_words(found: list[Target], device: torch.device) -> Iterator[None]:
+def _memory_errors(found: list[Target], device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's errors of memory, of every device
         size = sum(target.nbytes for target in found)
         raise ModelError(
-            f"model: its weights take {size_text(size)} on {device}, which has not that much left; free some, or use a "
-            "smaller dtype, a smaller model or another device"
+            f"model: its weights take {size_text(size)} on {device}, which has not enough free memory; free some, or "
+            "use a smaller dtype, a smaller model or another device"
         ) from error

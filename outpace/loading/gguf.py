@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from outpace.loading.weights import Weights
 
-# Errors of the reader, numpy and Python for damaged files.
 Result = TypeVar("Result")
 _READER_ERRORS = (ValueError, LookupError, TypeError, ArithmeticError, OSError, MemoryError)
+"""Errors of the reader, numpy and Python for damaged files."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def _checked(path: Path, read: Callable[[GGUFReader], Result]) -> Result:
-    """Call `read` on a file; damage is a ModelError."""
+    """Call `read` on a file. A damaged file is a ModelError."""
     if path.is_file():
         check_fetched(path)
     reader = _open(path)
@@ -111,9 +111,8 @@ class _BoundedReader(GGUFReader):
     """A GGUFReader that raises at the end of a truncated file, where GGUFReader silently returns less."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
-        if isinstance(
-            self.data, np.memmap
-        ):  # slicing a plain view of it is cheaper: 0.9 s, not 3.1, for 98,000 strings
+        if isinstance(self.data, np.memmap):
+            # slices of a plain array are cheaper: 98,000 strings take 0.9 s instead of 3.1 s
             self.data = self.data.view(np.ndarray)  # type: ignore[assignment]
         if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
             raise ValueError("it ends early")

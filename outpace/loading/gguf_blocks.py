@@ -28,7 +28,7 @@ class Layout:
     size: int
     """Bytes of a block."""
     read: Callable[[Tensor], Groups]
-    half: bool = False
+    nibbles: bool = False
     """4-bit values, where 8 means 0 if there is no minimum; False: signed 8-bit values."""
     own_scale: bool = True
     """The file stores each group's scale in float16; False: it is a product of two numbers."""
@@ -84,7 +84,7 @@ class GGUFWeight(StoredWeight):
             values, scale, zero = _with_zero(values, scale, lowest, scales)
         scale = scale.half() if layout.own_scale and zero is None else scale.to(scales)
         columns = values.shape[2]
-        flat = pack_nibbles(values.flatten(1)) if layout.half else values.flatten(1).to(torch.int8)
+        flat = pack_nibbles(values.flatten(1)) if layout.nibbles else values.flatten(1).to(torch.int8)
         return Packed(flat, scale.squeeze(2), None if zero is None else zero.squeeze(2), self.shape, columns)
 
 
@@ -146,14 +146,14 @@ def _q6_k(raw: Tensor) -> Groups:
 
 LAYOUTS: Mapping[str, Layout] = {
     "Q8_0": Layout(34, lambda raw: (raw[..., 2:].contiguous().view(torch.int8), _half(raw, 0), None)),
-    "Q4_0": Layout(18, lambda raw: (_nibbles(raw[..., 2:], 16), _half(raw, 0), None), half=True),
-    "Q4_1": Layout(20, lambda raw: (_nibbles(raw[..., 4:], 16), _half(raw, 0), _half(raw, 2)), half=True),
+    "Q4_0": Layout(18, lambda raw: (_nibbles(raw[..., 2:], 16), _half(raw, 0), None), nibbles=True),
+    "Q4_1": Layout(20, lambda raw: (_nibbles(raw[..., 4:], 16), _half(raw, 0), _half(raw, 2)), nibbles=True),
     "Q5_0": Layout(22, _q5_0),
     "Q5_1": Layout(24, lambda raw: (_nibbles(raw[..., 8:], 16) | _fifth(raw[..., 4:8]), _half(raw, 0), _half(raw, 2))),
     "Q4_K": Layout(
         144,
         lambda raw: (_nibbles(raw[..., 16:], 32).reshape(len(raw), -1, 32), *_k_scales(raw)),
-        half=True,
+        nibbles=True,
         own_scale=False,
     ),
     "Q5_K": Layout(176, _q5_k, own_scale=False),

@@ -59,7 +59,7 @@ _READ = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scale_linear"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
-# Keys that have no effect if they have this value; None: whatever their value.
+# Keys that have no effect if they have this value; None: whatever the value.
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True,
     "attention.layer_norm_epsilon": None,  # no layer norms here, only RMS norms

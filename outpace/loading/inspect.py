@@ -88,7 +88,7 @@ def check_model(model: object, *, empty: bool = False) -> nn.Module:
     made = next((module for module in model.modules() if isinstance(module, Made)), None)
     if made is not None:  # its weights no longer have their original names
         what = "its linears are quantized" if isinstance(made, PackedLinear | PackedExperts) else "its layers are fused"
-        raise ModelError(f"model: {what} already; use the engine that did it, or load the model again")
+        raise ModelError(f"model: {what} already; use the engine that it is part of, or load the model again")
     return model
 
 
@@ -100,7 +100,7 @@ def encoder_decoder(name: str, kind: str | None = None) -> NotSupported:
     )
 
 
-def use_engine(kind: str | None = None) -> str:
+def use_engine(kind: str | None) -> str:
     """The remedy for a model that `LLM` and `verify` cannot run. kind: its class, if it is not loaded yet."""
     load = "" if kind is None else f"load it with transformers ({kind}.from_pretrained) and "
     return f"{load}call it with outpace.init_inference(model)"

@@ -88,6 +88,7 @@ class Run:
 
 
 def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Iterator[Job]:
+    """The jobs that fill a weight. Parts without a source get none."""
     for part in recipe.parts:
         for piece in sources[part.name].pieces if part.name in sources else ():
             job = _fit(part, piece, weight)
@@ -96,7 +97,7 @@ def jobs(recipe: Recipe, weight: Tensor, sources: Mapping[str, Source]) -> Itera
 
 
 def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
-    """The job for one piece; None: the weight uses nothing of it."""
+    """The job for one piece; None: the weight does not use it."""
     piece = piece if piece.shape else _one_dim(piece)
     into, single = _box(piece.into, part.shape)
     take, dropped = _box(piece.take, piece.shape)
@@ -132,7 +133,7 @@ def _fit(part: Part, piece: Piece, weight: Tensor) -> Job | None:
 
 
 def _cut(part: Part, into: list[tuple[int, int]]) -> tuple[list[int], list[int]] | None:
-    """(starts, stops) of the part of a region of the model's tensor that is in the slice; None: nothing is."""
+    """(starts, stops) of the overlap of a region of the model's tensor with the part's slices; None: no overlap."""
     lows, highs = [low for low, _ in into], [high for _, high in into]
     for each in part.slices:
         dim, first = each.dim, each.start

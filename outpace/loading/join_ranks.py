@@ -57,8 +57,7 @@ def _fits(split: Split, parts: Sequence[Source], shape: Shape) -> bool:
 
 
 class Wanted:
-    """Shapes and splits of the model's tensors, found by names of a checkpoint; either name may have a longer
-    prefix."""
+    """Shapes and splits of the model's tensors, looked up by names of a checkpoint, which may lack or add a prefix."""
 
     def __init__(self, shapes: Mapping[str, Shape], splits: Splits | None = None) -> None:
         self.shapes = shapes
@@ -127,7 +126,7 @@ def _by_name(where: str, name: str, parts: list[Source]) -> int | None:
             raise ModelError(f"{where}: ranks hold the shapes {shapes[:4]}, and its name does not say how to join them")
         if len(shapes[0]) > 1 and "position_embeddings" not in name:
             raise ModelError(
-                f"{where}: neither its name nor a tensor of the model tells how ranks split it; check that the "
+                f"{where}: neither its name nor a tensor of the model shows how ranks split it; check that the "
                 "checkpoint belongs to this model"
             )
         return None
@@ -166,7 +165,7 @@ def _part(found: Any) -> RankPart:
 
 
 def join_parts(where: str, held: Sequence[tuple[RankPart, Source]]) -> Source:
-    """Join parts that describe themselves. Overlaps are used once; gaps are an error."""
+    """Join the parts in files of `outpace shard`. Overlaps are used once; gaps are an error."""
     part, first = held[0]
     stretches: list[tuple[int, int, int, Source]] = []
     for own, source in held:

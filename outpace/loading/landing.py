@@ -1,4 +1,4 @@
-"""How a thread moves bytes of files into weights: directly on a CPU, through page-locked memory to a GPU."""
+"""Moves bytes of files into weights: directly on a CPU, through page-locked memory to a GPU."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ class Files:
 
 
 class Landing(Protocol):
-    """How a thread moves bytes into weights."""
+    """Moves bytes into weights."""
 
     def begin(self) -> None:
         """Called by each thread before anything else."""
@@ -90,7 +90,10 @@ class Host:
 
 
 class _Slot:
-    """A buffer of page-locked memory, and the event after its copy. It is allocated by its first user, in parallel."""
+    """A buffer of page-locked memory, and the event after its copy.
+
+    The first thread that uses it allocates it, so that several buffers are allocated in parallel.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -16,6 +16,7 @@ from outpace.errors import ConfigError, InputError, ModelError
 from outpace.loading.bars import passes
 from outpace.loading.calibration import read_calibration
 from outpace.loading.choose_plan import WINDOW, Chooser, Report, Sample
+from outpace.loading.dtypes import short
 from outpace.loading.fill import fill, settle
 from outpace.loading.inspect import ModelInfo
 from outpace.loading.memory import free_bytes
@@ -28,8 +29,8 @@ from outpace.log import chosen, logger, size_text
 from outpace.quant.picture import can_draw, draw
 from outpace.quant.plan import QuantPlan
 
-ENOUGH = 256
-"""Minimum tokens after those of the calibration to evaluate on."""
+MIN_EVALUATION = 256
+"""Minimum tokens that must be left after the calibration; with fewer, the built-in text is used for evaluation."""
 
 
 def measured_plan(
@@ -47,7 +48,7 @@ def measured_plan(
     sources: fill a temporary copy of the model with these; None: the model has its own weights, which are converted and
     moved to the device.
     """
-    assert quant.auto is not None, "asked before"
+    assert quant.auto is not None, "a plan is measured only if quant.auto is set"
     if not info.can_generate or info.kind != "causal":
         raise ConfigError(
             f"quant.auto: {type(module).__name__} predicts no next token, so there is no perplexity to measure; "
@@ -59,7 +60,7 @@ def measured_plan(
     sizes = {name: value.numel() * before.dtypes[name].itemsize for name, value in module.named_parameters()}
     linears = sum(math.prod(weight.shape) * dtype.itemsize for weight in weights if not weight.tied)
     _check_room(module, sizes, sources is not None, dtype, device)
-    with torch.inference_mode(False), _in_words(device), passes() as report:  # the estimates need gradients
+    with torch.inference_mode(False), _memory_errors(device), passes() as report:  # the estimates need gradients
         if sources is None:
             settle(module, before, device)
             model = module
@@ -67,14 +68,13 @@ def measured_plan(
             model = _filled(module, dtype, sources, device, report)
         model.eval()
         others = sum(sizes.values()) - linears
-        itemsize = dtype.itemsize
-        plan = Chooser(model, weights, quant, itemsize, calibration, evaluation, others, report).choose()
+        plan = Chooser(model, weights, quant, dtype.itemsize, calibration, evaluation, others, report).choose()
     del model
     if sources is not None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    _tell(plan, quant.auto)
+    _report(plan, quant.auto)
     return plan
 
 
@@ -95,7 +95,7 @@ def _samples(
         calibration = Sample.of(name, TextTokens(first, tokens.prefix, None), window)
     except InputError as error:
         raise ConfigError(f"quant.calibration.{error}") from error
-    if len(rest) < ENOUGH and tokenizer is not None and quant.calibration.text is not None:
+    if len(rest) < MIN_EVALUATION and tokenizer is not None and quant.calibration.text is not None:
         name, rest = "built-in text", read_tokens(tokenizer, built_in_text(), count).ids
     elif rest:
         name = f"the rest of {name}"
@@ -114,18 +114,18 @@ def _check_room(
     needed = sum(size for name, size in sizes.items() if name not in there) + 8 * largest
     free = free_bytes(device)
     if free is not None and needed > free:
-        raise _too_large(f"{size_text(sum(sizes.values()))} in {dtype}".replace("torch.", ""), device)
+        raise _too_large(f"{size_text(sum(sizes.values()))} in {short(dtype)}", device)
 
 
 def _too_large(what: str, device: torch.device) -> ModelError:
     return ModelError(
         f"quant.auto: the whole model ({what}) is on {device} while it is measured, but there is not enough memory; "
-        "measure it once on a machine that has (outpace quantize --auto, device='cpu'), and give the plan as quant.plan"
+        "measure it on a machine with more (outpace quantize --auto, device='cpu'), and give the plan as quant.plan"
     )
 
 
 @contextmanager
-def _in_words(device: torch.device) -> Iterator[None]:
+def _memory_errors(device: torch.device) -> Iterator[None]:
     """Turn torch's out-of-memory errors into ours."""
     try:
         yield
@@ -160,7 +160,7 @@ def _check_out(auto: AutoQuantConfig) -> None:
         raise ConfigError(f"quant.auto.out: {path} is a folder; give the name of a file")
 
 
-def _tell(plan: QuantPlan, auto: AutoQuantConfig) -> None:
+def _report(plan: QuantPlan, auto: AutoQuantConfig) -> None:
     """Report the plan in the log, and in files if they are requested."""
     for weight in plan.weights:
         chosen(weight.title, weight.got, weight.why)

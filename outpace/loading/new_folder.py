@@ -1,4 +1,4 @@
-"""Creates a folder atomically, and never replaces one that somebody else put there."""
+"""Creates a folder atomically, and never replaces one that another program put there."""
 
 import errno
 import fcntl
@@ -64,7 +64,7 @@ def _put(partial: Path, target: Path, replaces: Callable[[Path], bool]) -> None:
     except BaseException:
         if not _renamed(old, target):  # keep it under a name that later runs do not remove
             kept = old.rename(target.with_name(old.name.removeprefix(".")))
-            logger.warning("%s was replaced by somebody else; the old folder is now %s", target, kept)
+            logger.warning("%s was replaced by another program; the old folder is now %s", target, kept)
         raise
     finally:
         if lock is not None:

@@ -37,19 +37,19 @@ def numbers_of(model: nn.Module, dtype: torch.dtype) -> Numbers:
     outside = {name: weight for name, weight in model.named_parameters() if id(weight) not in inside}
     embedding, head = _ends(model)
     tied = head is None or head is embedding
+    output = embedding if head is None else head
     rest = sum(weight.numel() for weight in outside.values()) * dtype.itemsize
-    heads = {name: _head_bytes(head if head is not None else embedding, name, tied, dtype) for name in names}
+    heads = {name: _head_bytes(output, name, tied, dtype) for name in names}
     found = [_Weights(model, layer, dtype) for layer in layers]
     made = tuple(weights.layer(names, _attention(config, index, dtype)) for index, weights in enumerate(found))
-    chosen_by = head if head is not None else embedding
     width = int(getattr(config, "hidden_size", 0) or 0)
     inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
-    vocabulary = 0 if chosen_by is None else chosen_by.shape[0]
+    vocabulary = 0 if output is None else output.shape[0]
     return Numbers(
         layers=made,
         rest={name: rest + (0 if tied else heads[name] - heads[names[0]]) for name in names},
         head=heads,
-        head_flops=0 if chosen_by is None else 2 * chosen_by.numel(),
+        head_flops=0 if output is None else 2 * output.numel(),
         workspace=CONTEXT,
         token_workspace=dtype.itemsize * (2 * inner + 6 * width),  # as loading.offload reserves
         hidden_bytes=2 * dtype.itemsize * width,

@@ -37,7 +37,7 @@ def plan_streaming(
     sources: Mapping[str, Source] | None,
     mesh: Mesh,
 ) -> Streaming | None:
-    """How layers are streamed, as the config asks; None: all layers stay on the device."""
+    """Decide which layers are streamed, and from where; None: all layers stay on the device."""
     if not places_weights(config):
         return None
     found = find_layers(model)
@@ -71,7 +71,7 @@ def plan_streaming(
 def _room(
     config: InferenceConfig, layers: Layers, reserved: int, key: str | None, mesh: Mesh, device: torch.device
 ) -> Room:
-    """The room for layers; if one rank finds an error, all ranks fail."""
+    """The memory for layers; if one rank finds an error, all ranks fail."""
 
     def find() -> Room:
         path = folder(config)

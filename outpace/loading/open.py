@@ -7,6 +7,7 @@ from typing import Any
 from outpace.errors import ModelError
 from outpace.loading.checkpoint import local_path
 from outpace.loading.descriptor import Descriptor, read_descriptor
+from outpace.loading.dtypes import short
 from outpace.loading.foreign.method import stored_settings
 from outpace.loading.join_ranks import RankPart, Shape, Splits, Wanted, join_parts, join_ranks, read_parts
 from outpace.loading.layout import DESCRIPTOR, SAVE_ID, Layout, find_layout, lone_safetensors, read_index
@@ -77,7 +78,7 @@ def _open(source: str | Path | Mapping[str, Any], base_dir: str, wanted: Wanted,
 
 
 def _find(source: str | Path, base_dir: str) -> Path:
-    """The file or folder of `source`, inside base_dir or not."""
+    """The file or folder of `source`, looked up in base_dir first."""
     base = Path(base_dir).expanduser()
     if base_dir and (below := base / source).absolute().is_relative_to(base.absolute()) and below.exists():
         return below
@@ -169,7 +170,7 @@ def _of_descriptor(found: Descriptor, wanted: Wanted) -> tuple[int, Weights]:
         if both := sources.keys() & split.keys():
             raise ModelError(f"{found.origin}: {min(both)[:200]!r} is both in non_tp and in tp; save it again")
         sources |= split
-    floats = {str(source.dtype).removeprefix("torch.") for source in sources.values() if source.dtype.is_floating_point}
+    floats = {short(source.dtype) for source in sources.values() if source.dtype.is_floating_point}
     if found.dtype and floats and found.dtype not in floats:
         raise ModelError(f"{found.origin}: dtype: the files hold {', '.join(sorted(floats))}, not {found.dtype}")
     return degree, Weights(found.origin, sources)
@@ -195,7 +196,7 @@ def _check_together(found: Descriptor) -> None:
 
 
 def _of_split(found: Descriptor, wanted: Wanted) -> dict[str, Source]:
-    """Join the files of ranks: those of `outpace shard` describe their parts, others are joined by shapes."""
+    """Join the files of ranks: those of `outpace shard` by the parts in their metadata, others by shapes."""
     ranks: list[dict[str, Source]] = []
     parts: dict[str, list[tuple[RankPart, Source]]] = {}
     for files in found.ranks:
@@ -235,8 +236,7 @@ def _union(
             if found.setdefault(name, source) is not source and name not in settled:
                 raise ModelError(f"model: {name[:200]!r} is in two files, {owner[name]} and {path}; {remedy}")
             owner.setdefault(name, path)
-    if stale := sorted(
-        places.keys() - found.keys()
-    ):  # only a warning: if the model needs them, they are reported as missing
+    if stale := sorted(places.keys() - found.keys()):
+        # only a warning: tensors that the model needs are reported as missing later
         logger.warning("weights that the index lists and no file has: %s (%d)", ", ".join(stale[:5]), len(stale))
     return found

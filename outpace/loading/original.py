@@ -1,4 +1,4 @@
-"""Opens a checkpoint that is written again in another form, and copies the files other than its weights."""
+"""Opens a checkpoint to write it in another form (shards, quantized), and copies its files other than weights."""
 
 import json
 import shutil
@@ -15,14 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from outpace.errors import InputError, ModelError
 from outpace.inject.split import known_splits
 from outpace.loading.cache import models_dir
-from outpace.loading.checkpoint import fetch, local_path, weight_files
-from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
+from outpace.loading.checkpoint import weight_files
+from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING
 from outpace.loading.foreign.method import CONFIG_KEYS, OLD_GPTQ
 from outpace.loading.gguf import read_gguf
 from outpace.loading.layout import DESCRIPTOR
 from outpace.loading.open import open_weights
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
-from outpace.loading.read_tokenizer import is_default
+from outpace.loading.read_tokenizer import model_path
 from outpace.loading.sampling_defaults import FILE
 from outpace.loading.unchanged import Unchanged
 from outpace.loading.weights import Weights
@@ -34,7 +34,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Original:
-    """A checkpoint that is written again in another form."""
+    """A checkpoint that will be written in another form."""
 
     path: Path
     config: PreTrainedConfig
@@ -49,8 +49,7 @@ class Original:
     @classmethod
     def of(cls, model: str | Path | None, out: Path) -> "Original":
         """Find and open a model that will be written to `out`; a model on Hugging Face is downloaded."""
-        path = None if model is None else local_path(model)
-        path = default_model_path() if is_default(model, path) else (path or fetch(str(model))).resolve()
+        path = model_path(model).resolve()
         if path.is_relative_to(out.expanduser().resolve()):
             raise InputError(f"out: {out} holds the model itself; give another folder")
         config, beside = _of_gguf(path) if path.suffix.lower() == ".gguf" else _of_folder(path)
@@ -85,7 +84,8 @@ def _copy_beside(folder: Path, target: Path) -> None:
             if path.is_file() and not copied.exists() and not any(path.match(other) for other in _NOT_BESIDE):
                 copied.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copied)
-    if folder.resolve() == (models_dir() / DEFAULT_MODEL).resolve():  # the copy is not recognized as the default model
+    if folder.resolve() == (models_dir() / DEFAULT_MODEL).resolve():
+        # the copy is no longer recognized as the default model, so it needs the sampling values in a file
         set_entries(target / FILE, do_sample=True, **SAMPLING)
 
 
@@ -101,13 +101,14 @@ def _of_gguf(path: Path) -> tuple[PreTrainedConfig, Callable[[Path], None]]:
 
 
 def set_entries(config: Path, **entries: Any) -> None:
+    """Set entries of a JSON config."""
     content = json.loads(config.read_text())
     if "dtype" in entries:
         content.pop("torch_dtype", None)  # its older name
     config.write_text(json.dumps(content | entries, indent=2) + "\n")
 
 
-def say_plain(config: Path) -> None:
+def remove_quantization(config: Path) -> None:
     """Remove quantization entries from a config.json, because weights are written plain."""
     content = json.loads(config.read_text())
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]

@@ -17,7 +17,8 @@ from outpace.log import size_text
 class Kind(NamedTuple):
     """The kind of folder that --force may replace."""
 
-    words: str
+    contents: str
+    """Its contents, for errors."""
     sign: str
     """How such a folder is recognized, for errors."""
     holds: Callable[[Path], bool]
@@ -33,7 +34,7 @@ def out_folder(
             yield folder
     except FileExistsError as error:
         check_out(out, kind, force=force, field=field)
-        raise InputError(f"{field}: {out} was changed while {kind.words} for it were written; try again") from error
+        raise InputError(f"{field}: {out} was changed while {kind.contents} for it were written; try again") from error
     except OSError as error:
         if error.filename is not None and not _is_written(Path(os.fsdecode(error.filename)), out):
             raise unreadable(os.fsdecode(error.filename), error) from error
@@ -54,11 +55,11 @@ def check_out(out: Path, kind: Kind, *, force: bool, field: str = "out") -> Path
     if out.is_dir() and any(out.iterdir()):
         if not kind.holds(out):
             raise InputError(
-                f"{field}: {out} is not empty and holds no {kind.words} ({kind.sign}), so it is never replaced"
+                f"{field}: {out} is not empty and holds no {kind.contents} ({kind.sign}), so it is never replaced"
             )
         if not force:
             raise InputError(
-                f"{field}: {out} holds {kind.words} already; give --force to replace them, or another folder"
+                f"{field}: {out} holds {kind.contents} already; give --force to replace them, or another folder"
             )
     return out
 
@@ -80,6 +81,7 @@ def check_space(out: Path, needed: int, field: str = "out") -> None:
 
 
 def files_of(sources: Mapping[str, Source]) -> set[Path]:
+    """The files that hold the sources."""
     places = (piece.place for source in sources.values() for piece in source.pieces)
     return {place.path for place in places if isinstance(place, Extent)}
 

@@ -45,7 +45,7 @@ def fetch(wanted: Wanted, target: Path, limit_s: float) -> None:
     import httpx
 
     found = sources()
-    said: list[str] = []
+    errors: list[str] = []
     try:
         client = _client(found)
     except (ImportError, ValueError, OSError) as error:  # an unusable proxy, an invalid file of certificates
@@ -57,8 +57,8 @@ def fetch(wanted: Wanted, target: Path, limit_s: float) -> None:
                 getter.get(wanted, place, target)
                 return
             except (_Refused, httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OSError, ValueError) as error:
-                said.append(f"{_shown(place)}: {str(error) or type(error).__name__}")
-    raise DownloadError("; ".join(said) or "the settings of pip or uv allow no index")
+                errors.append(f"{_shown(place)}: {str(error) or type(error).__name__}")
+    raise DownloadError("; ".join(errors) or "the settings of pip or uv allow no index")
 
 
 class _Refused(Exception):
@@ -141,8 +141,8 @@ def _local(place: str) -> Path | None:
 
 
 def _joined(base: str, link: str) -> str:
-    """Resolve a link of a page. Only local pages may link to local files; credentials are kept only for the same
-    host."""
+    """Resolve a link of a page. Only local pages may link to local files. Only links to the same host get its
+    credentials."""
     url = urljoin(base, link)
     parts, page = urlsplit(url), urlsplit(base)
     if parts.scheme not in ("http", "https") and page.scheme != "file":

@@ -9,7 +9,7 @@ LOAD_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, AttributeError, EOFError),
     *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
 )
-REMEDY = "download the model again, or use one that transformers runs by itself: Outpace never runs code from a model"
+REMEDY = "download the model again, or use one that transformers knows: Outpace never runs code from a model"
 
 
 def line(error: Exception) -> str:

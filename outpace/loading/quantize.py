@@ -55,17 +55,15 @@ def quantize_model(
     found = match(skeleton, weights)
     if asked.plan is not None and asked.plan.model != type(skeleton).__name__:
         raise ConfigError(
-            f"plan: it was made for a {asked.plan.model}, and this is a {type(skeleton).__name__}; make a plan for "
+            f"plan: it was made for a {asked.plan.model}, but this is a {type(skeleton).__name__}; make a plan for "
             "this model with --auto"
         )
     plan = _Plan(skeleton, stored, found, asked)
-    run = (
-        plan.calibrated(
-            found, asked.torch_device, read_windows(asked.calibration, load_tokenizer(model), original.config)
-        )
-        if asked.calibrates
-        else None
-    )
+    run = None
+    if asked.calibrates:
+        device = asked.torch_device
+        tokens = read_windows(asked.calibration, load_tokenizer(model), original.config)
+        run = plan.calibrated(found, device, tokens)
 
     def write_beside(folder: Path) -> None:
         original.beside(folder)
@@ -144,7 +142,7 @@ class _Plan:
         if not self._asked.has_head or (name not in found and self._asked.plan is not None):
             return False
         if name not in found:
-            raise ModelError("head: this model has none; remove it")
+            raise ModelError("head: this model has no head; remove it")
         scheme = self._asked.of(name, found[name].shape, self._scales, head=True)
         if name not in stored and scheme is not None:
             source = found[name]
@@ -168,7 +166,7 @@ class _Plan:
         return self._asked.of(known, source.shape, self._scales, head=head)
 
     def _is_able(self, name: str, source: Source) -> bool:
-        """Whether it would be quantized if nothing were excluded and the format supported it."""
+        """Whether it would be quantized without exclusions, in a format that supports it."""
         kinds = (self._is_linear, self._is_expert, self._is_stack)
         return source.dtype.is_floating_point and any(is_one(name, source) for is_one in kinds)
 
@@ -192,7 +190,7 @@ class _Plan:
         return len(source.shape) == 3 and "experts" in name.split(".")
 
     def _is_product(self, name: str, source: Source) -> bool:
-        """Whether readers of the folder may treat it as a linear."""
+        """Whether programs that read the folder may treat it as a linear."""
         modules = [self._model.get_submodule(_module(each)) for each in self._names_of(name, source)]
         return (
             name.endswith(".weight")
@@ -207,10 +205,12 @@ class _Plan:
         able = [name for name, source in stored.items() if self._is_able(name, source)]
         for part in self._asked.exclude:
             if not any(part in name for name in able):
-                raise ConfigError(f"exclude: {part!r} is in no name of a linear's weight, as {', '.join(able[:2])}")
+                raise ConfigError(
+                    f"exclude: {part!r} is in no name of a linear's weight; names are {', '.join(able[:2])} and others"
+                )
         if not self.schemes:
             raise ModelError(
-                f"model: {type(self._model).__name__} has no linear that could be quantized (the format does not "
+                f"model: {type(self._model).__name__} has no linear that can be quantized (the format does not "
                 "support the transposed weights of Conv1D), or all are excluded; quantize it at load time"
             )
         for together in TOGETHER:

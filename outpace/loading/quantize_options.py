@@ -59,7 +59,7 @@ class Asked:
         if self.scheme not in NAMED:
             raise ConfigError(f"scheme: expected one of {', '.join(NAMED)}, got {self.scheme!r}")
         if self.group_size is not None and (self.group_size < 16 or self.group_size % 8):
-            raise ConfigError(f"group_size: expected a multiple of 8 from 16 on, got {self.group_size}")
+            raise ConfigError(f"group_size: expected a multiple of 8, at least 16, got {self.group_size}")
         if self.group_size is not None and NAMED[self.scheme].activations is not None:
             raise ConfigError(
                 f"group_size: {self.scheme} has one scale for each row of a weight; remove it, or use int8 or int4"
@@ -111,7 +111,7 @@ class Asked:
     def rules(self) -> Rules:
         if self.plan is not None:
             return self.plan.rules
-        assert self.scheme is not None, "there is one or the other"
+        assert self.scheme is not None, "without a plan there is a scheme"
         base = NAMED[self.scheme]
         scheme = replace(base, group=self.group_size or base.group, symmetric=not self.asymmetric)
         return Rules(scheme, fit=self.group_size is None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outpace.errors import ModelError
 from outpace.loading.cache import holds_model, models_dir
-from outpace.loading.checkpoint import Checkpoint, fetch, local_path, open_checkpoint
+from outpace.loading.checkpoint import fetch, holds_tokenizer, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, default_model_path
 from outpace.log import chosen
 from outpace.process_wide import environment
@@ -42,14 +42,18 @@ def _hidden_torch() -> Iterator[None]:
 
 def load_tokenizer(source: str | Path | None) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of the model that `build.load` would load; None: it has none."""
-    path = None if source is None else local_path(source)
-    if path is not None and path.suffix.lower() == ".gguf":
+    path = model_path(source)
+    if path.suffix.lower() == ".gguf":
         from outpace.loading.gguf import read_gguf_tokenizer
 
         return read_gguf_tokenizer(path)
-    if is_default(source, path):
-        path = default_model_path()
-    return read_tokenizer(open_checkpoint(path or fetch(str(source))))
+    return read_tokenizer(open_checkpoint(path))
+
+
+def model_path(source: str | Path | None) -> Path:
+    """The folder or file of a model; the default model (None) or one on Hugging Face is downloaded if necessary."""
+    path = None if source is None else local_path(source)
+    return default_model_path() if is_default(source, path) else path or fetch(str(source))
 
 
 def is_default(source: str | Path | None, path: Path | None) -> bool:
@@ -70,10 +74,10 @@ def is_here(source: str | Path | None) -> bool:
     return isinstance(try_to_load_from_cache(str(source), "config.json"), str)
 
 
-def read_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer in a folder; None: it holds none."""
-    if not checkpoint.has_tokenizer:
-        chosen("tokenizer", None, f"{checkpoint.folder} holds none; pass token ids")
+def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer in a folder; None: it has none."""
+    if not holds_tokenizer(folder):
+        chosen("tokenizer", None, f"{folder} holds none; pass token ids")
         return None
 
     from transformers import AutoTokenizer  # imported late: this takes seconds, and bad options should fail first
@@ -82,8 +86,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            checkpoint.folder, trust_remote_code=False, local_files_only=True
+            folder, trust_remote_code=False, local_files_only=True
         )
     except LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot use the tokenizer in {checkpoint.folder} ({line(error)}); {REMEDY}") from error
+        raise ModelError(f"model: cannot use the tokenizer in {folder} ({line(error)}); {REMEDY}") from error
     return tokenizer

@@ -28,6 +28,7 @@ def cut(source: Source, dim: int, start: int, stop: int) -> Source:
 
 
 def join(sources: Sequence[Source], dim: int) -> Source:
+    """Concatenate sources along one dimension."""
     shape = list(sources[0].shape)
     dim = dim % len(shape)
     shape[dim] = 0

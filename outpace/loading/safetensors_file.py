@@ -41,9 +41,8 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         self._places: dict[str, int] = {}
         end = 0
-        for name, (dtype, shape) in sorted(
-            tensors.items(), key=lambda item: -item[1][0].itemsize
-        ):  # large elements first, for alignment
+        # large elements first, for alignment
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
             if dtype not in _NAMES:
                 raise NotSupported(f"safetensors: {name} is {short(dtype)}, which such a file cannot store")
             self._places[name], start = end, end

@@ -13,7 +13,7 @@ from outpace.inject.split import split_model
 from outpace.loading.dtypes import short
 from outpace.loading.inspect import kept_in_fp32
 from outpace.loading.names import match
-from outpace.loading.original import CONFIG, Original, own_dtype, say_plain, set_entries
+from outpace.loading.original import CONFIG, Original, own_dtype, remove_quantization, set_entries
 from outpace.loading.out_folder import check_out
 from outpace.loading.weights import Piece, Source
 from outpace.loading.write_shards import SHARDS, Progress, Written, write_shards
@@ -64,7 +64,7 @@ def shard_model(
 
     def write_beside(folder: Path) -> None:
         original.beside(folder)
-        say_plain(folder / CONFIG)
+        remove_quantization(folder / CONFIG)
         if dtype is not None:
             set_entries(folder / CONFIG, dtype=short(dtype))
 
@@ -86,15 +86,16 @@ def _configs_of(module: nn.Module, dtype: torch.dtype | None) -> Callable[[Path]
     """A function that writes the configs of a Hugging Face module; other modules have only weights."""
 
     def beside(target: Path) -> None:
+        if not isinstance(module, PreTrainedModel):
+            return
         for name in ("config", "generation_config"):
             config: Any = getattr(module, name, None)
-            if isinstance(module, PreTrainedModel) and config is not None:
+            if config is not None:
                 config.save_pretrained(target)
-        if isinstance(module, PreTrainedModel):
-            set_entries(target / CONFIG, architectures=[type(module).__name__])
-            say_plain(target / CONFIG)
-            if dtype is not None:
-                set_entries(target / CONFIG, dtype=short(dtype))
+        set_entries(target / CONFIG, architectures=[type(module).__name__])
+        remove_quantization(target / CONFIG)
+        if dtype is not None:
+            set_entries(target / CONFIG, dtype=short(dtype))
 
     return beside
 

@@ -4,7 +4,7 @@ The estimate is of second order. If a linear's output at a token changes by d, t
 where g is the gradient of the loss at that output for a target token drawn from the model's own distribution: then the
 mean of g g^T is the Fisher matrix, which approximates the Hessian, and first-order terms vanish. So one forward and
 backward pass over a few hundred tokens, plus one product for each weight and scheme, ranks all weights, instead of a
-pass for each. Stacks of experts are not linears: each is measured, by the KL divergence.
+pass for each weight. Stacks of experts are not linears: the KL divergence is measured for each of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from outpace.quant.rounding import restored
 from outpace.quant.rules import TOGETHER, Role
 from outpace.quant.scheme import Scheme
 
-TOGETHER_TOKENS = 2048
+PASS_TOKENS = 2048
 """Maximum tokens of a pass."""
 Advance = Callable[[], None]
 """Called after each pass."""
@@ -50,7 +50,7 @@ Schemes = Mapping[Weight, Scheme]
 
 def weights(made: Mapping[tuple[str, ...], tuple[Role, Recipe]]) -> list[Weight]:
     """Group tensors that get the same scheme. Linears that fused layers join are always grouped, so that a plan fits
-    both."""
+    models with and without fused layers."""
     found: dict[tuple[str, ...], list[tuple[tuple[str, ...], Role, Recipe]]] = {}
     for names, (role, recipe) in made.items():
         found.setdefault(_family(names), []).append((names, role, recipe))
@@ -169,7 +169,7 @@ def _batches(tokens: TextTokens, windows: Sequence[Window]) -> Iterator[list[Win
     batch: list[Window] = []
     for window in windows:
         length = len(tokens.of(window))
-        if batch and (len(tokens.of(batch[0])) != length or (len(batch) + 1) * length > TOGETHER_TOKENS):
+        if batch and (len(tokens.of(batch[0])) != length or (len(batch) + 1) * length > PASS_TOKENS):
             yield batch
             batch = []
         batch.append(window)
@@ -211,7 +211,7 @@ def estimates(
             _backward(model, rows, seed=number)
             advance()
     others = {weight: schemes for weight, schemes in asked.items() if weight not in linear}
-    _tried(model, others, windows, found, advance)
+    _measure_alone(model, others, windows, found, advance)
     return {weight: schemes for weight, schemes in found.items() if schemes}
 
 
@@ -264,7 +264,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _tried(
+def _measure_alone(
     model: nn.Module,
     asked: Mapping[Weight, Sequence[Scheme]],
     windows: Sequence[Sequence[int]],

@@ -1,7 +1,7 @@
 """Weights that a file stores quantized: converted while loading, or run as they are stored."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ class StoredWeight(ABC):
 
     sources: Mapping[str, Source]
     """Ending of the name -> its stored tensor."""
-    words: str | None = None
-    """What the checkpoint says about quantized activations and cache; None: nothing."""
+    note: str | None = None
+    """The checkpoint's quantized activations and cache, for the log; None: it has none."""
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ def stored_weight(source: Source) -> StoredWeight | None:
 
 
 def stored_forms(
-    sources: Mapping[str, Source], dtype: torch.dtype, runs: Callable[[Scheme], bool] = lambda scheme: True
+    sources: Mapping[str, Source], dtype: torch.dtype, runs: Callable[[Scheme], bool]
 ) -> StoredForms | None:
     """The tensors of a model that can run as its checkpoint stores them; None: there are none.
 
@@ -112,9 +112,9 @@ def as_read(sources: Mapping[str, Source], kept: Collection[str]) -> dict[str, S
 
 
 def log_converted(
-    sources: Mapping[str, Source], dtype: torch.dtype, kept: Collection[str] = (), note: str | None = None
+    sources: Mapping[str, Source], dtype: torch.dtype, kept: Collection[str] = (), *, note: str | None
 ) -> None:
-    """Log which quantized weights are converted, and why. note: the reason for all of them."""
+    """Log which quantized weights are converted, and why. note: one reason for all of them, instead of their own."""
     activations: set[tuple[str, str | None]] = set()
     found: dict[tuple[str, str], dict[int, Piece]] = {}
     for name, source in sources.items():
@@ -124,9 +124,9 @@ def log_converted(
                 continue
             whole = stored_weight(source) is not None
             scheme = (weight.scheme(dtype) if whole else _NOT_ALONE) if name in kept or note is None else None
-            if weight.words:
+            if weight.note:
                 rows = scheme.activations if name in kept and isinstance(scheme, Scheme) else None
-                activations.add((weight.words, rows))
+                activations.add((weight.note, rows))
             if name not in kept:
                 why = scheme if isinstance(scheme, str) else _NO_FORM if note is None else note
                 found.setdefault((weight.label, why), {})[id(weight)] = piece
@@ -137,11 +137,11 @@ def log_converted(
         count = f"{len(weights)} weights, " if kept else ""
         reason = f"; {why}" if why else ""
         chosen(label, f"converted to {short(dtype)} while loading", f"{count}{sizes}{reason}")
-    for words, kind in sorted(activations, key=str):
+    for asked, kind in sorted(activations, key=str):
         if kind is None:
-            chosen("activations", f"not quantized, although the checkpoint has {words}", "this is more exact")
+            chosen("activations", f"not quantized, although the checkpoint has {asked}", "this is more exact")
         else:
-            chosen("activations", f"{kind}, each token with a scale of its own", f"the checkpoint has {words}")
+            chosen("activations", f"{kind}, with one scale for each token", f"the checkpoint has {asked}")
 
 
 class StoredPart:
@@ -155,18 +155,17 @@ class StoredPart:
         self._tensors: dict[str, Tensor] = {}
         self.nbytes = self.held = weight.nbytes
         self.place = first_place(piece for source in weight.sources.values() for piece in source.pieces)
-        """Where in the files it begins."""
+        """Its first place in the files."""
 
     def begin(self) -> list[Job]:
-        return list(self._jobs())
-
-    def _jobs(self) -> Iterator[Job]:
+        found: list[Job] = []
         device = self._made[""].device
         for ending, source in self._weight.sources.items():
             if ending in self._weight.peeks:
                 continue
             tensor = self._tensors[ending] = torch.empty(source.shape, dtype=source.dtype, device=device)
-            yield from jobs(Recipe.whole(ending, source.shape), tensor, {ending: source})
+            found += jobs(Recipe.whole(ending, source.shape), tensor, {ending: source})
+        return found
 
     def end(self) -> None:
         tensors, self._tensors = self._tensors, {}

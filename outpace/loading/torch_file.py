@@ -162,7 +162,7 @@ def _sources(path: Path, found: Mapping[Any, Any]) -> dict[str, Source]:
     while pending:
         name, value, depth = pending.pop()
         if isinstance(value, Mapping):
-            # limits, because a small pickle can reference one mapping so often that walking it would never end
+            # limits, because a small pickle can reference one mapping so often that walking it may not terminate
             if depth > _MAX_DEPTH or len(values) + len(pending) + len(value) > _MAX_NAMES:
                 raise ModelError(f"model: {path} is nested too deeply or has too many names; convert it to safetensors")
             inner = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]

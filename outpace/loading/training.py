@@ -32,7 +32,7 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
 def find_ranks(folder: Path) -> tuple[Path, ...] | None:
     """The files of all ranks in order; None: the folder is not a training checkpoint.
 
-    folder: that of a tag or iteration, or the one with all of them, of which the latest is used.
+    folder: of one tag or iteration, or their parent folder, where the latest one is used.
     """
     return _ranks_of(_newest(folder) or folder)
 

@@ -16,7 +16,7 @@ from outpace.quant.rounding import as_packed, quantized
 from outpace.quant.scheme import Scheme
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes of a weight that are quantized at once; several times that is in memory."""
+"""Bytes of a weight that are quantized at once; they take several times that much memory."""
 ROWS = 8  # rows whose zero points share an int32
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -64,9 +64,9 @@ def write_quantized(
     *,
     beside: Callable[[Path], None],
     unchanged: Unchanged,
-    run: Run | None = None,
-    force: bool = False,
-    progress: Progress = lambda done, total: None,
+    run: Run | None,
+    force: bool,
+    progress: Progress,
 ) -> WrittenQuantized:
     """Write all items into a new folder `out`, which appears atomically.
 
@@ -80,7 +80,7 @@ def write_quantized(
     record = _Record(files, unchanged)
     total = sum(item.nbytes for item in items)
     usable = record.usable if run is None else lambda folder: False
-    with out_folder(out, QUANTIZED, force=force, usable=usable) as folder, _said(record, folder):
+    with out_folder(out, QUANTIZED, force=force, usable=usable) as folder, _log_usable(record, folder):
         done = record.take_up(folder)
         taken = tuple(done)
         check_space(out, total - sum(_size(files[name]) for name in taken))
@@ -199,8 +199,8 @@ class _Record:
 
 
 @contextmanager
-def _said(record: _Record, folder: Path) -> Iterator[None]:
-    """Log if an interrupted run can be continued."""
+def _log_usable(record: _Record, folder: Path) -> Iterator[None]:
+    """Log after an error if a later run can continue."""
     try:
         yield
     except BaseException:

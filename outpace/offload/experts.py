@@ -17,7 +17,7 @@ If choices were random, e**-3 (5 %) of the experts would not be needed: too few 
 
 @dataclass
 class Counts:
-    """Counts of what was fetched so far."""
+    """Counters of fetched layers and experts."""
 
     loads: int = 0
     """Units that were loaded."""

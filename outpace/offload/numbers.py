@@ -2,13 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outpace.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -106,13 +101,6 @@ class Rates:
     """Bytes per second from pinned host memory to the device; None: the device is the CPU."""
     disk: float | None = None
     """Bytes per second read from disk; None: unknown, so no plan uses it."""
-
-    @staticmethod
-    def load_or_measure(device: "torch.device", folder: Path | None, cache: Path) -> "Rates":
-        """The rates of this machine. folder: for layers on disk; cache: the folder that stores measured rates."""
-        from outpace.offload.probe import probe  # imported late: it needs torch, planning does not
-
-        return probe(device, folder, cache).rates
 
 
 @dataclass(frozen=True)

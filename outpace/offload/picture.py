@@ -31,7 +31,7 @@ def draw(title: str, plans: Sequence[Plan], limits: Sequence[float], path: Path)
         if any(sizes):
             left.barh(rows, sizes, left=begin, color=colour, label=name, height=0.7)
         begin = [start + size for start, size in zip(begin, sizes, strict=True)]
-    left.set_yticks(rows, [row_name(plan) for plan in plans], fontsize="small")
+    left.set_yticks(rows, [_row_name(plan) for plan in plans], fontsize="small")
     left.set_ylim(len(plans) - 0.5, -0.5)
     left.set_xlabel("GB")
     left.set_title(title, loc="left", fontsize="medium", pad=38)
@@ -48,10 +48,7 @@ def draw(title: str, plans: Sequence[Plan], limits: Sequence[float], path: Path)
     figure.savefig(path, dpi=130)
 
 
-def row_name(plan: Plan) -> str:
-    return f"{plan.precision}, {layers_text(plan)}, batch {plan.schedule.batch}"
-
-
-def layers_text(plan: Plan) -> str:
+def _row_name(plan: Plan) -> str:
     tiers = plan.placement.tiers
-    return " + ".join(f"{tiers.count(tier)} {tier}" for tier in ("device", "host", "disk") if tier in tiers)
+    layers = " + ".join(f"{tiers.count(tier)} {tier}" for tier in ("device", "host", "disk") if tier in tiers)
+    return f"{plan.precision}, {layers}, batch {plan.schedule.batch}"

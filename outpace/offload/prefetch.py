@@ -43,7 +43,7 @@ class Ring:
         self._lock = threading.RLock()  # held while a layer runs, so that its slot is not refilled
         self._running: list[int] = []  # stack of running layers: a layer may call another
         self.counts = Counts()
-        """What has been fetched."""
+        """Counters of fetched layers and experts."""
         for number, unit in enumerate(units):
             unit.bind(slots[number % len(slots)])
         self._bound = [(unit.path, unit.held[0].parameter, slots[n % len(slots)]) for n, unit in enumerate(units)]

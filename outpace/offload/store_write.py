@@ -96,7 +96,7 @@ class UnitWriter:
             file = self._opened(number)
         self._drop()
         if file is None:
-            raise OffloadError(f"{self._path} was changed by somebody else while it was written; write it again")
+            raise OffloadError(f"{self._path} was changed by another program while it was written; write it again")
         return file
 
     def _opened(self, number: int) -> UnitFile | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from outpace.errors import NotSupported
 
-GATHER: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor  # which newer versions warn of
+# newer versions of torch warn about all_gather_into_tensor
+GATHER: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

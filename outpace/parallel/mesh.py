@@ -45,7 +45,7 @@ class Mesh:
 
     @property
     def first(self) -> bool:
-        """Whether this rank does what is done once, such as writing files."""
+        """Whether this rank does the work that is done once, such as writing files."""
         return self.tp.rank == self.ep.rank == self.dp.rank == self.stage.peers.rank == 0
 
     @property
@@ -104,7 +104,7 @@ def make_mesh(config: InferenceConfig) -> Mesh:
     device = config.torch_device.type
     if not isinstance(config, LLMConfig) and _local_of_llm():
         raise StateError(
-            f"{_asked(config)}: the other ranks of this process work for an LLM alone; shut it down first, or make the "
+            f"{_asked(config)}: the other ranks of this process only serve an LLM; shut it down first, or make the "
             "engine in processes that torchrun starts"
         )
     world = join_world(device, _asked(config))
@@ -246,9 +246,8 @@ def _of_mpu(mpu: Any) -> Any:
 
 
 def _checked(field: str, handle: Any) -> Group:
-    if (
-        not isinstance(handle, dist.ProcessGroup) or dist.get_rank(handle) < 0
-    ):  # mpu is user code: check what it returns
+    # mpu is user code: check what it returns
+    if not isinstance(handle, dist.ProcessGroup) or dist.get_rank(handle) < 0:
         raise ConfigError(f"{field}: this rank is not in the group; give each rank one that it is in")
     return Group.of(handle)
 

@@ -36,8 +36,8 @@ def _met(seconds: float) -> tuple[Any, int, int]:
         where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise EngineDead(
-            f"not all {size} ranks came to {where} in {seconds:g} s{_missing(store, size)} ({first}); start them with "
-            f"the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or give them longer with {SECONDS}"
+            f"not all {size} ranks connected to {where} within {seconds:g} s{_missing(store, size)} ({first}); start "
+            f"them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or set a longer timeout with {SECONDS}"
         ) from None
 
 

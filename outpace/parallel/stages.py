@@ -34,7 +34,7 @@ def balanced(layers: Sequence[int], stages: int, first: int = 0, last: int = 0) 
 
 
 def _cut(count: int, stages: int, cost: Callable[[int, int], int | None]) -> tuple[int, tuple[Span, ...]]:
-    """The cut whose worst stage costs least, and that cost. A stage that costs None is not allowed."""
+    """The cut with the cheapest worst stage, and the cost of that stage. A stage that costs None is not allowed."""
     best: dict[int, tuple[int, tuple[Span, ...]]] = {0: (0, ())}  # by number of layers already assigned
     for stage in range(stages):
         found: dict[int, tuple[int, tuple[Span, ...]]] = {}

@@ -18,7 +18,7 @@ from outpace.parallel.stages import bubble
 ENVIRONMENT = "OUTPACE_PIPELINE_TRACE"
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """One micro-batch or step on one stage."""
 
     step: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     """Seconds of CPU time, which other programs on a busy machine do not change."""
 
 
-Stages = Mapping[int, Sequence[Span]]
+Stages = Mapping[int, Sequence[Interval]]
 """The spans of each stage, in order of `begin`."""
 
 
@@ -51,7 +51,7 @@ class Trace:
     def add(self, step: int, begin: float, end: float, waited: float = 0.0, cpu: float = 0.0) -> None:
         """Record one computation; times are `now()`. On a GPU, synchronize before taking the time of the end."""
         with self._path.open("a") as file:
-            file.write(json.dumps(Span(step, begin, end, waited, cpu)) + "\n")
+            file.write(json.dumps(Interval(step, begin, end, waited, cpu)) + "\n")
 
 
 now, cpu_time = time.perf_counter, time.process_time
@@ -66,46 +66,46 @@ def _new_file(path: Path, head: Mapping[str, int]) -> Path:
     return path
 
 
-def read(folder: Path, offsets: Mapping[int, float] | None = None) -> dict[int, list[Span]]:
+def read(folder: Path, offsets: Mapping[int, float] | None = None) -> dict[int, list[Interval]]:
     """Read a folder of traces: the spans of each stage, as its first rank recorded them.
 
     `offsets`: seconds to add to the times of a rank, for ranks on machines with other clocks.
     """
-    found: dict[int, tuple[int, list[Span]]] = {}
+    found: dict[int, tuple[int, list[Interval]]] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         head, *lines = map(json.loads, path.read_text().splitlines())
         stage, rank = head["stage"], head["rank"]
         if stage not in found or rank < found[stage][0]:
-            found[stage] = rank, [Span(*line) for line in lines]
+            found[stage] = rank, [Interval(*line) for line in lines]
     if not found:
         raise InputError(f"{folder}: no traces (rank*.jsonl) there; set {ENVIRONMENT} to this folder for the run")
     given = offsets or {}
     return {stage: shifted(spans, given.get(rank, 0.0)) for stage, (rank, spans) in sorted(found.items())}
 
 
-def shifted(spans: Iterable[Span], offset: float) -> list[Span]:
+def shifted(spans: Iterable[Interval], offset: float) -> list[Interval]:
     """Spans with an offset added, in order of `begin`."""
     moved = (span._replace(begin=span.begin + offset, end=span.end + offset) for span in spans)
     return sorted(moved, key=lambda span: span.begin)
 
 
-def within(stages: Stages, begin: float, end: float) -> dict[int, list[Span]]:
+def within(stages: Stages, begin: float, end: float) -> dict[int, list[Interval]]:
     """The spans between two times, to leave out the warm-up."""
     return {
         stage: [span for span in spans if span.begin >= begin and span.end <= end] for stage, spans in stages.items()
     }
 
 
-def replayed(stages: Stages) -> dict[int, list[Span]]:
+def replayed(stages: Stages) -> dict[int, list[Interval]]:
     """The same work on an idle machine: each computation takes its CPU time and starts as early as possible."""
-    found: dict[int, list[Span]] = {}
+    found: dict[int, list[Interval]] = {}
     ready = dict[int, float]()
     for stage, spans in sorted(stages.items()):
         free = 0.0
         for span in spans:
             begin = max(free, ready.get(span.step, 0.0))
             free = ready[span.step] = begin + span.cpu
-            found.setdefault(stage, []).append(Span(span.step, begin, free, 0.0, span.cpu))
+            found.setdefault(stage, []).append(Interval(span.step, begin, free, 0.0, span.cpu))
     return found
 
 

@@ -22,9 +22,8 @@ class Vocabulary:
             return logits.argmax(-1)
         values, ids = logits.float().max(-1)
         ids = ids + sum(self.sizes[: self.group.rank])
-        found = self.group.stacked(
-            torch.stack([values, ids.float()])
-        )  # [ranks, 2, S]; token ids below 2 ** 24 are exact as floats
+        # token ids below 2 ** 24 are exact as floats
+        found = self.group.stacked(torch.stack([values, ids.float()]))  # [ranks, 2, S]
         best = found[:, 0].argmax(0, keepdim=True)
         return found[:, 1].gather(0, best)[0].long()
 

@@ -1,4 +1,4 @@
-"""How good a model is, and how close to another: perplexity and agreement, with the runtime that serves it."""
+"""Perplexity of a model, and its agreement with another, measured with the runtime that serves it."""
 
 from outpace.quality.evaluate import agreement, evaluate, perplexity
 from outpace.quality.report import Agreement, Evaluation, Perplexity, WindowLoss

@@ -1,4 +1,4 @@
-"""A model to evaluate: its config is read first, its weights are loaded when it is its turn."""
+"""A model to evaluate: its config is read first, its weights are loaded only when it runs."""
 
 import gc
 import os
@@ -20,12 +20,12 @@ from outpace.loading.build import find
 from outpace.loading.inspect import ModelInfo, describe
 
 AnyModel = str | os.PathLike[str] | nn.Module | LLM | None
-"""What `LLM` takes, or an LLM."""
+"""A model as `LLM` takes it, or an LLM."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model, and what is known without its weights."""
+    """A model, and the facts about it that need no weights."""
 
     source: AnyModel
     config: LLMConfig

@@ -19,7 +19,7 @@ WINDOW = 1024
 """Default of the most tokens of a window."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the number of tokens done, and of all tokens."""
+"""Called with the current work, the number of tokens done, and the number of all tokens."""
 
 
 def evaluate(

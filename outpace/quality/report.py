@@ -1,4 +1,4 @@
-"""What an evaluation found, as plain data."""
+"""The results of an evaluation, as plain data."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ class Perplexity:
     nats: float
     """Mean of -log p of those tokens."""
     tokens_per_byte: float | None
-    """Of the text in UTF-8; None: the text was given as token ids."""
+    """Tokens per byte of the text in UTF-8; None: the text was given as token ids."""
     windows: tuple[WindowLoss, ...]
 
     @property
@@ -83,7 +83,7 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """What was found, in one sentence."""
+        """The main result, in one sentence."""
         own = f"perplexity {number(self.model.perplexity)}"
         if self.against is None or self.increase is None:
             return f"{own} over {self.model.tokens:,} tokens"
@@ -92,7 +92,7 @@ class Evaluation:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What was found, for people."""
+        """The results, for people."""
         close = self.agreement
         if close is None:
             return (self.summary,)
@@ -104,7 +104,7 @@ class Evaluation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON, which has no infinity: such a value is None."""
+        """All results for JSON, which has no infinity: such a value is None."""
         found = asdict(self, dict_factory=_finite)
         for name, part in (("model", self.model), ("against", self.against)):
             if part is not None:

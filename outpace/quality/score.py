@@ -1,4 +1,4 @@
-"""Runs windows of a text through `LLM`: the loss of every token, and what the agreement of two models needs."""
+"""Runs windows of a text through `LLM`: the loss of every token, and the figures for the agreement of two models."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ AT_ONCE = 16
 """Windows in the engine at a time; overlapping windows have many times the text's tokens."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tokens done, and of all tokens."""
+"""Called with the number of tokens done, and the number of all tokens."""
 
 
 class Distributions:
@@ -106,8 +106,6 @@ class Scores:
     """[T] token with the largest logit."""
     divergence: Tensor | None = None
     """[T] KL divergence from the reference, if there is one."""
-    distributions: Distributions | None = None
-    """Kept to compare another model with."""
 
 
 @dataclass
@@ -116,6 +114,7 @@ class _Watch:
 
     tokens: TextTokens
     scores: Scores
+    keep: Distributions | None
     reference: Distributions | None
     progress: Progress
     windows: Sequence[Window] = ()
@@ -140,8 +139,8 @@ class _Watch:
             targets = torch.tensor(ids[at : at + rows], device=logits.device)
             self.scores.nats[place : place + rows] = -logprobs.gather(1, targets[:, None])[:, 0].double().cpu()
             self.scores.likeliest[place : place + rows] = logprobs.argmax(1).cpu()
-            if self.scores.distributions is not None:
-                self.scores.distributions.keep(place, logprobs)
+            if self.keep is not None:
+                self.keep.keep(place, logprobs)
             if self.reference is not None and self.scores.divergence is not None:
                 self.scores.divergence[place : place + rows] = self.reference.divergence(place, logprobs).cpu()
             self.done = min(self.done + rows, len(self.scores.nats))  # a preempted request computes its rows again
@@ -149,7 +148,7 @@ class _Watch:
 
 
 def _in_chunks(logits: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Log-probabilities of some rows at a time, as they are in fp32."""
+    """Log-probabilities in fp32, some rows at a time."""
     rows = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     for start in range(0, len(logits), rows):
         yield start, logits[start : start + rows].log_softmax(dim=1, dtype=torch.float32)
@@ -173,9 +172,8 @@ def score(
         nats=torch.full((total,), torch.nan, dtype=torch.float64),
         likeliest=torch.zeros(total, dtype=torch.long),
         divergence=None if reference is None else torch.zeros(total, dtype=torch.float64),
-        distributions=keep,
     )
-    watch = _Watch(tokens, scores, reference, progress)
+    watch = _Watch(tokens, scores, keep, reference, progress)
     progress(0, total)
     for start in range(0, len(windows), AT_ONCE):
         watch.windows = windows[start : start + AT_ONCE]

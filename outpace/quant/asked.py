@@ -1,4 +1,4 @@
-"""From the `quant` options of a config to quantization rules."""
+"""The quantization rules that the `quant` options of a config ask for."""
 
 from outpace.config import InferenceConfig
 from outpace.config.quantization import GroupQuantConfig, QuantizationConfig, activates
@@ -12,11 +12,6 @@ NAMED: dict[str, Scheme] = {
     "fp8": Scheme("fp8", activations="fp8"),
     "w8a8": Scheme("int8", activations="int8"),
 }
-
-
-def asked_rules(config: InferenceConfig) -> Rules:
-    quant = config.asked_quant
-    return KEEP if quant is None else _rules(quant)
 
 
 def asked_plan(config: InferenceConfig) -> QuantPlan | None:
@@ -38,19 +33,23 @@ def runs_stored(config: InferenceConfig) -> tuple[bool, str]:
     return True, "the checkpoint's own format; quant.scheme 'none' converts them"
 
 
-def _rules(quant: QuantizationConfig) -> Rules:
-    if quant.auto is not None:
-        return KEEP  # until the plan has been measured
+def asked_rules(config: InferenceConfig) -> Rules:
+    """The rules for a config's weights. With `quant.auto` nothing is quantized until the plan has been measured."""
+    quant = config.asked_quant
+    if quant is None or quant.auto is not None:
+        return KEEP
     if quant.plan is not None:
         return QuantPlan.read(quant.plan).rules
+    if quant.scheme is not None:
+        named = NAMED.get(quant.scheme)  # "stored" and "none" have no scheme
+        return KEEP if named is None else Rules(named, qkv=quant.qkv.enabled, fit=True)
+    return _weight_rules(quant) if quant.weight.enabled else KEEP
+
+
+def _weight_rules(quant: QuantizationConfig) -> Rules:
+    """The rules of DeepSpeed's options under `quant.weight`."""
     weight, qkv = quant.weight, quant.qkv.enabled
     activations: Activations | None = "int8" if activates(quant) else None
-    if quant.scheme in ("stored", "none"):
-        return KEEP
-    if quant.scheme is not None:
-        return Rules(NAMED[quant.scheme], qkv=qkv, fit=True)
-    if not weight.enabled:
-        return KEEP
     if weight.post_init_quant is not None:
         rules = weight.post_init_quant
         named = {name: _grouped(rule, activations) for name, rule in rules.items()}

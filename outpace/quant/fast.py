@@ -43,7 +43,7 @@ INT8_FLAGS: Mapping[str, str] = {"amx_int8": "AMX", "avx512_vnni": "AVX512-VNNI"
 
 
 @dataclass(frozen=True)
-class Speed:
+class SchemeSpeed:
     """Whether a scheme is fast on a device."""
 
     scheme: str
@@ -51,12 +51,12 @@ class Speed:
     why: str
 
 
-def on_gpu(capability: tuple[int, int]) -> tuple[Speed, ...]:
+def on_gpu(capability: tuple[int, int]) -> tuple[SchemeSpeed, ...]:
     rows = next(rows for least, _, rows in GPUS if capability >= least)
-    return tuple(Speed(scheme, *found) for scheme, found in rows.items())
+    return tuple(SchemeSpeed(scheme, *found) for scheme, found in rows.items())
 
 
-def on_cpu(flags: frozenset[str]) -> tuple[Speed, ...]:
+def on_cpu(flags: frozenset[str]) -> tuple[SchemeSpeed, ...]:
     """The speed of each scheme on a CPU with these instruction sets."""
     name = next((name for flag, name in INT8_FLAGS.items() if flag in flags), None)
     missing: tuple[Fast, str] = ("no", "this CPU has no instructions for int8 (VNNI, AMX)")
@@ -72,10 +72,10 @@ def on_cpu(flags: frozenset[str]) -> tuple[Speed, ...]:
         "w8a8": missing if name is None else ints,
         "fp8": ("no", "CPUs have no instructions for fp8: each weight is dequantized at every product"),
     }
-    return tuple(Speed(scheme, *found) for scheme, found in rows.items())
+    return tuple(SchemeSpeed(scheme, *found) for scheme, found in rows.items())
 
 
-def on_device(device: torch.device) -> tuple[Speed, ...]:
+def on_device(device: torch.device) -> tuple[SchemeSpeed, ...]:
     if device.type == "cuda":
         return on_gpu(torch.cuda.get_device_capability(device))
     return on_cpu(cpu_flags())

@@ -14,14 +14,8 @@ from outpace.quant.rounding import nearest, scales_of, value_of
 from outpace.quant.scheme import Scheme
 
 DAMPING = 0.2  # fraction of the mean diagonal that is added to it; large, because calibration texts are short
-SHARES = (
-    0.95,
-    0.9,
-    0.85,
-    0.8,
-    0.75,
-    0.7,
-)  # clipped ranges that are tried for a 4-bit group: smaller steps, but clipping
+SHARES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Fractions of a 4-bit group's range that are tried: a smaller range has smaller steps, but clips."""
 BLOCK = 128  # columns whose corrections are applied to all later columns at once
 
 

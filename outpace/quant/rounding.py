@@ -79,7 +79,8 @@ def _put_per_tensor(rows: Tensor, flat: dict[str, Tensor], scheme: Scheme, count
     block, start = scheme.block(count), 0
     while start < len(rows):
         for size in scheme.sources or (count,):
-            scale, zero = _scales(_ends(rows[start : start + size]), scheme)
+            low, high = rows[start : start + size].aminmax()
+            scale, zero = _scales((low.float().view(1, 1), high.float().view(1, 1)), scheme)
             _put(flat, slice(start // block, (start + size) // block), {"_scale": scale, "_zero": zero})
             start += size
 
@@ -88,11 +89,6 @@ def _groups(rows: Tensor, scheme: Scheme) -> Tensor:
     """Rows [n, K] as [n, groups, columns of a group], padded with zeros."""
     group = scheme.group or rows.shape[1]
     return F.pad(rows, (0, -rows.shape[1] % group)).unflatten(1, (-1, group))
-
-
-def _ends(weight: Tensor) -> tuple[Tensor, Tensor]:
-    low, high = weight.aminmax()
-    return low.float().view(1, 1), high.float().view(1, 1)
 
 
 def _scales(ends: tuple[Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +102,7 @@ def _scales(ends: tuple[Tensor, Tensor], scheme: Scheme) -> tuple[Tensor, Tensor
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    """x / by with the same result on every device: for a Python number, a GPU would multiply by the rounded inverse."""
+    """x / by with the same result on every device: by a Python number, a GPU multiplies by the rounded inverse."""
     return x / torch.full((), by, device=x.device)
 
 
@@ -123,7 +119,7 @@ def _kept(scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def nearest(x: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """The nearest values of a scheme, as they are stored, except that int4 values are not packed yet."""
+    """The nearest values of a scheme in the stored format, except that int4 values are not packed yet."""
     found = x / scale
     if scheme.values == "fp8":
         return found.clamp_(-SIDE["fp8"], SIDE["fp8"]).to(torch.float8_e4m3fn)

@@ -21,7 +21,7 @@ class Rules:
     scheme: Scheme | None
     """Scheme of linears that no other rule covers."""
     groups: int | None = None
-    """Number of groups in a row (q_groups), instead of columns of a group."""
+    """Number of groups in a row (q_groups), instead of a number of columns."""
     fit: bool = False
     """Use smaller groups where they do not divide the columns of a weight."""
     qkv: bool = True
@@ -65,10 +65,8 @@ class Rules:
             return None if rule is None else replace(rule, group=self._group(rule, shape[-1], names[0], key))
         if self.scheme is None or role == "router" or (role == "qkv" and not self.qkv):
             return None
-        if (
-            role == "head" and self.scheme.values != "int8"
-        ):  # an fp8 head loses as much accuracy as all other weights together
-            return Scheme("int8")
+        if role == "head" and self.scheme.values != "int8":
+            return Scheme("int8")  # an fp8 head loses as much accuracy as all other weights together
         return replace(self.scheme, group=self._group(self.scheme, shape[-1], names[0]))
 
     def _key(self, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A quantization scheme: how a weight is stored, and how the activations are that it is multiplied with."""
+"""A quantization scheme: how a weight is stored, and how the activations that it multiplies are quantized."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,10 @@ from typing import Literal
 
 import torch
 
+from outpace.kernels.packed import KINDS
+
 Values = Literal["int8", "int4", "fp8"]
 Activations = Literal["int8", "fp8"]
-
-DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
-"""dtype of the stored values; two 4-bit values share a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Scheme:
     symmetric: bool = True
     """No zero points."""
     activations: Activations | None = None
-    """What activations are quantized to, row by row; None: they are not quantized."""
+    """The format of quantized activations, row by row; None: they are not quantized."""
     scales: torch.dtype | None = None
     """dtype of scales and zeros; None: float16 for groups, else float32."""
     sources: tuple[int, ...] = ()
@@ -45,6 +44,7 @@ class Scheme:
 
     @property
     def kept(self) -> torch.dtype:
+        """dtype of scales and zeros."""
         return self.scales or (torch.float32 if self.group is None else torch.float16)
 
     def block(self, rows: int) -> int:
@@ -60,5 +60,5 @@ class Scheme:
         *stack, rows, columns = shape
         width = -(-columns // 2) if self.values == "int4" else columns
         scales = (*stack, -(-rows // self.block(rows)), 1 if self.group is None else -(-columns // self.group))
-        found = {"": ((*stack, rows, width), DTYPES[self.values]), "_scale": (scales, self.kept)}
+        found = {"": ((*stack, rows, width), KINDS[self.values]), "_scale": (scales, self.kept)}
         return found if self.symmetric else {**found, "_zero": (scales, self.kept)}

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores quantized: which scheme holds them unchanged, alone or fused with others."""
+"""Weights that a checkpoint stores quantized: the schemes that hold them unchanged, alone or fused with others."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,7 @@ def fitted(packed: Packed, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def _spread(packed: Packed, per_block: Tensor, scheme: Scheme) -> Tensor:
-    """Scales or zeros for each block of the scheme; those of larger stored blocks are repeated."""
+    """Scales or zeros for each block of the scheme, repeated where the stored blocks are larger."""
     rows, columns = packed.shape
     group = scheme.group or columns
     if scheme.block_rows == 1 and packed.block > 1:

@@ -61,10 +61,6 @@ class Lost(OutpaceError):
     """Node 0 ended or is unreachable."""
 
 
-class Final(EngineDead):
-    """Node 0 refused this node."""
-
-
 @dataclass(eq=False)
 class _Rank:
     number: int
@@ -120,18 +116,20 @@ class Agent:
         while True:
             try:
                 return hello(place, self._join, min(ANSWER, max(0.1, until - time.monotonic())))
-            except Refusal as refused:
+            except RefusedError as refused:
                 if not (self._served and refused.again):
-                    raise Final(f"node 0 at {place.master} port {place.port} refuses this node: {refused}") from None
+                    raise EngineDead(
+                        f"node 0 at {place.master} port {place.port} refuses this node: {refused}"
+                    ) from None
                 problem = str(refused)
             except (OSError, Unreadable) as error:
                 problem = str(error) or type(error).__name__
             now = time.monotonic()
             if now >= until:
                 raise EngineDead(
-                    f"node 0 at {place.master} port {place.port} did not take this node in "
-                    f"{self._nodes.join_timeout:g} s ({problem}); start it there, or check master_addr, master_port "
-                    "and the link"
+                    f"node 0 at {place.master} port {place.port} did not accept this node "
+                    f"within {self._nodes.join_timeout:g} s ({problem}); start it there, or check master_addr, "
+                    "master_port and the link"
                 )
             if now >= say_at:
                 say_at = now + SAY_EVERY
@@ -139,7 +137,7 @@ class Agent:
             time.sleep(min(TRY_EVERY, until - now))
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """Node 0 refuses this connection."""
 
     def __init__(self, message: Refused) -> None:
@@ -154,7 +152,7 @@ def hello(place: Place, message: Join | Arrive, timeout: float) -> tuple[socket.
         sock.sendall(frame(message))
         answer = _answer(sock)
         if isinstance(answer, Refused):
-            raise Refusal(answer)
+            raise RefusedError(answer)
         if not isinstance(answer, Accepted):
             raise Unreadable("its answer is not that of an Outpace node 0")
         sock.settimeout(None)
@@ -252,7 +250,7 @@ class Session:
     def _start(self, number: int, asked: StartRanks) -> None:
         try:
             sock, _ = hello(self._place, Arrive(PROTOCOL, number, asked.key), ANSWER)
-        except (OSError, Unreadable, Refusal) as error:
+        except (OSError, Unreadable, RefusedError) as error:
             raise Lost(f"rank {number} cannot reach node 0 at {self._place.master} ({error})") from None
         with sock:
             os.set_inheritable(sock.fileno(), True)
@@ -295,7 +293,7 @@ def gpus(config: LLMConfig) -> int | None:
 def all_options(config: LLMConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
     """All engine options, or only those that the user set, as JSON values."""
     found = config.model_dump(mode="json", exclude_unset=exclude_unset, exclude=_NOT_HERE, fallback=repr)
-    if found.get("dtype") is not None:  # some nodes know it by name only
+    if found.get("dtype") is not None:  # the same text if it was set as a torch.dtype
         found["dtype"] = str(config.dtype).removeprefix("torch.")
     return found
 

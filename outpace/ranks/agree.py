@@ -20,7 +20,7 @@ SAMPLES, SAMPLE = 64, 4096  # of larger files: places to compare, and bytes at e
 
 
 def facts(parts: PagedParts, model: str | None) -> dict[str, str]:
-    """What a rank has loaded, as short texts. Files are compared by contents, since times differ between machines."""
+    """What a rank has loaded, as short texts. Files by contents, since their times differ between machines."""
     config = parts.config.model_dump(mode="json", exclude={"device", "nodes"}, fallback=repr)
     files = _files(model)
     return {
@@ -43,12 +43,12 @@ def check_same(first: Mapping[str, str], other: Mapping[str, str], rank: int) ->
 
 def _files(model: str | None) -> dict[str, str]:
     """A digest of each model file that affects results."""
-    path = where(model)
+    path = model_path(model)
     files = [path] if path.is_file() else [Path(entry.path) for entry in os.scandir(path) if entry.is_file()]
     return {file.name: sample(file) for file in sorted(files) if file.suffix in WEIGHTS or file.name in CONFIGS}
 
 
-def where(model: str | None) -> Path:
+def model_path(model: str | None) -> Path:
     """The path of a model on this machine; fetched if missing."""
     path = None if model is None else local_path(model)
     if is_default(model, path):

@@ -68,12 +68,12 @@ class Wanted:
             return f"has {join.gpus or 0} GPUs for {self.gpus} ranks; ask for fewer ranks, or for more nodes"
         if (different := _difference(join.options, self.options)) is not None:
             name, theirs, ours = different
-            return f"was given {name}={theirs}, node 0 has {ours}; give all of them the same, or node 0 alone"
+            return f"was given {name}={theirs}, node 0 has {ours}; set it to the same on all, or only on node 0"
         return None
 
 
 def _difference(theirs: Any, ours: Any, path: str = "") -> tuple[str, str, str] | None:
-    """The first option that was set there to another value than here: its name and both values."""
+    """The first option that differs between nodes: its name and both values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         found = (_difference(value, ours.get(name), f"{path}.{name}") for name, value in theirs.items())
         return next((each for each in found if each is not None), None)
@@ -157,7 +157,7 @@ class Door:
         return sock
 
     def hear(self, sock: socket.socket) -> Node | Arrived | bool:
-        """Read from a stranger: what it turned out to be; True: not known yet; False: it was refused."""
+        """Read from a stranger; returns the node or rank that it is. True: not known yet; False: it was refused."""
         stranger = self._strangers[sock]
         try:
             data = sock.recv(LONGEST_HELLO)
@@ -198,7 +198,7 @@ class Door:
     def _refused(self, stranger: _Stranger, join: Join) -> Refused | None:
         wanted, rank = self.wanted, join.node_rank
         if not self.open:
-            return Refused("node 0 has all its nodes already; nobody can join now", again=True)
+            return Refused("node 0 has all its nodes already; no other can join now", again=True)
         if (problem := wanted.problem(join)) is not None:
             self.problem = self.problem or f"node {rank} ({stranger.address}) {problem}"
             return Refused(self.problem)

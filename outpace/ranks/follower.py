@@ -57,7 +57,7 @@ def _read(sock: socket.socket, sender: Sender, parent: int, inbox: Inbox) -> NoR
     news, frames = select.poll(), Frames[ToFollower](ToFollower)
     news.register(sock, select.POLLIN)
     own = watched(parent)
-    if own is not None:  # the socket's end tells too, unless a fork of the first rank holds a copy
+    if own is not None:  # the socket closes too, unless a fork of the first rank holds a copy
         news.register(own, select.POLLIN)
     limit, heard = 0.0, time.monotonic()
     while os.getppid() == parent:

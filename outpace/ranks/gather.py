@@ -46,9 +46,9 @@ def gather(watch: Watch, door: Door, place: Place, seconds: float, tell: Tell) -
             away = "".join(f"; {address} was refused: {reason}" for address, reason in list(door.turned_away.items()))
             names = ", ".join(f"node {number}" for number in door.missing)
             raise EngineDead(
-                f"nodes: {names} of {door.wanted.nnodes} did not come to {place.address} port {place.port} in "
-                f"{seconds:g} s; start `outpace serve` there with its --node-rank and --master-addr {place.master}, "
-                f"and check the link{away}"
+                f"nodes: {names} of {door.wanted.nnodes} did not connect to {place.address} port {place.port} "
+                f"within {seconds:g} s; start `outpace serve` there with its --node-rank and --master-addr "
+                f"{place.master}, and check the link{away}"
             )
         if now >= say_at:
             say_at = now + SAY_EVERY
@@ -60,7 +60,7 @@ def gather(watch: Watch, door: Door, place: Place, seconds: float, tell: Tell) -
 
 
 def start_ranks(watch: Watch, door: Door, followers: list[Follower], seconds: float, tell: Tell) -> None:
-    """Make all nodes start their ranks, and wait until these have connected."""
+    """Make all nodes start their ranks, and wait until the ranks have connected."""
     wanted = door.wanted
     tell("starting ranks on all nodes")
     for node in watch.nodes:
@@ -69,7 +69,7 @@ def start_ranks(watch: Watch, door: Door, followers: list[Follower], seconds: fl
         there = {each.rank for each in followers}
         away = [rank for rank in range(1, wanted.size) if rank not in there]
         raise EngineDead(
-            watch.cause or f"nodes: ranks {away} did not come in {seconds:g} s; see what their nodes wrote"
+            watch.cause or f"nodes: ranks {away} did not connect within {seconds:g} s; see the output of their nodes"
         )
 
 

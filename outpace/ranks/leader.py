@@ -35,7 +35,7 @@ from outpace.ranks.watch import Follower, Watch
 from outpace.runner.threads import share
 from outpace.types import Step
 
-GOODBYE = 5.0  # seconds for the others to end when told to
+GOODBYE = 5.0  # seconds for the other ranks to end when told to
 TRY = timedelta(seconds=2)  # seconds to reach a store before checking whether its rank still lives
 CAUSE = 5.0  # seconds that a failure here waits for the report of another rank that caused it
 _OBJECTS = ("tensor_parallel.mpu", "tensor_parallel.tp_group", "moe.ep_group", "moe.ep_mp_group")
@@ -52,11 +52,11 @@ class Ranks:
         self.local = self.size // config.nodes.nnodes
         """Number of ranks on each machine."""
         self._place = place_of(config.nodes) if config.nodes.nnodes > 1 else None
-        """This machine's address, with several machines."""
+        """This machine's place in the network; None: there is one machine."""
         self.config = config
         """The device of this rank."""
         self.on_lost: Callable[[str], None] = lambda cause: None
-        """Called in another thread when the other ranks have ended unasked."""
+        """Called in another thread when the other ranks have ended without being told to."""
         self._watch: Watch | None = None
         self._followers: list[Follower] = []
         self._given_up: str | None = None
@@ -78,7 +78,7 @@ class Ranks:
         return [first, *(f"{there[number].name}: ranks {list(there[number].ranks)}" for number in sorted(there))]
 
     def start(self, model: str | None, tell: Tell = lambda part: None) -> None:
-        """Start the other ranks and join them. tell: called with what is being waited for."""
+        """Start the other ranks and join them. tell: called with progress messages."""
         kind = self.config.device_type
         world.check_world(self.size, self.config.device, kind, self.local)
         self._in_world = True
@@ -187,7 +187,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """What is done inside is part of the start: if it fails, no rank is left behind."""
+        """For work inside that belongs to the start: if it fails, all ranks are ended."""
         try:
             with environment(self._environment):  # gloo reads its interface from the environment when groups are made
                 yield
@@ -200,7 +200,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """For work inside that all ranks do together: if one fails, all are ended.
+        """For work inside that all ranks do together: if it fails on one, all are ended.
 
         A first Ctrl-C is held back until the end; a second one interrupts.
         """
@@ -243,7 +243,7 @@ class Ranks:
         if self.size > 1:
             self._tell(Reset())
 
-    def part(self) -> None:
+    def say_end(self) -> None:
         """Tell other machines that this process ends regularly; ranks on this machine notice by themselves."""
         if self._watch is not None and not self._is_fork():
             self._watch.closing = True
@@ -331,8 +331,8 @@ def load_ranked(
     """
     if config.nodes.node_rank > 0:
         raise ConfigError(
-            f"nodes.node_rank: this is node 0, which asks the others; on node {config.nodes.node_rank} run `outpace "
-            "serve` with --nnodes, --node-rank and --master-addr"
+            f"nodes.node_rank: an LLM can only be made on node 0; on node {config.nodes.node_rank} run `outpace serve` "
+            "with --nnodes, --node-rank and --master-addr"
         )
     ranks = Ranks(config)
     if ranks.size == 1:
@@ -344,7 +344,7 @@ def load_ranked(
         )
     source = None if model is None else os.fspath(model)
     with ranks.starting():
-        agree.where(source)  # fetch it once, before several ranks look for it
+        agree.model_path(source)  # fetch it once, before several ranks look for it
         staged = config.pipeline_parallel.pp_size > 1
         found = find_stages(source, config, tokenizer) if staged else source
         ranks.start(source, tell)
@@ -367,7 +367,7 @@ def let_go(ranks: Ranks, streaming: Streaming | None) -> None:
 
 @contextlib.contextmanager
 def starting(ranks: Ranks, streaming: Streaming | None) -> Iterator[None]:
-    """For work inside that belongs to the start: if it fails, no rank, thread or file is left behind."""
+    """`Ranks.starting`, which also ends the streaming of layers after a failure."""
     try:
         with ranks.starting():
             yield

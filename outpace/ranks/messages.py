@@ -1,4 +1,4 @@
-"""What crosses the socket between the first rank and each of the others: plain data, in frames of msgpack.
+"""Messages between the first rank and each of the others: plain data, in frames of msgpack.
 
 A frame is four bytes of length and one msgpack value. A step contains only what the others need to run it: tokens are
 sampled by the first rank, which alone has grammars and sampling parameters.
@@ -48,9 +48,9 @@ class About(msgspec.Struct, frozen=True, array_like=True):
     pooling: Pooling | None
     prompt_only: bool
     reads_logits: bool
-    """Logits of its whole prompt are needed."""
+    """Whether logits of its whole prompt are needed."""
     plain: bool
-    """It is greedy: each rank computes its tokens itself."""
+    """Whether it is greedy: then each rank computes its tokens itself."""
 
     def request(self, name: str, token_ids: tuple[int, ...]) -> Request:
         """A request with the same steps. token_ids: prompt and answer so far."""
@@ -132,7 +132,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Name of an error class of `outpace.errors`, or empty."""
     message: str
     second_hand: bool
-    """A collective failed, as it does when another rank has ended, which then knows the cause."""
+    """A collective failed, probably because another rank has ended: that rank knows the cause."""
 
 
 ToFollower = Begin | Launch | Reset | Ping

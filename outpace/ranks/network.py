@@ -1,5 +1,6 @@
 """Addresses, interfaces and sockets between nodes; uses only the ports and the interface asked for. No torch."""
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -51,15 +52,16 @@ def place_of(nodes: NodesConfig) -> Place:
         own = _source(master)
         found = next((name for name, address in known if address == own), None)
         if found is None:
-            raise ConfigError(f"nodes.interface: none of this machine's has the address {own}; name one")
+            raise ConfigError(f"nodes.interface: no interface of this machine has the address {own}; name one")
         return Place(own if nodes.node_rank else master, found, master, nodes.master_port, named=False)
     own_of = [address for name, address in known if name == nodes.interface]
     if not own_of:
         names = ", ".join(dict.fromkeys(name for name, _ in known))
         raise ConfigError(
-            f"nodes.interface: {nodes.interface!r} is no interface with an address on this machine; there are {names}"
+            f"nodes.interface: {nodes.interface!r} is not an interface of this machine with an address; give one of "
+            f"{names}"
         )
-    same_kind = [address for address in own_of if (":" in address) == (":" in master)]
+    same_kind = [address for address in own_of if _family(address) == _family(master)]
     own = master if master in own_of else next(iter(same_kind or own_of))
     return Place(own, nodes.interface, master, nodes.master_port, named=True)
 
@@ -72,8 +74,6 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def _ipv4() -> Iterator[tuple[str, str]]:
-    import array  # buffer for the system's answer
-
     room = array.array("B", bytes(_ENTRY * _ENTRIES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iL", len(room), room.buffer_info()[0]))
@@ -102,8 +102,7 @@ def _resolved(name: str) -> str:
 
 def _source(address: str) -> str:
     """This machine's source address for packets to another one."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as asked:
         try:
             asked.connect((address, 9))  # nothing is sent
         except OSError as error:
@@ -121,7 +120,7 @@ def listen(address: str, port: int) -> socket.socket:
         is_address = error.errno == errno.EADDRNOTAVAIL
         name = "nodes.master_addr" if is_address else "nodes.master_port"
         remedy = (
-            "give an address of node 0's own, or name its interface"
+            "give an address of node 0, or name its interface"
             if is_address
             else f"give another: node 0 needs {port} for itself"
         )
@@ -130,7 +129,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 def connect(address: str, port: int, own: str, timeout: float) -> socket.socket:
     """Connect to node 0 from this node's own address; raises OSError after a timeout."""
-    source = (own, 0) if (":" in own) == (":" in address) else None
+    source = (own, 0) if _family(own) == _family(address) else None
     return socket.create_connection((address, port), timeout, source)
 
 
@@ -187,7 +186,7 @@ def connections(names: Collection[str]) -> Iterator[socket.socket]:
 
 
 def watch_over_new(before: Collection[str], seconds: float) -> None:
-    """`watch_over` all connections that this process has opened since then: those of gloo."""
+    """`watch_over` all connections that are not in `before`: those that gloo has opened."""
     for sock in connections(set(own_sockets().values()) - set(before)):
         watch_over(sock, seconds)
 

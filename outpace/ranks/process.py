@@ -53,7 +53,7 @@ class Written:
         self._unfinished = b""
 
     def forward(self) -> bool:
-        """Show new output; whether more may come."""
+        """Show new output; returns whether more may come."""
         try:
             data = os.read(self.file.fileno(), _AT_ONCE)
         except BlockingIOError:

@@ -41,7 +41,8 @@ class Follower:
     heard: float = field(default_factory=time.monotonic)
     here: Here | None = None
     loaded: Loaded | None = None
-    said: Failed | None = None
+    failed: Failed | None = None
+    """Its last message, if it failed."""
     gone: bool = False
 
     def __post_init__(self) -> None:
@@ -51,13 +52,13 @@ class Follower:
 
     @property
     def explained(self) -> bool:
-        """Whether the reason of its end is known, or cannot be known any more."""
-        return self.said is not None or self.node is None or self.rank in self.node.ended or self.node.gone
+        """Whether the reason for its end is known, or will never be known."""
+        return self.failed is not None or self.node is None or self.rank in self.node.ended or self.node.gone
 
     def end(self) -> str:
         """How it ended, in words."""
-        if self.said is not None:
-            return f"failed: {self.said.message}"
+        if self.failed is not None:
+            return f"failed: {self.failed.message}"
         if self.process is not None and self.written is not None:
             return end_of(self.process, self.written)
         assert self.node is not None, "it has a process or a node"
@@ -72,7 +73,7 @@ class Follower:
 
 
 class Watch:
-    """Watches all other ranks until they end. If one ends unasked, all others are ended too."""
+    """Watches all other ranks until they end. If one ends without being told to, all others are ended too."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Watch:
         self.thread.start()
 
     def wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until `ready`, the others are lost, or a timeout; returns whether it is ready."""
+        """Wait until `ready()`, the loss of the others, or a timeout; returns `ready()`."""
         with self._changed:
             self._changed.wait_for(lambda: ready() or self.cause is not None, seconds)
             return ready()
@@ -150,7 +151,7 @@ class Watch:
             return
         self._on(follower.written.file.fileno(), partial(self._forward, follower))
         if (fd := watched(follower.process.pid)) is not None:
-            # the socket's end tells too, unless a child holds a copy
+            # the socket closes too, unless a child holds a copy
             self._on(fd, partial(self._ended, follower, fd))
 
     def _run(self) -> None:
@@ -183,7 +184,7 @@ class Watch:
         if self._second_hand is None:
             return
         until, follower = self._second_hand
-        silent = follower.said is None and follower.explained
+        silent = follower.failed is None and follower.explained
         if silent or all(each.gone for each in self._followers) or time.monotonic() >= until:
             self._lose_rank(follower)
 
@@ -197,7 +198,7 @@ class Watch:
             elif isinstance(message, Loaded):
                 follower.loaded = message
             elif isinstance(message, Failed):
-                follower.said = message
+                follower.failed = message
         if not data:
             self._selector.unregister(follower.socket)
             self._go(follower)
@@ -220,7 +221,7 @@ class Watch:
         follower.gone = True
         if self.closing or self.cause is not None:
             return
-        if not follower.explained or (follower.said is not None and follower.said.second_hand):
+        if not follower.explained or (follower.failed is not None and follower.failed.second_hand):
             self._second_hand = self._second_hand or (time.monotonic() + FIRST_HAND, follower)
             return
         self._lose_rank(follower)
@@ -233,7 +234,7 @@ class Watch:
         if follower.written is not None and follower.written.file.fileno() in self._selector.get_map():
             self._forward(follower)
         where = "" if follower.node is None else f" on {follower.node.name}"
-        self._lose(f"rank {follower.rank} of {self._size}{where} {follower.end()}", follower.said)
+        self._lose(f"rank {follower.rank} of {self._size}{where} {follower.end()}", follower.failed)
 
     def _lose(self, cause: str, failed: Failed | None = None) -> None:
         if self.cause is not None or self.closing:

@@ -62,8 +62,8 @@ def meet(
 ) -> TCPStore:
     """Connect to a world's store at this port, or host it; the host must start it before others connect.
 
-    On one machine the host is not the first rank: whoever waits at a store whose rank has ended is told so at once, and
-    the first rank, which may be the user's process, must not hang. On several machines it is the first rank: its
+    On one machine the host is not the first rank: a rank that waits at a store gets an error as soon as the host ends,
+    and the first rank, which may be the user's process, must not hang. On several machines it is the first rank: its
     connection to the store is cut when others are lost (see `leader`).
     """
     keeps = listening is not None

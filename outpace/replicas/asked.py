@@ -1,4 +1,4 @@
-"""What the body of a request says of where it should go. What is wrong with a body the replica says."""
+"""Reads the fields of a body that decide which replica gets it. Wrong bodies are refused by the replica."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct):
-    """The fields that matter here; others are skipped. Prompts stay the JSON that they are."""
+    """The fields that matter here; others are skipped. Prompts stay JSON."""
 
     messages: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
@@ -28,14 +28,14 @@ class _Body(msgspec.Struct):
 
 
 def read(body: bytes, caller: bytes = b"") -> tuple[Wanted, str | None]:
-    """What is wanted, and the user that a body names. caller: whose prefixes are cached apart from others'."""
+    """What is known of a request, and its user. caller: bytes that are part of the hashes of prefixes."""
     try:
         found = msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Wanted(cost_of(len(body), None)), None
     text = next((each for each in map(bytes, (found.messages, found.prompt, found.prompts, found.input)) if each), b"")
     salt = found.cache_salt or found.prompt_cache_key or ""
-    apart = _hashed(each for each in (caller, salt.encode("utf-8", "surrogatepass"), bytes(found.tools)))
+    apart = _hashed((caller, salt.encode("utf-8", "surrogatepass"), bytes(found.tools)))
     limits = (found.max_completion_tokens, found.max_tokens, found.max_new_tokens)
     most = 0 if found.input else next((each for each in limits if each is not None), None)
     return Wanted(cost_of(len(body), most, found.n or 1), _prefixes(text, apart)), found.user
@@ -48,7 +48,7 @@ def _prefixes(text: bytes, apart: bytes) -> tuple[bytes, ...]:
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
-    """One hash of several parts, none of which can be taken for a piece of another."""
+    """One hash of several parts; their lengths are hashed too, so that different parts never look alike."""
     whole = hashlib.blake2b(digest_size=32)
     for part in parts:
         whole.update(len(part).to_bytes(8, "big") + part)

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one with the least to do, or one that has had a prompt with the same beginning.
+"""Chooses the replica of a request: the one with the least to do, or one that has had the same beginning of a prompt.
 
 Pure bookkeeping: it knows numbers and hashes, no sockets and no clock.
 """
@@ -8,51 +8,51 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 LEVELS = (64, 256, 1024, 4096, 16384)
-"""Bytes of a prompt whose hashes are remembered. A shorter beginning saves less than it costs to wait for."""
+"""Lengths, in bytes, of the beginnings whose hashes are remembered. A shorter one is not worth waiting for."""
 MOST_PREFIXES = 16384
-"""Hashes that are remembered; those used longest ago are forgotten."""
+"""Hashes that are remembered; the least recently used are forgotten."""
 ROOM = 256.0
-"""How much more a replica that has had the beginning may have to do than the least loaded one, in tokens."""
+"""A replica that has had the beginning may have this much more load than the least loaded one, in tokens."""
 SAVED = 1 / 8
-"""The same for each byte of that beginning: tokens that need not be computed."""
+"""Added for each byte of that beginning: tokens that need not be computed."""
 _PROMPT = 1 / 16  # a byte of a prompt: a token of four bytes takes a quarter of the time of one that is generated
-_ANSWER, _LONGEST_ANSWER = 256, 1024  # tokens that are counted where a request does not say, and at most
-_LEAST = 16.0  # of any request
+_ANSWER, _LONGEST_ANSWER = 256, 1024  # tokens of an answer: without max_tokens, and at most
+_LEAST = 16.0  # cost of any request
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is known of a request before it is sent on."""
+    """What is known of a request before it is forwarded."""
 
     cost: float = _LEAST
-    """How much there is to do, in tokens that are generated."""
+    """How much there is to do, in generated tokens."""
     prefixes: tuple[bytes, ...] = ()
     """Hashes of the beginnings of its prompt that are as long as `LEVELS`, shortest first."""
 
 
 def cost_of(num_bytes: int, max_tokens: int | None, answers: int = 1) -> float:
-    """What a request costs, in tokens that are generated. max_tokens: None where it does not say; 0: no answer."""
+    """The cost of a request, in generated tokens. max_tokens: None if it is not given; 0: no answer."""
     tokens = _ANSWER if max_tokens is None else max(0, min(max_tokens, _LONGEST_ANSWER))
     return _LEAST + num_bytes * _PROMPT + tokens * max(1, min(answers, 128))
 
 
 class Chooser:
-    """Counts what each replica has to do, and remembers which has had which beginnings."""
+    """Knows the load of each replica, and which beginnings of prompts it has had."""
 
     def __init__(self, count: int, most_prefixes: int = MOST_PREFIXES) -> None:
         self.loads = [0.0] * count
-        """What each has to do."""
+        """Load of each, in generated tokens."""
         self.running = [0] * count
-        """Its requests."""
+        """Running requests of each."""
         self.totals = [0] * count
-        """All requests that it was given so far."""
+        """Requests that each was given so far."""
         self._most = most_prefixes
         self._holders: OrderedDict[bytes, int] = OrderedDict()  # prefix -> replicas, one bit for each
 
     def choose(self, ready: Collection[int], prefixes: Sequence[bytes] = ()) -> int | None:
         """One of the replicas that are ready; None: there is none.
 
-        The longest known beginning decides, unless each replica that has had it has too much more to do than the least
+        The longest known beginning decides, unless all replicas that have had it are much more loaded than the least
         loaded one.
         """
         if not ready:
@@ -67,7 +67,7 @@ class Chooser:
         return least
 
     def begin(self, replica: int, wanted: Wanted) -> None:
-        """A request is sent to a replica."""
+        """Count a request that is sent to a replica."""
         self.loads[replica] += wanted.cost
         self.running[replica] += 1
         self.totals[replica] += 1
@@ -78,9 +78,9 @@ class Chooser:
             self._holders.popitem(last=False)
 
     def end(self, replica: int, wanted: Wanted) -> None:
-        """It has ended, however it did."""
+        """Stop counting a request that has ended, in whatever way."""
         self.running[replica] -= 1
-        self.loads[replica] = self.loads[replica] - wanted.cost if self.running[replica] else 0.0  # no rounding is left
+        self.loads[replica] = self.loads[replica] - wanted.cost if self.running[replica] else 0.0  # no rounding stays
 
     def forget(self, replica: int) -> None:
         """A replica has a new process, which has had no prompt yet."""

@@ -1,4 +1,4 @@
-"""Fleet: the replicas as the router sees them: which are ready, what each has to do, and whether the end has come."""
+"""Fleet: the replicas as the router sees them: which are ready, the load of each, and whether the server is ending."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class Fleet:
         self.draining = False
         """New requests are refused."""
         self.closed = False
-        """So are those that would have to begin again."""
+        """Requests that would have to begin again are refused too."""
         self._changed = asyncio.Event()
 
     @property
@@ -44,13 +44,13 @@ class Fleet:
         return sum(each.ready for each in self.replicas)
 
     def choose(self, wanted: Wanted, without: set[int]) -> Replica | None:
-        """Where a request should go, other than to these; None: there is no such replica now."""
+        """The replica for a request, except these; None: there is no such replica now."""
         ready = [each.index for each in self.replicas if each.ready and each.index not in without]
         index = self.chooser.choose(ready, wanted.prefixes)
         return None if index is None else self.replicas[index]
 
     def first(self) -> Replica | None:
-        """The first that is ready, so that asking twice gives the same answer."""
+        """The first that is ready, so that reading twice gives the same answer."""
         return next((each for each in self.replicas if each.ready), None)
 
     @contextmanager
@@ -63,13 +63,13 @@ class Fleet:
             self.chooser.end(replica.index, wanted)
 
     def set_ready(self, replica: Replica, ready: bool) -> None:
-        """Whether a replica takes requests from now on."""
+        """Set whether a replica takes requests."""
         if replica.ready != ready:
             replica.ready = ready
             self.wake()
 
     def wake(self) -> None:
-        """Have all who wait look again."""
+        """End all waits in `changed`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -78,5 +78,5 @@ class Fleet:
         await self._changed.wait()
 
     def drain(self) -> None:
-        """Take no more requests; those that run go on."""
+        """Refuse new requests; running ones continue."""
         self.draining = True

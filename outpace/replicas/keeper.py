@@ -39,7 +39,7 @@ class Timing(Restarts):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is started: a command that reads its options, one line of JSON, and ends with its standard input."""
+    """A command that reads its options from standard input, as one line of JSON, and ends when that input ends."""
 
     options: Mapping[str, Any]
     environment: Mapping[str, str]
@@ -58,7 +58,7 @@ class Keeper:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The exit code of a first process that could not start by its model or options."""
+        """The exit code of the first process, if it could not start because of its model or options."""
         self.was_ready = asyncio.Event()
 
     @property
@@ -78,7 +78,7 @@ class Keeper:
             await asyncio.gather(self._task, return_exceptions=True)
         self._fleet.set_ready(self._replica, False)
         if self._process is not None and self._process.returncode is None:
-            for number in (signal.SIGTERM, signal.SIGINT):  # two, which are never taken for one: the second cuts off
+            for number in (signal.SIGTERM, signal.SIGINT):  # different ones, so that both arrive: the second cuts off
                 with contextlib.suppress(ProcessLookupError):
                     self._process.send_signal(number)
             with contextlib.suppress(TimeoutError):
@@ -122,7 +122,7 @@ class Keeper:
             *self._program.command,
             stdin=asyncio.subprocess.PIPE,
             env=dict(self._program.environment),
-            start_new_session=True,  # Ctrl-C is for the router, which tells its replicas
+            start_new_session=True,  # Ctrl-C goes only to the router, which ends its replicas
         )
         assert self._process.stdin is not None, "it is a pipe"
         asked = {**self._program.options, "unix_path": self._replica.path}
@@ -131,7 +131,7 @@ class Keeper:
             await self._process.stdin.drain()
 
     async def _probe(self, process: asyncio.subprocess.Process) -> None:
-        """Ask again and again whether the process takes requests."""
+        """Ask from time to time whether the process takes requests."""
         timing, heard = self._timing, time.monotonic()
         has_answered = False
         while True:

@@ -1,10 +1,11 @@
-"""Metrics of several servers as those of one: totals and histograms are added up, gauges where that says something.
+"""Metrics of several servers as those of one: totals and histograms are added up, gauges where a sum makes sense.
 
-Totals never fall: what a replica had counted stays when its process ends, up to when it was asked last.
+Totals never fall: when the process of a replica ends, its last known totals stay.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import add
 
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +20,7 @@ GAUGES: Mapping[str, Callable[[float, float], float]] = {
     "outpace:cache_config_info": max,
     "outpace:expert_imbalance": max,
 }
-"""Gauges that cannot be added up, and what they become of two."""
+"""Gauges that cannot be added up -> how two of them become one."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -33,7 +34,7 @@ class Family:
     samples: dict[tuple[str, Labels], float] = field(default_factory=dict)
 
     def add(self, name: str, other: "Family") -> None:
-        """Put the series of another server to these."""
+        """Merge the series of another server into these."""
         join = _join(name, self.kind)
         for key, value in other.samples.items():
             self.samples[key] = value if key not in self.samples else join(self.samples[key], value)
@@ -62,22 +63,18 @@ def merged(parts: Iterable[Families]) -> Families:
 
 
 def totals(families: Families) -> Families:
-    """What stays true of a server that is gone."""
+    """The families that stay true when their server is gone."""
     return {name: each for name, each in families.items() if each.kind in _TOTALS or name.endswith(_CREATED)}
 
 
 def _join(name: str, kind: str) -> Callable[[float, float], float]:
     if kind in _TOTALS:
-        return _sum
-    return min if name.endswith(_CREATED) else GAUGES.get(name, _sum)
-
-
-def _sum(one: float, other: float) -> float:
-    return one + other
+        return add
+    return min if name.endswith(_CREATED) else GAUGES.get(name, add)
 
 
 class Numbers:
-    """What the replicas have told so far, by replica, and what those that are gone had."""
+    """The newest metrics of each replica, and the totals of processes that are gone."""
 
     def __init__(self) -> None:
         self._newest: dict[int, Families] = {}
@@ -96,12 +93,12 @@ class Numbers:
             self._past = merged([self._past, totals(last)])
 
     def whole(self) -> Families:
-        """All of it as the numbers of one server."""
+        """All metrics, as those of one server."""
         return merged([self._past, *self._newest.values()])
 
 
 class Shown(Collector):
-    """Families as the library writes them out."""
+    """Families in the form that the library can write."""
 
     def __init__(self, families: Families) -> None:
         self._families = families

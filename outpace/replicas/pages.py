@@ -1,4 +1,4 @@
-"""What the router answers itself: health, and the numbers of all replicas together."""
+"""Answers of the router itself: health, and the numbers of all replicas together."""
 
 import asyncio
 from collections import Counter
@@ -20,28 +20,28 @@ from outpace.server.problems import ApiError
 from outpace.server.responses import json_response
 from outpace.server.supervisor import DRAINING
 
-PATIENCE = 10.0  # seconds that a replica may take to tell its numbers
+PATIENCE = 10.0  # seconds that a replica may take to send its numbers
 _ADDED = frozenset(
     {
         *("in_flight", "running", "waiting", "free_blocks", "num_blocks", "steps", "restarts", "prompt_tokens"),
         *("generated_tokens", "preemptions", "prefix_hits", "prefix_queries", "step_tokens"),
     }
 )
-"""Numbers of /status that are added up; lists and tables of numbers are, too."""
+"""Numbers of /status that are added up; `added` adds up lists and tables too."""
 
 
 class Pages:
     """Answers to a few GETs. `outcomes` and `rejected` count POST requests, for `Guard`."""
 
     def __init__(self, fleet: Fleet, options: ServerConfig, retried: Callable[[], int] = lambda: 0) -> None:
-        """retried: how often a request began again on another replica."""
+        """retried: returns how often a request began again on another replica."""
         self._fleet, self._options, self._retried = fleet, options, retried
         self.numbers = Numbers()
         self.outcomes: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
 
     def own(self) -> Mapping[str, Callable[[Headers], Awaitable[Response]]]:
-        """The paths, and what answers there."""
+        """The paths, and their handlers."""
         pages = {"/health/live": self.live, "/status": self.status, "/status/experts": self.experts}
         if self._options.metrics:
             pages["/metrics"] = self.metrics
@@ -60,7 +60,7 @@ class Pages:
 
     async def metrics(self, headers: Headers) -> Response:
         """The numbers of all replicas for Prometheus, as those of one, and the router's own."""
-        texts = await self._told(b"/metrics", headers)
+        texts = await self._ask_all(b"/metrics", headers)
         for replica in self._fleet.replicas:
             self.numbers.take(replica.index, texts.get(replica.index, b"").decode() or None)
         body = await asyncio.to_thread(self._written, self.numbers.whole())
@@ -68,23 +68,23 @@ class Pages:
 
     async def status(self, headers: Headers) -> Response:
         """/status of the first replica, with the numbers of all added up; and each replica's own."""
-        told = [msgspec.json.decode(each) for each in (await self._told(b"/status", headers)).values()]
+        found = [msgspec.json.decode(each) for each in (await self._ask_all(b"/status", headers)).values()]
         chooser = self._fleet.chooser
         replicas = [
             {"ready": each.ready, "in_flight": chooser.running[each.index], "restarts": each.restarts}
             for each in self._fleet.replicas
         ]
-        return json_response({**added(told), "replicas": replicas})
+        return json_response({**added(found), "replicas": replicas})
 
     async def experts(self, headers: Headers) -> Response:
         """/status/experts with the tokens of all replicas."""
-        told = [msgspec.json.decode(each) for each in (await self._told(b"/status/experts", headers)).values()]
-        load = _summed([each["tokens"] for each in told])
+        found = [msgspec.json.decode(each) for each in (await self._ask_all(b"/status/experts", headers)).values()]
+        load = _summed([each["tokens"] for each in found])
         return json_response(
-            {"layers": told[0]["layers"], "tokens": load, "imbalance": [imbalance(each) for each in load]}
+            {"layers": found[0]["layers"], "tokens": load, "imbalance": [imbalance(each) for each in load]}
         )
 
-    async def _told(self, path: bytes, headers: Headers) -> dict[int, bytes]:
+    async def _ask_all(self, path: bytes, headers: Headers) -> dict[int, bytes]:
         """The answers of all ready replicas at a path, asked with the caller's key; an error if none answers."""
         key = [(b"authorization", headers["authorization"].encode("latin-1"))] if "authorization" in headers else []
 
@@ -96,11 +96,11 @@ class Pages:
             return replica.index, body
 
         asked = [ask(each) for each in self._fleet.replicas if each.ready]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        told = dict(each for each in found if not isinstance(each, BaseException))
-        if not told and path != b"/metrics":
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        found = dict(each for each in results if not isinstance(each, BaseException))
+        if not found and path != b"/metrics":
             raise ApiError(503, "No replica is ready; try again later.", code="not_ready", retry=True)
-        return told
+        return found
 
     def _written(self, families: Families) -> bytes:
         """The families with the router's own, which replace the replicas' counts of requests."""
@@ -127,10 +127,10 @@ class Pages:
             **_numbers("replicas_ready", "gauge", "Replicas that take requests.", fleet.num_ready),
             **_numbers("replica_ready", "gauge", "1 while a replica takes requests.", ready),
             **_numbers("replica_requests_running", "gauge", "Requests that a replica has.", chooser.running),
-            **_numbers("replica_load", "gauge", "What they cost by the router's reckoning.", chooser.loads),
+            **_numbers("replica_load", "gauge", "Estimated cost of the requests that a replica has.", chooser.loads),
             **_numbers("replica_requests", "counter", "Requests that a replica was given.", chooser.totals),
             **_numbers("replica_restarts", "counter", "Processes of a replica that ended.", restarts),
-            **_numbers("retried_requests", "counter", "Times a request began again elsewhere.", self._retried()),
+            **_numbers("retried_requests", "counter", "Requests that began again on another replica.", self._retried()),
         }
 
 
@@ -152,14 +152,14 @@ def _counts(name: str, text: str, label: str, model: str, counts: Mapping[str, i
     return {f"outpace:{name}": Family(text, "counter", samples)}
 
 
-def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """/status of several replicas as that of one server: the first one's words, and everybody's numbers."""
-    whole = dict(told[0])
+def added(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """/status of several replicas as that of one server: numbers are added up, the rest is that of the first."""
+    whole = dict(replies[0])
     for name in _ADDED & whole.keys():
-        whole[name] = sum(each[name] for each in told)
-    whole["step_sizes"] = _summed([each["step_sizes"] for each in told])
-    whole["levels"] = {name: sum(each["levels"].get(name, 0) for each in told) for name in whole["levels"]}
-    whole["ready"] = any(each["ready"] for each in told)
+        whole[name] = sum(each[name] for each in replies)
+    whole["step_sizes"] = _summed([each["step_sizes"] for each in replies])
+    whole["levels"] = {name: sum(each["levels"].get(name, 0) for each in replies) for name in whole["levels"]}
+    whole["ready"] = any(each["ready"] for each in replies)
     return whole
 
 

@@ -1,8 +1,8 @@
-"""Router: the ASGI app that hands every request to a replica, and what it answers itself.
+"""Router: the ASGI app that forwards requests to replicas, and answers a few itself.
 
-An answer goes to the client as it comes. Until its first byte has gone there, a request whose replica fails begins
-again on another: an answer that is not a stream is held until it is whole (or long), a stream until its first event.
-Streams are passed on in whole events, so that the error at the end of a broken one is an event of its own.
+An answer is sent to the client as it comes. Until its first byte is sent, a request whose replica fails begins again on
+another: an answer that is not a stream is held until it is whole (or long), a stream until its first event. Streams are
+forwarded in whole events, so that the error at the end of a broken one is an event of its own.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ from outpace.server.problems import LOST, ApiError
 from outpace.server.supervisor import DRAINING
 
 LOSSES = 3
-"""Times that a request may be lost with its replica before it is given up: it may be what kills them."""
+"""Times that a request may be lost with its replica before it fails: it may be what kills them."""
 UNAVAILABLE = "engine_unavailable"
 _NOT_THERE = frozenset({UNAVAILABLE, "not_ready", "starting"})  # codes of a replica that has not begun the request
 _OURS = HOP_BY_HOP | {b"content-length", b"x-request-id"}
 
 Own = Callable[[Headers], Awaitable[Response]]
-"""Answers a GET of the router's own, by its headers."""
+"""Answers a GET that the router does not forward; gets its headers."""
 
 
 class Router:
-    """Hands requests to the replicas of a fleet. `Guard` is around it, and turns errors into answers."""
+    """Forwards requests to the replicas of a fleet. `Guard` is around it, and turns errors into answers."""
 
     def __init__(self, fleet: Fleet, options: ServerConfig, own: Mapping[str, Own] | None = None) -> None:
-        """own: what GET of these paths gives."""
+        """own: handlers of GET at these paths."""
         self._fleet, self._options, self._own = fleet, options, dict(own or {})
         self.retried = 0
         """Times that a request began again on another replica."""
@@ -58,7 +58,7 @@ class Router:
         await until_gone(receive, self._answer(_Request(scope, body), wanted, send))
 
     def _caller(self, scope: Scope) -> bytes:
-        """Whose prefixes are cached apart from those of others."""
+        """Identifies the caller, if prefixes are cached for each caller separately."""
         if self._options.share_prefix_cache:
             return b""
         return hashlib.blake2b(Headers(scope=scope).get("authorization", "").encode()).digest()
@@ -81,7 +81,7 @@ class Router:
             if problem.code == LOST:
                 losses += 1
             if problem.status == 503:
-                self._fleet.set_ready(replica, False)  # until it says that it is again
+                self._fleet.set_ready(replica, False)  # until a probe finds it ready again
             else:
                 refused.add(replica.index)
             if losses >= LOSSES or self._fleet.closed:
@@ -99,7 +99,7 @@ class Router:
             await self._fleet.changed()
 
     async def _try(self, exchange: Exchange, request: "_Request", send: Send) -> ApiError | None:
-        """Have one replica answer; what it said, if another should try."""
+        """Have one replica answer. Returns its error if another should try."""
         await exchange.send(request.method, request.target, request.headers, request.body)
         head, held = await exchange.head(), Held()
         if head.status_code in (429, 503):
@@ -111,7 +111,7 @@ class Router:
 
 
 class _Request:
-    """What a replica is sent."""
+    """The request that a replica is sent."""
 
     def __init__(self, scope: Scope, body: bytes) -> None:
         self.method = scope["method"].encode()
@@ -127,7 +127,7 @@ class _Request:
 
 
 def _problem(status: int, body: bytes) -> ApiError | None:
-    """What a replica refused a request with, if another may take it."""
+    """The error with which a replica refused a request, if another may take it."""
     try:
         error: dict[str, Any] = msgspec.json.decode(body)["error"]
         code, message = str(error["code"]), str(error["message"])

@@ -38,7 +38,7 @@ from outpace.server.options import ServerConfig
 from outpace.server.placeholder import Placeholder
 
 LONGEST_PATH = 100  # bytes of the path of a Unix socket that every system takes
-MORE_CONNECTIONS = 256  # beside those of clients: of the router itself
+MORE_CONNECTIONS = 256  # of the router itself, beside those of clients
 MORE_HEADERS, MORE_HEADER_BYTES = 4, 512  # those that the router adds
 
 
@@ -50,10 +50,10 @@ async def serve_replicas(
     sock: socket.socket,
     console: Console,
 ) -> int:
-    """Serve on a socket that listens, until a signal; the exit code."""
+    """Serve on a listening socket until a signal; returns the exit code."""
     environments = for_replicas(asked, config.replicas)
     with _folder() as folder:
-        fleet = _Kept([str(folder / f"replica-{index}.sock") for index in range(config.replicas)])
+        fleet = _KeptFleet([str(folder / f"replica-{index}.sock") for index in range(config.replicas)])
         options = {"model": model, "options": {**llm_options, **options_of_replica(config)}}
         timing = Timing(answer=config.ready_timeout, silence=config.stall_timeout)
         app, pages, running = make_app(fleet, config)
@@ -66,8 +66,8 @@ async def serve_replicas(
             await fleet.close()
 
 
-class _Kept(Fleet):
-    """A fleet of processes that end with it."""
+class _KeptFleet(Fleet):
+    """A fleet with the keepers of its processes."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(paths)
@@ -81,7 +81,7 @@ class _Kept(Fleet):
 
 
 def make_app(fleet: Fleet, config: ServerConfig) -> tuple[Guard, Pages, Counter[int | None]]:
-    """The router with its guard, what it answers itself, and the count of requests that are not answered whole."""
+    """The router with its guard, the pages that it answers itself, and the counter of its running requests."""
     running: Counter[int | None] = Counter()
     pages = Pages(fleet, config, lambda: router.retried)
     router = Router(fleet, config, pages.own())
@@ -97,7 +97,7 @@ def make_app(fleet: Fleet, config: ServerConfig) -> tuple[Guard, Pages, Counter[
 
 
 def options_of_replica(config: ServerConfig) -> dict[str, Any]:
-    """The options of each replica: the same, but for what the router does for it."""
+    """The options of each replica: those of the router, except for what only the router does."""
     given = {name: value for name, value in config.given().items() if name not in ("ssl_certfile", "ssl_keyfile")}
     connections = config.max_connections + MORE_CONNECTIONS
     return {
@@ -116,7 +116,12 @@ def options_of_replica(config: ServerConfig) -> dict[str, Any]:
 
 
 async def _serve(
-    fleet: _Kept, app: Guard, running: Counter[int | None], config: ServerConfig, sock: socket.socket, console: Console
+    fleet: _KeptFleet,
+    app: Guard,
+    running: Counter[int | None],
+    config: ServerConfig,
+    sock: socket.socket,
+    console: Console,
 ) -> int:
     signals = catch_signals()
     front = Placeholder(lambda: f"loading {config.replicas} replicas", config.retry_after, config.root_path)
@@ -132,9 +137,9 @@ async def _serve(
 
 
 async def _started(
-    fleet: _Kept, front: Placeholder, app: Guard, serving: asyncio.Task[None], interrupted: asyncio.Event
+    fleet: _KeptFleet, front: Placeholder, app: Guard, serving: asyncio.Task[None], interrupted: asyncio.Event
 ) -> int | None:
-    """Wait until all replicas are ready; the router answers as soon as one is. An exit code: they never will be."""
+    """Wait until all replicas are ready; the router answers as soon as one is. Returns a code if they never will."""
 
     async def first() -> None:
         while not fleet.num_ready:
@@ -183,6 +188,6 @@ def _folder() -> Iterator[Path]:
             made.cleanup()
             made = tempfile.TemporaryDirectory(prefix="outpace-", dir="/tmp")
     except OSError as error:
-        raise StateError(f"TMPDIR: there is no folder for the sockets of replicas ({error})") from None
+        raise StateError(f"TMPDIR: cannot make a folder for the sockets of replicas ({error})") from None
     with made as name:
         yield Path(name)

@@ -1,4 +1,4 @@
-"""What each replica gets of the machine: its GPUs, or its part of the processors."""
+"""Divides the machine among replicas: its GPUs, or its CPU cores."""
 
 import ctypes
 import os
@@ -13,11 +13,11 @@ from outpace.server.child import import_path
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 SHARE = "OUTPACE_RANKS_SHARE_DEVICE"
-"""Set in the environment, all replicas use the same GPUs: for tests on a machine that has one."""
+"""If this environment variable is set, all replicas use the same GPUs: for tests on a machine that has one."""
 
 
 def num_gpus() -> int:
-    """GPUs that a process started now would see, by the driver: torch, which knows too, is not imported here."""
+    """Number of GPUs that a new process would see. The driver is asked, because torch is not imported here."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -29,7 +29,7 @@ def num_gpus() -> int:
 def environments(
     count: int, ranks: int, device: str | None, gpus: int, cores: int, environment: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment of each replica. ranks: processes of each that want a GPU; device: as it was asked for."""
+    """The environment of each replica. ranks: GPU processes of each; device: the option."""
     if device is not None and ":" in device:
         raise ConfigError(
             f"device: {device!r} is one device, and there are {count} replicas; give {device.partition(':')[0]!r}, and "

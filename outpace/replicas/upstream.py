@@ -9,17 +9,18 @@ import h11
 Headers = Sequence[tuple[bytes, bytes]]
 _HEAD = 64 * 2**10  # bytes of the longest head of an answer
 _READ = 64 * 2**10  # bytes that are read at once
+_LONGEST = 64 * 2**20  # bytes of an answer that is fetched whole
 HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
         *(b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     }
 )
-"""Headers of one connection, which are not passed on."""
+"""Headers of one connection, which are not forwarded."""
 
 
 class Broken(Exception):
-    """The replica is gone, or was before the whole answer was there."""
+    """The replica is gone, or the connection ended before the whole answer had come."""
 
 
 class Exchange:
@@ -31,7 +32,7 @@ class Exchange:
         self._ended = False
 
     async def send(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> None:
-        """Send a request; its body has the length that one of the headers says."""
+        """Send a request. One of the headers gives the length of the body."""
         head = self._http.send(h11.Request(method=method, target=target, headers=list(headers)))
         ended = self._http.send(h11.EndOfMessage()) if not body else self._http.send(h11.Data(body))
         try:
@@ -63,7 +64,7 @@ class Exchange:
         return b"".join(pieces)
 
     async def _next(self) -> object:
-        """The next event, as soon as enough has come for it."""
+        """The next event, once enough bytes have come."""
         while (event := self._event()) is h11.NEED_DATA:
             try:
                 received = await self._reader.read(_READ)
@@ -94,10 +95,8 @@ async def connected(path: str) -> AsyncIterator[Exchange]:
         writer.transport.abort()
 
 
-async def fetch(
-    path: str, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"", *, most: int = 64 * 2**20
-) -> tuple[int, bytes]:
-    """A whole answer: its status and body. Broken: there is none, or it is longer than `most`."""
+async def fetch(path: str, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"") -> tuple[int, bytes]:
+    """A whole answer: its status and body. Broken: there is none, or it is longer than `_LONGEST`."""
     async with connected(path) as exchange:
         named = [(b"host", b"replica"), *headers, (b"content-length", b"%d" % len(body))]
         await exchange.send(method, target, named, body)
@@ -105,6 +104,6 @@ async def fetch(
         while data := await exchange.data():
             pieces.append(data)
             size += len(data)
-            if size > most:
+            if size > _LONGEST:
                 raise Broken("the answer is too long")
         return status, b"".join(pieces)

@@ -20,8 +20,8 @@ from outpace.runner.room import everyone, make_pages
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import CHUNK_SIZES, Shape
 
-GPU_TOKENS = 2048  # of a step that is timed
-CPU_TOKENS = 256
+GPU_TOKENS = 2048  # tokens of a timed step
+CPU_TOKENS = 256  # tokens of a step on a CPU
 STEP_SECONDS = 0.05
 LEAST_STEPS = 5  # or as long as this many steps of one token per request, if that is longer
 LEAST_TOKENS = 256  # of such a step, at most
@@ -31,7 +31,7 @@ MEMORY = 0.1  # most of the free memory that a step may take; the rest is for pa
 DECODES = 32  # decodes in the step for which the chunk is sized
 CHUNK_STEPS = 2.3  # how much longer a chunk makes that step (8B on an H200: 384 tokens, 10 ms instead of 4.5)
 LEAST_CHUNK = 128
-RUNS = 3  # of each step that is timed
+RUNS = 3  # of each timed step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Times:
         if not self.quarter:
             return self.full / self.tokens
         measured = (self.full - self.quarter) / (self.tokens - self.tokens // 4)
-        return min(max(0.0, measured), self.full / self.tokens)  # a step without tokens takes no less than nothing
+        return min(max(0.0, measured), self.full / self.tokens)  # a step without tokens does not take less than 0 s
 
     def of(self, tokens: int) -> float:
         """Seconds of a step of `tokens`: linear through the two timed steps."""
@@ -92,7 +92,7 @@ def choose_budget(model: BatchModel, config: LLMConfig, limits: Limits) -> Budge
     asked, tokens = config.scheduler, limits.max_num_batched_tokens
     if model.device.type != "cuda":
         if asked.max_num_batched_tokens is None:
-            chosen("max_num_batched_tokens", tokens, "a CPU computes more at once no faster")
+            chosen("max_num_batched_tokens", tokens, "on a CPU larger steps are not faster")
         return Budget(limits=limits, streamed_tokens=tokens)
     if asked.max_num_batched_tokens is None:
         return _for_a_time(model, config, limits, _time_steps(model, config, limits))
@@ -214,7 +214,7 @@ def _time_steps(model: BatchModel, config: LLMConfig, limits: Limits) -> Times:
 
 
 def _affordable(step: Callable[[], object], tokens: int, device: torch.device) -> int | None:
-    """Run a step of `tokens`; how many tokens would take a tenth of the free memory."""
+    """Run a step of `tokens`; returns how many tokens would take a tenth of the free memory; None: not measured."""
     if device.type != "cuda":
         step()
         return None
@@ -226,7 +226,7 @@ def _affordable(step: Callable[[], object], tokens: int, device: torch.device) -
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step: the least of a few runs after the first, since whatever else runs adds to them."""
+    """Seconds of a step: the least of a few runs after the first, since other work on the machine only adds to them."""
     took = []
     for _ in range(1 + RUNS):
         torch.cuda.synchronize(device)

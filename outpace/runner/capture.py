@@ -22,9 +22,8 @@ class Uncapturable(Exception):
 def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable[[], Result]:
     """Capture `run` as a graph. It may use static buffers only; the caller keeps them alive as long as the graph.
 
-    Each replay overwrites the result of the previous one.
-    Errors in a warm-up are raised as they are. Warm-ups run on the capture's stream, so that what torch allocates per
-    stream (cuBLAS: 32 MiB) is allocated once.
+    Each replay overwrites the result of the previous one. Errors in a warm-up are raised as they are. Warm-ups run on
+    the capture's stream, so that what torch allocates per stream (cuBLAS: 32 MiB) is allocated once.
     """
     graph = torch.cuda.CUDAGraph()
     with CAPTURING:
@@ -57,7 +56,7 @@ def mend(device: torch.device) -> None:
 
 
 class StreamLock:
-    """A lock for static buffers. Each holder's GPU work runs after the previous holder's, on whatever streams."""
+    """A lock for static buffers. Each holder's GPU work runs after the previous holder's, on any stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.Lock()

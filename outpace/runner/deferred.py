@@ -12,7 +12,7 @@ from outpace.runner.step_graphs import Shape, smallest
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIXED = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
-CHUNKS = (64, 128, 512, 2048)  # until then other sizes run in a graph for mixed steps
+CHUNKS = (64, 128, 512, 2048)  # other sizes run in a graph for mixed steps until they are captured
 PAYS = 2048  # padding tokens that cost about as much as a capture: 45 and 55 ms for the 8B on an H200
 FREE = 64  # tokens up to which padding is free: reading the weights takes longer
 PACE = 64  # least steps between two captures while requests run

@@ -73,7 +73,7 @@ class FastGenerate:
         self._decoder: PagedDecoder | None = None
         self._making = threading.Lock()
         self._refused = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._own = lambda: generation_config(model)
         self._watched = _around_fused_layers(model)
         self._windows = _may_have_windows(model)
@@ -140,9 +140,9 @@ class FastGenerate:
         """The function to pass as `custom_generate`; None: Hugging Face's loop must run (the reason is logged)."""
         reason = next(self._reasons(arguments, mask, setting), None)
         if reason is not None:
-            if reason not in self._told:
+            if reason not in self._logged:
                 chosen("generate", "Hugging Face's loop", reason + self._more)
-                self._told.add(reason)
+                self._logged.add(reason)
             return None
         decoder = self._made()
         return None if decoder is None else functools.partial(decoder, streamer=arguments.get("streamer"))

@@ -52,13 +52,13 @@ class ForwardGraphs:
 
     def _add(self, key: Hashable, args: Any, kwargs: Any) -> bool:
         """Capture a graph for this signature; False: that failed."""
-        # later calls may run outside inference mode and write to them
+        # not in inference mode: later calls may write to these tensors outside of it
         with torch.inference_mode(False), torch.no_grad():
             static = map_tensors(lambda tensor: tensor.to(self._device, copy=True), (args, kwargs))
         while len(self._graphs) >= self._limit:
             self._graphs.popitem(last=False)
         try:
-            with CAPTURING, _no_mask_out_of_nothing():
+            with CAPTURING, _no_extra_mask():
                 replay = captured(lambda: self._run(*static[0], **static[1]), pool=self._pool, warm_ups=WARM_UPS)
         except Uncapturable as error:
             mend(self._device)
@@ -71,8 +71,8 @@ class ForwardGraphs:
 
 
 @contextmanager
-def _no_mask_out_of_nothing() -> Iterator[None]:
-    """While a stream is captured, transformers 5.17 makes a mask even where none is given, and so runs other kernels.
+def _no_extra_mask() -> Iterator[None]:
+    """While a stream is captured, transformers 5.17 makes a mask even if none is given, and then runs other kernels.
 
     A mask that is given is still built in full, since a replay may come with other values.
     """

@@ -9,7 +9,7 @@ from outpace.runner.results import Arriving
 from outpace.runner.rows import Layout
 
 
-class Pooling:
+class PoolingSums:
     """Running sums of prompts being computed. A preempted request keeps its sum unless it is recomputed."""
 
     def __init__(self) -> None:

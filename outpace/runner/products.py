@@ -1,4 +1,4 @@
-"""Tunes the matrix products of steps before graphs are captured, see `kernels.product_search`."""
+"""Tunes the matrix products of steps before graphs are captured (see `kernels.product_search`)."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def tune_products(model: BatchModel, runner: Runner, wanted: Sequence[Shape]) ->
     rank of a stage searches and the others use its result: what each rank computes redundantly, such as a router, must
     not differ between ranks.
     """
-    linear, shape = model.kernels.linear, telling(wanted)
+    linear, shape = model.kernels.linear, unambiguous_shape(wanted)
     if not isinstance(linear, TunedLinear) or shape is None or model.streaming is not None:
         return
     with linear.watched() as calls, launching_nothing():
@@ -37,7 +37,7 @@ def tune_products(model: BatchModel, runner: Runner, wanted: Sequence[Shape]) ->
     kinds = kinds_of(calls, {shape.num_tokens: sorted(tokens), shape.num_seqs: sorted(seqs)})
     tuned = _tuned(model.device, kinds) if model.ranks.rank == 0 else Tuned()
     if model.ranks.size > 1:
-        taken = _told(model.ranks, tuned.taken, model.device)
+        taken = _from_first_rank(model.ranks, tuned.taken, model.device)
         mine = [product for kind in kinds for product in kind.products()]
         if model.ranks.rank > 0:
             tuned = _tuned(model.device, kinds, {product: taken.get(product) for product in mine})
@@ -48,13 +48,13 @@ def tune_products(model: BatchModel, runner: Runner, wanted: Sequence[Shape]) ->
     linear.use(tuned.plans)
 
 
-def _tuned(device: torch.device, kinds: Sequence[Kind], told: Found | None = None) -> Tuned:
-    """Plans for these products. told: what the first rank uses for each; None: this rank searches."""
+def _tuned(device: torch.device, kinds: Sequence[Kind], given: Found | None = None) -> Tuned:
+    """Plans for these products. given: those of the first rank; None: this rank searches."""
     try:
         with torch.cuda.device(device):
             library = CublasLt.find()
-            if told is not None:
-                return tune(kinds, library, DeviceClock(), told, seconds=0.0)
+            if given is not None:
+                return tune(kinds, library, DeviceClock(), given, seconds=0.0)
             known_by = identity(device, library.version)
             cache = ProductCache(cache_file(cache_dir(), device, known_by), known_by)
             tuned = tune(kinds, library, DeviceClock(), cache.read(), SECONDS)
@@ -66,14 +66,14 @@ def _tuned(device: torch.device, kinds: Sequence[Kind], told: Found | None = Non
     return tuned
 
 
-def _told(ranks: Group, taken: Found, device: torch.device) -> Found:
+def _from_first_rank(ranks: Group, taken: Found, device: torch.device) -> Found:
     text = json.dumps(by_names(taken)).encode()
     size = int(ranks.from_first(torch.tensor([len(text)], device=device))[0])
-    given = torch.tensor(list(text) if ranks.rank == 0 else [0] * size, dtype=torch.uint8, device=device)
-    return from_names(json.loads(bytes(ranks.from_first(given).tolist())))
+    sent = torch.tensor(list(text) if ranks.rank == 0 else [0] * size, dtype=torch.uint8, device=device)
+    return from_names(json.loads(bytes(ranks.from_first(sent).tolist())))
 
 
-def telling(wanted: Sequence[Shape]) -> Shape | None:
+def unambiguous_shape(wanted: Sequence[Shape]) -> Shape | None:
     """A shape in which a product's number of rows shows whether it has a row per token or per sequence."""
     few = all(shape.num_seqs < ROWS.start for shape in wanted)  # then only rows per token matter
     for kind in ("fresh", "chunks") if few else ("mixed", "chunks"):

@@ -116,7 +116,7 @@ def host_page_bytes(config: LLMConfig) -> int:
 
 
 def on_host(gib: float, model: BatchModel) -> int:
-    """This rank's share of so many GiB of host memory, in bytes."""
+    """This rank's share of `gib` GiB of host memory, in bytes."""
     return int(gib * GIB) // everyone(model).size
 
 
@@ -140,7 +140,7 @@ def host_level(model: BatchModel, config: LLMConfig) -> Copies | None:
     num_blocks = everyone(model).least(wanted // everyone(model).size // row, model.device)
     files = None
     if offload.kv_files:
-        assert everyone(model).size == 1, "a rule says so"
+        assert everyone(model).size == 1, "checked by config.rules"
         files = _files(config, row)
     memory = aligned(num_blocks * row, pinned=model.device.type == "cuda")[: num_blocks * row]
     chosen("host pages", num_blocks, f"{what}, {row / (1 << 20):.3g} MiB each")
@@ -156,9 +156,9 @@ def _host_bytes(config: LLMConfig) -> tuple[str, int]:
 
 
 def _files(config: LLMConfig, row: int) -> FileBlocks:
-    """The file for pages, of blocks of so many bytes."""
+    """The file for pages, in blocks of `row` bytes."""
     folder, size = config.offload.nvme, config.offload.kv_files
-    assert folder is not None, "a rule says so"
+    assert folder is not None, "checked by config.rules"
     asked = int(size * room_in(folder) if isinstance(size, float) else size or 0)
     if asked < row:
         raise ConfigError(f"offload.kv_files: less than one page of {row / GIB:.3g} GiB; give more, or remove it")
@@ -166,7 +166,7 @@ def _files(config: LLMConfig, row: int) -> FileBlocks:
 
 
 def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:
-    """Bytes that Outpace may use and steps do not need: the largest are run, with and without graphs, and looked at."""
+    """Bytes that Outpace may use, minus what steps need: the largest are run and measured, with and without graphs."""
     device = model.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -177,7 +177,7 @@ def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: t
     needed += sum(shape.num_seqs for shape in wanted) * logits  # each graph keeps its own
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    slack = 0 if config.offload.device_memory is None else SLACK  # a share of all memory leaves enough beside it
+    slack = 0 if config.offload.device_memory is None else SLACK  # a share of all memory leaves enough free anyway
     return device_budget(config) - slack - (total - free) - needed
 
 
@@ -186,7 +186,7 @@ def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tup
     runner = Runner(model, make_pages(model, config, 1), limits)
     largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
     logits = runner.warm_up(largest)
-    scratch = [logits.float() for _ in range(4)]  # what choosing tokens takes
+    scratch = [logits.float() for _ in range(4)]  # as much as sampling takes
     kinds = {shape.kind: shape for shape in reversed(wanted)}  # the largest of each
     for kind in ("mixed" if "mixed" in kinds else "chunks", "decode"):
         if kind in kinds:

@@ -13,10 +13,10 @@ from outpace.types import Request, ScheduledSequence
 
 
 class Header(NamedTuple):
-    """What a step does with each of its S sequences, on the device."""
+    """The S sequences of a step, on the device."""
 
     rows: Tensor
-    """[S] int32: whose it is."""
+    """[S] int32: row of each sequence."""
     starts: Tensor
     """[S] int32: position of the first token of each sequence."""
     writes: Tensor
@@ -75,7 +75,7 @@ class Rows:
         """[R + 1, L + 1]: the tokens of each request, and a spare column. The last row is for padding."""
         self.table = self.state[:, max_len + 1 :]
         """[R + 1, M]: the pages of each request."""
-        self._nobody, self._nowhere, self._first_page = count, max_len, max_len + 1
+        self._padding_row, self._spare_column, self._first_page = count, max_len, max_len + 1
         self._header = torch.zeros(4 * count + 1, dtype=torch.int32, device=device)
         self._staging = [_pinned(4 * count + 1, torch.int32, device) for _ in range(2)]
         self._updates = [_pinned(1 << 14, torch.int64, device) for _ in range(2)]
@@ -92,7 +92,7 @@ class Rows:
 
     def clear(self) -> None:
         self._rows.clear()
-        self._free = list(range(self._nobody - 1, -1, -1))
+        self._free = list(range(self._padding_row - 1, -1, -1))
 
     def forget(self, requests: Iterable[str]) -> None:
         """Free the rows of these requests, if they have any."""
@@ -137,11 +137,11 @@ class Rows:
         array = host.numpy()[: 4 * size + 1]
         rows, starts, writes = array[:size], array[size : 2 * size], array[2 * size : 3 * size]
         rows[:count] = [owner.index for owner in layout.owners]
-        rows[count:] = self._nobody
+        rows[count:] = self._padding_row
         starts[:count], starts[count:] = layout.starts, 0
         lengths = starts[:count] + np.array(layout.counts, dtype=np.int32)
-        writes[:count] = np.where(layout.samples, lengths, self._nowhere)
-        writes[count:] = self._nowhere
+        writes[:count] = np.where(layout.samples, lengths, self._spare_column)
+        writes[count:] = self._spare_column
         cu_q = array[3 * size :]
         cu_q[0] = 0
         np.cumsum(layout.counts, out=cu_q[1 : count + 1])
@@ -163,7 +163,7 @@ class Rows:
         self.state.view(-1).index_copy_(0, rows.long() * self._width + places, chosen.to(torch.int32))
 
     def _update(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Write single numbers of the rows."""
+        """Write values at places of the flattened rows."""
         count = len(places)
         if 2 * count > len(self._updates[self._turn]):
             self._updates[self._turn] = _pinned(4 * count, torch.int64, self._device)

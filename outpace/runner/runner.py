@@ -1,4 +1,4 @@
-"""Runs steps: inputs, forward, choice of tokens. A step is launched, and its result read later, when it is there."""
+"""Runs steps: inputs, forward, choice of tokens. A step is launched, and its result is read later."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from outpace.kernels.ragged import Ragged
 from outpace.log import logger
 from outpace.runner.copies import Copies
 from outpace.runner.deferred import Deferred
-from outpace.runner.pooling import Pooling
+from outpace.runner.pooling import PoolingSums
 from outpace.runner.prompt_logprobs import PIECE, PromptLogprobs
 from outpace.runner.results import Arriving, arriving_logprobs, send_back
 from outpace.runner.rows import Header, Layout, Row, Rows
@@ -44,7 +44,7 @@ class Ran(NamedTuple):
     likeliest: Tensor
     """[S] greedy tokens, already written to their rows."""
     rows: Tensor
-    """[S]"""
+    """[S] row of each sequence."""
     places: Tensor
     """[S] position of the next token in its row."""
 
@@ -80,7 +80,7 @@ class Runner:
         """Tokens and pages of the running requests, on the device."""
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._masks = RowMasks(model.device)
-        self._pooling = Pooling()
+        self._pooling = PoolingSums()
         self._given: Tensor | None = None
         """Hidden states of the previous stage [T, H], always at the same address, so that a graph can read them."""
         if not model.stage.is_first:
@@ -170,7 +170,7 @@ class Runner:
         for entry in sequences:
             if entry.request is not None and entry.request.grammar is not None:
                 self._masks.begin(entry.request, entry.token_ids)
-        if pooled := Pooling.wanted(layout):
+        if pooled := PoolingSums.wanted(layout):
             return self._launch_pooled(step.step_id, layout, pooled, prompts)
         return self._launch(step.step_id, layout, prompts)
 
@@ -316,7 +316,7 @@ class Runner:
         ]
         picked = [index for index, samples in enumerate(chooses) if samples]
         if all(layout.owners[index].plain for index in picked):  # `_forward` wrote them to the rows
-            return self._tell(step_id, layout, picked, ran.likeliest, prompts)
+            return self._report_greedy(step_id, layout, picked, ran.likeliest, prompts)
         if len(picked) < len(layout.owners):
             index = torch.tensor(picked, device=ran.logits.device)
             ran = Ran(*(part.index_select(0, index) for part in ran))
@@ -334,7 +334,7 @@ class Runner:
         self.rows.write(ran.rows, ran.places, self._model.ranks.from_first(token_ids))
         return output
 
-    def _tell(
+    def _report_greedy(
         self, step_id: int, layout: Layout, picked: list[int], likeliest: Tensor, prompts: PromptLogprobs
     ) -> Callable[[], StepOutput]:
         """Start copying the greedy tokens to the host."""

@@ -92,7 +92,7 @@ class Sequences:
         return [ScheduledSequence(str(index), length - 1, 1, True) for index, length in lengths.items()]
 
     def _chunks(self, indices: Iterable[int]) -> Iterator[list[ScheduledSequence]]:
-        """Split prompts into steps. What does not fit in one continues in the next, so prompts end in order."""
+        """Split prompts into steps. A prompt that does not fit continues in the next step, so prompts end in order."""
         entries: list[ScheduledSequence] = []
         room = self._step_tokens
         for index in indices:

@@ -21,7 +21,7 @@ PIECES = 4  # of prompts, for each stage
 
 
 @dataclass(eq=False)
-class Group:
+class SequenceGroup:
     """Sequences that are in the same steps."""
 
     members: range
@@ -35,7 +35,7 @@ class Group:
     """Tokens in flight from the last stage, and their sequences."""
 
 
-def next_group(groups: Sequence[Group], now: int, stages: int) -> Group | None:
+def next_group(groups: Sequence[SequenceGroup], now: int, stages: int) -> SequenceGroup | None:
     """The group to run in step `now`; None: all are finished."""
     decoding = [group for group in groups if not group.chunks]
     first = min(decoding, key=lambda group: group.since, default=None)
@@ -55,7 +55,7 @@ class StagedSequences(Sequences):
         total = sum(len(prompt) for prompt in self._prompts)
         self._step_tokens = min(self._step_tokens, max(LEAST_TOKENS, -(-total // (PIECES * self._stage.count))))
         self._groups = [
-            Group(range(*part), list(self._chunks(range(*part))))
+            SequenceGroup(range(*part), list(self._chunks(range(*part))))
             for part in parts_of(len(self._prompts), self._stage.count)
         ]
 
@@ -63,13 +63,13 @@ class StagedSequences(Sequences):
         with self._measure():
             found = [self._logits(chunk, fresh=True) for group in self._groups for chunk in group.chunks]
         self._num_new = 1
-        return self._told(found)
+        return self._joined_logits(found)
 
     def step(self) -> Tensor:
         with self._measure():
             found = [self._logits(self._decodes(group.members, self._num_new)) for group in self._groups]
         self._num_new += 1
-        return self._told(found)
+        return self._joined_logits(found)
 
     def _logits(self, entries: list[ScheduledSequence], *, fresh: bool = False) -> tuple[Callable[[], None], Tensor]:
         """Run a step; broadcast its logits [S, V] to all ranks."""
@@ -81,7 +81,7 @@ class StagedSequences(Sequences):
             logits = torch.empty(count, self._vocab_size, device=self.ids.device)
         return (self._stage.peers.start_from_first(logits) if count else lambda: None), logits
 
-    def _told(self, found: list[tuple[Callable[[], None], Tensor]]) -> Tensor:
+    def _joined_logits(self, found: list[tuple[Callable[[], None], Tensor]]) -> Tensor:
         for finish, _ in found:
             finish()
         self._stage.link.flush()
@@ -103,7 +103,7 @@ class StagedSequences(Sequences):
         self._num_new = max(group.num_new for group in self._groups)
         return torch.cat([self.ids, until_end(self._new(), stops, pad)], 1)
 
-    def _run(self, group: Group) -> None:
+    def _run(self, group: SequenceGroup) -> None:
         """Run the next step of a group and start sending its tokens to the other stages."""
         fresh = bool(group.chunks)
         entries = group.chunks.pop(0) if fresh else self._decodes(group.members, group.num_new)
@@ -117,7 +117,7 @@ class StagedSequences(Sequences):
                 tokens.copy_(ran.likeliest[: len(names)])
             group.arriving.append((self._stage.peers.start_from_first(tokens), tokens, names))
 
-    def _take(self, group: Group) -> None:
+    def _take(self, group: SequenceGroup) -> None:
         """Wait for a group's tokens and write them to its rows."""
         for finish, tokens, names in group.arriving:
             finish()
@@ -126,7 +126,7 @@ class StagedSequences(Sequences):
             self._runner.rows.tokens[self._runner.rows.of(names), places] = tokens.to(torch.int32)
         group.arriving = []
 
-    def _has_ended(self, group: Group, stops: Tensor) -> bool:
+    def _has_ended(self, group: SequenceGroup, stops: Tensor) -> bool:
         """Whether all its sequences have ended; checked every few steps."""
         if not len(stops) or not group.num_new or group.num_new % CHECK_EVERY:
             return False

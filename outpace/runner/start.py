@@ -37,7 +37,7 @@ SAMPLED = (SamplingParams(), SamplingParams(top_p=0.9))  # one set for each samp
 
 @dataclass
 class Started:
-    """A started runner, its capacity, and the seconds of its start."""
+    """A started runner, its capacity, and how long its start took."""
 
     runner: Runner
     budget: Budget
@@ -103,7 +103,7 @@ def _capture(model: BatchModel, runner: Runner, wanted: tuple[Shape, ...]) -> No
     if not first or not all(runner.capture(shape, compiled=True) for shape in first):
         return
     runner.deferred = Deferred(shape for shape in wanted if shape not in first)
-    later = f"; {len(runner.deferred)} of them follow behind the first steps" if runner.deferred else ""
+    later = f"; {len(runner.deferred)} of them follow after the first steps" if runner.deferred else ""
     chosen("cuda graphs", len(wanted), f"one for each size of step, in {time.perf_counter() - begin:.1f} s{later}")
 
 

@@ -12,7 +12,7 @@ from outpace.kernels.gemm_library import LT_ROWS, gemm_library
 from outpace.log import logger
 from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
 
-FEW = 8  # sequences of the small shapes, for prompts that come alone or nearly so
+FEW = 8  # sequences of the small shapes, for prompts that run alone or with few others
 CHUNK_SIZES = (
     *(32, 64, 96, 128, 192, 256, 320, 384, 480, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *(2560, 3072, 4096, 5120, 6144, 7168, 8192),
@@ -95,7 +95,7 @@ class StepGraphs:
     def capture(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]], *, compiled: bool = False) -> bool:
         """Capture `run` for this shape. If that fails, all steps run without graphs (the reason is logged).
 
-        compiled: its kernels have most likely run already, so it is captured without a run before.
+        compiled: its kernels have most likely run already, so the capture is first tried without a warm-up.
         """
         try:
             if not (compiled and self._has_like(shape) and self._capture_at_once(shape, run)):
@@ -133,8 +133,8 @@ class StepGraphs:
             return captured(lambda: run(shape), pool=self._pool, warm_ups=warm_ups)
 
     def _has_like(self, shape: Shape) -> bool:
-        """Whether a step of this kind was captured. The first makes what torch and its libraries allocate once, and the
-        shared memory pool, which torch frees again after a failed capture unless another graph uses it."""
+        """Whether a step of this kind was captured. The first capture allocates what torch and its libraries need once,
+        and the shared memory pool, which torch frees again after a failed capture unless another graph uses it."""
         like = shape.kind, shape.num_tokens in LT_ROWS
         return any((other.kind, other.num_tokens in LT_ROWS) == like for other in self._graphs)
 

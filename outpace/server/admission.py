@@ -1,4 +1,4 @@
-"""Admission: how much may wait for the engine, all callers together and each one, and what waits and runs now."""
+"""Admission: how much may wait for the engine, in all and of each caller, and how much waits and runs now."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,18 +10,18 @@ from outpace.server.engine import EngineRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """How much may wait; the next request is refused at once. A request of n answers counts n times.
+    """Limits of what may wait; a request beyond them is refused at once. One with n answers counts n times.
 
     At a limit of all callers together, only those above their fair part of it are refused: the limit divided by the
     number of callers that have anything in flight. So a caller that fills the queue does not shut others out. One that
-    has nothing waiting is always let in. With k callers that come one after the other, at most 1 + 1/2 + ... + 1/k
+    has nothing waiting is always admitted. With k callers that come one after the other, at most 1 + 1/2 + ... + 1/k
     times the limit waits (twice the limit for 4 callers), and one request more of each.
     """
 
     max_waiting: int = 256
     """Sequences without a first token, beyond those that the engine has room to run at once."""
     max_waiting_tokens: int = 1 << 20
-    """Tokens of prompts without a first token; a longer prompt is let in when its caller has nothing else waiting."""
+    """Tokens of prompts without a first token; a longer prompt is admitted when its caller has nothing else waiting."""
     max_sequences_per_caller: int | None = None
     """Sequences of one caller, waiting and running."""
     max_waiting_tokens_per_caller: int | None = None
@@ -30,7 +30,7 @@ class Admission:
 
 @dataclass(slots=True)
 class Load:
-    """What waits and runs."""
+    """How much waits and runs."""
 
     waiting: int = 0  # sequences
     waiting_tokens: int = 0
@@ -47,13 +47,13 @@ class Size:
 
     @classmethod
     def of(cls, requests: Sequence[EngineRequest]) -> "Size":
-        """That of requests of one caller."""
+        """The size of several requests of one caller together."""
         tokens = sum(len(each.prompt_token_ids) for each in requests)
         return cls(requests[0].caller.name, sum(each.params.n for each in requests), tokens)
 
 
 class Loads:
-    """Counts what waits and runs, by caller, and refuses what is too much."""
+    """Counts what waits and runs, by caller, and refuses what exceeds the limits."""
 
     def __init__(self, admission: Admission | None = None) -> None:
         self._admission = admission or Admission()
@@ -92,7 +92,7 @@ class Loads:
 
     @contextmanager
     def reserved(self, requests: Sequence[EngineRequest]) -> Iterator[None]:
-        """Count requests, which were admitted together, until each is submitted or the context ends."""
+        """Count requests that were admitted together, until each is submitted or the context ends."""
         for request in requests:
             self._reserved[request.request_id] = size = Size.of([request])
             self.enter(size)
@@ -117,14 +117,14 @@ class Loads:
             load.waiting_tokens += size.tokens
 
     def begin(self, size: Size) -> None:
-        """Count one that waited as running."""
+        """Count a waiting request as running."""
         for load in (self._all, self._of[size.caller]):
             load.waiting -= size.sequences
             load.waiting_tokens -= size.tokens
             load.running += size.sequences
 
     def leave(self, size: Size) -> None:
-        """Forget one that ran."""
+        """Stop counting a running request."""
         for load in (self._all, self._of[size.caller]):
             load.running -= size.sequences
         if self._of[size.caller] == Load():

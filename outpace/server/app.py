@@ -35,10 +35,10 @@ def create_app(
     *,
     traces: "TracerProvider | None" = None,
 ) -> FastAPI:
-    """The server. Nothing is global: several may live in one process. `app.state.services.close()` without lifespan.
+    """The server. Nothing is global: one process can have several. Without lifespan, call `app.state.services.close()`.
 
-    `traces` gets a span for each request; it is its owner's to shut down. `app.state.running` counts requests that have
-    not been answered whole.
+    `traces` gets a span for each request; its owner shuts it down. `app.state.running` counts requests without a
+    complete answer.
     """
     keys = options.keys()  # read once: callers are known by their index in it
     services = make_services(engine, options, need_tokenizer(tokenizer), keys)
@@ -57,10 +57,10 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         openapi_url="/openapi.json" if options.docs else None,
-        docs_url=None,  # FastAPI's page is loaded from elsewhere; `routes.page` has one of our own
+        docs_url=None,  # FastAPI's page needs files from other servers; `routes.page` has our own
         redoc_url=None,
         separate_input_output_schemas=False,
-        redirect_slashes=False,  # Starlette's redirect leads to whatever host the client names
+        redirect_slashes=False,  # Starlette would redirect to any host that the client names
     )
     app.router.default = _without_slash(app.router)
     app.state.services, app.state.options, app.state.running = services, options, Counter()
@@ -88,7 +88,7 @@ def create_app(
 
 
 def _without_slash(router: Router) -> ASGIApp:
-    """Answers where there is no route: a path with a slash too many leads to the one without, relative to itself."""
+    """Answers paths without a route. One with a slash too many is redirected to the one without, relative to itself."""
     not_found = router.default
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,7 +14,7 @@ from outpace.server.fields import pieces
 from outpace.tokenizer import token_texts
 
 _SHORT = 4096  # characters; shorter texts take about a millisecond, less than a thread would cost
-_LONG = 1 << 18  # characters; longer texts are tokenized one at a time, because that takes hundreds of times their size
+_LONG = 1 << 18  # characters; longer texts are tokenized one at a time: each needs hundreds of times its size
 _MOST_LONG = 16  # long texts of one API key that may wait
 _THREADS = 4
 _INFO = (
@@ -47,7 +47,7 @@ class AsyncTokenizer:
         return await self._call(sum(map(len, pieces)), self._encode, pieces, add_special_tokens)
 
     async def _call(self, length: int, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function: here, in one of the threads, or after other long texts, by the length of its text."""
+        """Call a function here, in one of the threads, or after other long texts: the length of its text decides."""
         if length < _SHORT:
             return function(*arguments)
         if length < _LONG:

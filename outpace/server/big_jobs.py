@@ -1,4 +1,4 @@
-"""BigJobs: work that takes long, one piece at a time in a thread, in turns between API keys.
+"""BigJobs: long jobs in a thread, one at a time, in turns between API keys.
 
 One at a time: each needs many times its size in memory, and several threads that compute would take the GIL from the
 event loop more often.
@@ -24,17 +24,17 @@ Job = tuple["Future[Any]", Callable[[], Any]]
 class BigJobs:
     """A thread that does one job after the other. Every key has its own queue; the queues take turns.
 
-    A job that runs goes on when its caller has left, so that abandoned jobs cannot pile up before those of others.
+    A running job goes on when its caller has left, so that abandoned jobs cannot pile up before those of others.
     """
 
     def __init__(self, what: str, most: int | None = None) -> None:
-        """what: the jobs, for the error that is raised when `most` of one key wait; None: any number may."""
+        """what: name of the jobs in errors; most: jobs of one key that may wait (None: any number)."""
         self._what, self._most = what, most
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=what.replace(" ", "-"))
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int | None, deque[Job]] = OrderedDict()  # by key, the next turn first
         self._busy = False
-        self._wake = threading.Event()  # from the rest after a job
+        self._wake = threading.Event()  # ends the pause after a job
 
     async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function in the thread, in the context of the caller. Overloaded: too many wait."""
@@ -86,7 +86,7 @@ class BigJobs:
             return job
 
     def close(self, *, wait: bool = False) -> None:
-        """Give up what waits, and end the thread. wait: until what runs has ended."""
+        """Cancel waiting jobs, and end the thread. wait: return when the running job has ended."""
         with self._lock:
             for queue in self._waiting.values():
                 for future, _ in queue:

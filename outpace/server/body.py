@@ -1,7 +1,7 @@
-"""Bodies as JSON, read strictly: no duplicate names, no NaN, no half characters, no bottomless nesting.
+"""Reads JSON bodies strictly: no duplicate names, no NaN, no broken characters, no deep nesting.
 
-Long bodies are read and validated in threads. One long call of C code holds the GIL and blocks the event loop even
-there: what such a call may cost is limited beforehand (`max_json_containers`), and the rest is done in short calls.
+Long bodies are read and validated in threads. Even there, one long call of C code holds the GIL and blocks the event
+loop: `max_json_containers` limits the cost of such a call, and everything else is split into short calls.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from outpace.server.fields import STRICT
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ClientGone, at_most, bad
 
-SHORT = 32 * 2**10  # bytes; more are read in a thread
-LONG = 256 * 2**10  # bytes; more are read one body at a time
-_STRINGS = 4  # for each array or object that a body may have
-_WINDOW = 64 * 2**10  # bytes that are looked at in one call
-_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which says nothing
+SHORT = 32 * 2**10  # bytes; longer bodies are read in a thread
+LONG = 256 * 2**10  # bytes; longer bodies are read one at a time
+_STRINGS = 4  # strings allowed for each allowed array or object
+_WINDOW = 64 * 2**10  # bytes scanned in one call
+_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which is dropped
 _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools"}
-"""Lists whose items cost much to validate -> the option that says how many there may be."""
+"""Lists whose items are expensive to validate -> the option that limits their length."""
 
 
 class TooManyError(ValueError):
@@ -37,7 +37,7 @@ class TooManyError(ValueError):
 
 
 def parse(data: bytes, options: ServerConfig) -> Any:
-    """A JSON value, or ValueError with what is wrong."""
+    """The value of a JSON text. ValueError: what is wrong with the text."""
     data = data.removeprefix(_MARK)
     containers, strings, names = _structure(data)
     most = options.max_json_containers
@@ -50,14 +50,14 @@ def parse(data: bytes, options: ServerConfig) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8; a compressed body is not taken") from None
+        raise ValueError("it is not UTF-8; send it uncompressed") from None
     if _names(value, containers, options) != names:
         raise ValueError(_twice(data))
     return value
 
 
 def _structure(data: bytes) -> tuple[int, int, int]:
-    """How many arrays and objects a JSON text has, how many strings, and how many of these are names in objects."""
+    """Count arrays and objects, strings, and names in objects of a JSON text."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     containers = quotes = names = inside = 0
@@ -72,11 +72,11 @@ def _structure(data: bytes) -> tuple[int, int, int]:
 
 
 def _decode(data: bytes) -> Any:
-    """A long JSON text. Fields that are long lists of numbers are decoded in pieces, see the top of this file."""
+    """Decode a long JSON text; long lists of numbers in its fields in pieces, see the top of this file."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
-        return msgspec.json.decode(data)  # it is no object
+        return msgspec.json.decode(data)  # not an object
     return {name: _field(bytes(each)) for name, each in fields.items()}
 
 
@@ -106,7 +106,7 @@ def _largest_field(data: bytes) -> str:
 
 
 def _names(value: Any, containers: int, options: ServerConfig) -> int:
-    """How many names the objects of a value have in all; ValueError if one has too many, or it is nested too deep."""
+    """Count the names in all objects of a value. ValueError: one object has too many, or the nesting is too deep."""
     names, level = 0, [value] if isinstance(value, dict | list) else []
     for _ in range(options.max_json_depth):
         for each in level:
@@ -115,7 +115,7 @@ def _names(value: Any, containers: int, options: ServerConfig) -> int:
                 if len(each) > options.max_json_keys:
                     raise ValueError(f"an object has more than {options.max_json_keys} names")
         containers -= len(level)
-        if not level or containers <= 0:  # there are no others: long lists of numbers need not be looked through
+        if not level or containers <= 0:  # no containers are left: skip long lists of numbers
             return names
         level = [
             child
@@ -127,7 +127,7 @@ def _names(value: Any, containers: int, options: ServerConfig) -> int:
 
 
 def _twice(data: bytes) -> str:
-    """What is wrong with a text in which a name is given twice."""
+    """The error message for a text in which an object has a name twice."""
     found: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> None:
@@ -142,7 +142,6 @@ def _twice(data: bytes) -> str:
 
 
 def _read(data: bytes, model: type[BaseModel], options: ServerConfig) -> BaseModel:
-    """The request in a body."""
     try:
         value = parse(data, options)
     except TooManyError as error:
@@ -160,7 +159,7 @@ def _read(data: bytes, model: type[BaseModel], options: ServerConfig) -> BaseMod
 
 
 async def read(data: bytes, model: type[BaseModel], options: ServerConfig, jobs: BigJobs) -> BaseModel:
-    """The request in a body, validated off the event loop if the body is long."""
+    """Parse and validate a body, off the event loop if it is long."""
     if len(data) < SHORT:
         return _read(data, model, options)
     if len(data) < LONG:
@@ -169,7 +168,7 @@ async def read(data: bytes, model: type[BaseModel], options: ServerConfig, jobs:
 
 
 class _ReadRequest(Request):
-    """A request whose body has been read: FastAPI gets it validated."""
+    """A request whose body is already validated: FastAPI gets the model instead of JSON."""
 
     validated: BaseModel
 
@@ -199,7 +198,7 @@ class StrictRoute(APIRoute):
             STRICT.set(state.options.strict_fields)
             try:
                 data = await request.body()
-            except ClientDisconnect:  # FastAPI would make a 400 of it
+            except ClientDisconnect:  # FastAPI would answer 400
                 raise ClientGone from None
             if data:
                 request.validated = await read(data, model, state.options, state.services.bodies)

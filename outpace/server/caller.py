@@ -1,4 +1,4 @@
-"""Whose request is being answered, and what this caller may do: share of the steps, priorities, cached prefixes."""
+"""Who sent the current request, and what this caller may do: share of the steps, priorities, cached prefixes."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -18,17 +18,17 @@ class Callers:
         self._options, self._keys = options, keys
 
     def current(self) -> Caller:
-        """Who the engine shares its steps with; without keys all are one."""
+        """The caller, by its API key; without keys all requests have the same caller."""
         index = CALLER.get()
         return ANYBODY if index is None else Caller(f"key-{index}", self._keys[index].weight)
 
     def salt(self, given: str | None) -> str:
-        """The salt of cached prefixes: keys share none, since the time to a first token tells what is cached."""
+        """The salt of cached prefixes. Keys do not share prefixes: the time to the first token shows what is cached."""
         name = self.current().name
         return (given or "") if self._options.share_prefix_cache or not name else f"{name}\0{given or ''}"
 
     def priority(self, given: int | None) -> int:
-        """The priority that was asked for, if this caller may; without one, the nearest to 0 that it may have."""
+        """The requested priority, if this caller may have it; without one, the nearest to 0 that it may have."""
         if not self._options.allow_priority:
             if given:
                 raise bad("priority", "this server does not let requests set it (the option allow_priority does)")

@@ -12,7 +12,7 @@ _AT_ONCE = 1 << 18  # bytes to read at a time
 
 
 class Channel:
-    """Messages in, frames out. A frame is taken only when the one before has left."""
+    """Messages in, frames out. A new frame can be sent only when the one before has left."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -31,7 +31,7 @@ class Channel:
         return not self._unsent
 
     def receive(self, *, wait: bool) -> list[ToWorker]:
-        """Messages that are here; with `wait`, sleep until there is one or the unsent frame can go on."""
+        """Messages that have come. wait: sleep until there is one, or until more of the unsent frame can be sent."""
         messages: list[ToWorker] = []
         if not self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), None if wait else 0):
             return messages
@@ -41,7 +41,7 @@ class Channel:
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
-        """Begin to send a message; what the socket does not take stays until `receive`."""
+        """Begin to send a message; `receive` and `drain` send what the socket does not take now."""
         assert self.free, "the frame before has not left"
         self._unsent = memoryview(frame(message))
         self._flush()

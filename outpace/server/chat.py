@@ -26,7 +26,7 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 class Renderer:
-    """Writes chats out with a template, off the event loop. A template that takes too long costs only its own chat."""
+    """Renders chats with a template, off the event loop. A template that takes too long fails only its own chat."""
 
     def __init__(self, options: ServerConfig) -> None:
         self._options = options
@@ -84,7 +84,7 @@ class Renderer:
 
 
 class ChatPrompts:
-    """Chats as pieces of text, with the tokenizer's own template or the operator's."""
+    """Turns chats into pieces of text, with the tokenizer's own template or the operator's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ServerConfig, renderer: Renderer) -> None:
         self._tokenizer = tokenizer
@@ -116,10 +116,10 @@ class ChatPrompts:
         documents: Sequence[Mapping[str, str]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """The text in pieces. Special tokens stand only where the template put them: those that messages spell out
-        are cut in two, and the pieces are to be made tokens of one by one."""
+        """The text in pieces; tokenize each piece separately. So special tokens come only from the template: where a
+        message spells one out, the text is cut inside it."""
         if chat_template is not None and not self._options.allow_request_chat_template:
-            raise bad("chat_template", "requests may not bring one; start the server with allow_request_chat_template")
+            raise bad("chat_template", "requests may not set it; start the server with allow_request_chat_template")
         if wrong := _RESERVED.intersection(variables or ()) | self._tokens.keys() & (variables or {}).keys():
             raise bad("chat_template_kwargs", f"{sorted(wrong)[0]} cannot be set here")
         template = chat_template or self.template(bool(tools))
@@ -130,7 +130,7 @@ class ChatPrompts:
             ("tool_calls", f"messages[{called}].tool_calls", called is not None),
         ):
             if given and not re.search(rf"\b{name}\b", template):
-                raise bad(field, "the chat template of this model does not show them; leave them out")
+                raise bad(field, "the chat template of this model does not show them; remove them")
         cut, end = f"\ue000{secrets.token_hex(8)}\ue001", f"\ue000{secrets.token_hex(8)}\ue002"
 
         def shown() -> dict[str, Any]:
@@ -150,11 +150,11 @@ class ChatPrompts:
         if continue_final_message:
             text, found, _ = text.rpartition(end)
             if not found:
-                raise bad("continue_final_message", "the chat template leaves the last message out")
+                raise bad("continue_final_message", "the chat template does not show the last message")
         return [piece for piece in text.split(cut) if piece]
 
     def _guarded(self, value: Any, cut: str) -> Any:
-        """The same value with a cut inside every special token that its strings spell out, names of objects too."""
+        """The value with a cut inside every special token that its strings spell out, in names of objects too."""
         if isinstance(value, str):
             return (
                 value
@@ -166,7 +166,7 @@ class ChatPrompts:
         return [self._guarded(item, cut) for item in value] if isinstance(value, list) else value
 
     def _as_template_sees(self, message: ChatMessage, position: int) -> dict[str, Any]:
-        """A message as templates expect it: a developer is a system, and arguments are an object."""
+        """A message as templates expect it: the role developer becomes system, and arguments become an object."""
         shown: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": message.text or "",
@@ -191,7 +191,7 @@ class ChatPrompts:
         return shown
 
     def _arguments(self, text: str, where: str) -> dict[str, Any]:
-        """The arguments of a call as an object, under the limits that bodies have."""
+        """The arguments of a call as an object, within the limits of bodies."""
         try:
             found = parse(text.encode() or b"{}", self._options)
         except ValueError as error:
@@ -202,14 +202,14 @@ class ChatPrompts:
 
 
 def _special_strings(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Finds special tokens that a text spells out; the longest of those that begin alike."""
+    """A pattern for the special tokens that a text spells out; of those that begin alike, it finds the longest."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     strings = {text for text in (*tokenizer.all_special_tokens, *added) if len(text) > 1}
     return re.compile("|".join(re.escape(text) for text in sorted(strings, key=len, reverse=True))) if strings else None
 
 
 def need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, or an error at start-up: the server makes text."""
+    """The tokenizer, or an error at start-up: the server cannot work without one."""
     if tokenizer is None:
         raise ModelError("tokenizer: the model has none, and the server needs one; put it beside the model")
     return tokenizer

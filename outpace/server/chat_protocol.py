@@ -1,4 +1,4 @@
-"""Messages and tools of chats, as clients send them; history that clients echo back is taken as it comes."""
+"""Messages and tools of chats, as clients send them, also in history that they send back unchanged."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,14 +9,14 @@ from outpace.server.fields import STRICT, Body, FirstError, Text
 
 
 def _as_text(value: object) -> object:
-    """Content given as parts, as one text."""
+    """Join content that is given in parts."""
     if not isinstance(value, list):
         return value
     known = {"type", "text"} if STRICT.get() else {"type", "text", "cache_control"}
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not part.keys() <= known:
-            raise ValueError('expected text, or parts {"type": "text", "text": ...} alone: no images, audio or files')
+            raise ValueError('expected text, or only parts {"type": "text", "text": ...}: no images, audio or files')
         if not isinstance(part.get("text"), str):
             raise ValueError("expected a string as the text of a part")
         texts.append(part["text"])
@@ -36,7 +36,7 @@ Content = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | 
 
 
 class CalledFunction(Body):
-    """What an assistant called."""
+    """The function that an assistant called."""
 
     name: Text
     arguments: str
@@ -64,7 +64,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "audio": "this server takes text alone",
+        "audio": "this server takes only text",
         "function_call": "use tool_calls",
     }
     lenient: ClassVar[frozenset[str]] = _ECHOED | {"id", "provider_specific_fields", "cache_control"}
@@ -75,7 +75,7 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[CalledTool], FirstError()] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    """Stands in for content that is null, otherwise ignored."""
+    """Used as the content if that is null; otherwise ignored."""
     reasoning: str | None = None
     """Shown to the template, which decides what to do with it; also under its older name."""
     reasoning_content: str | None = None
@@ -90,7 +90,7 @@ class ChatMessage(Body):
         if self.role != "assistant" and (wrong := sorted(_ECHOED & self.model_fields_set)):
             raise ValueError(f"{wrong[0]}: only in messages of the assistant")
         if self.text is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content: missing; only an assistant's message with tool_calls can do without")
+            raise ValueError("content: missing; only an assistant's message with tool_calls needs none")
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError("tool_calls: only in messages of the assistant")
         if self.tool_call_id is not None and self.role != "tool":
@@ -99,7 +99,7 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str | None:
-        """What the message says."""
+        """The text of the message."""
         return self.refusal if self.content is None else self.content
 
 
@@ -119,11 +119,11 @@ class FunctionSpec(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
-    """Hold calls to the schema of the arguments also where the model is free to call or not."""
+    """Enforce the schema of the arguments also when the model may choose whether to call."""
 
 
 class ToolSpec(Body):
-    """A tool; only functions are known."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionSpec

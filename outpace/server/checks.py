@@ -1,4 +1,4 @@
-"""What `outpace serve` checks before anything starts: options that are about the machine, files, packages."""
+"""Checks of `outpace serve` before anything starts: options about the machine, files and packages."""
 
 import importlib.util
 import ssl
@@ -12,7 +12,7 @@ PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.t
 
 
 def check_policy(asked: AskedConfig) -> None:
-    """Refuse an order of requests that is for offline work."""
+    """Refuse scheduling policies that are for offline work."""
     if asked.scheduler.policy != "arrival":
         raise ConfigError(
             f"scheduler.policy={asked.scheduler.policy!r}: it is for offline work with LLM.generate; a server would "
@@ -30,7 +30,7 @@ def check_replicas(replicas: int, nodes: int) -> None:
 
 
 def check_files(config: ServerConfig) -> None:
-    """Read the files that the options name: better now than when the model is loaded."""
+    """Read the files that the options name, so that errors come before the model is loaded."""
     config.all_api_keys()
     config.template_text()
     _check_tracing(config.otlp_traces_endpoint)
@@ -49,7 +49,6 @@ def check_model(model: str | None) -> None:
 
 
 def _check_tracing(endpoint: str | None) -> None:
-    """Say what is wrong with the option before anything starts."""
     if endpoint is None:
         return
     if not endpoint.startswith(("http://", "https://")):
@@ -63,5 +62,5 @@ def _check_tracing(endpoint: str | None) -> None:
 def _is_there(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor is what it is in
+    except ModuleNotFoundError:  # of its parent package
         return False

@@ -18,7 +18,7 @@ def import_path() -> str:
 
 
 class Child:
-    """A Python process at the other end of a pipe, which ends when the pipe does. For one thread at a time."""
+    """A Python process at the other end of a pipe; it ends when the pipe closes. For one thread at a time."""
 
     def __init__(
         self, program: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str] | None = None
@@ -44,7 +44,7 @@ class Child:
         return self._process.poll() is None
 
     def ready(self, greeting: bytes | None = None) -> bool:
-        """Wait until it has started, if it has not yet. greeting: what it waits for first."""
+        """Wait until it has started; returns whether it has. greeting: a first message that it waits for."""
         if not self._ready:
             with contextlib.suppress(OSError):  # it has ended
                 if greeting is not None:
@@ -53,7 +53,7 @@ class Child:
         return self._ready
 
     def ask(self, job: bytes, seconds: float, most: int) -> bytes | None:
-        """Its answer, at most `most` bytes; None if there was none in time: then close it."""
+        """Its answer to a job, at most `most` bytes. None: there was none in time, and it must be closed."""
         try:
             self._connection.send_bytes(job)
             if not self._connection.poll(seconds):

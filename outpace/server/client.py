@@ -1,8 +1,8 @@
 """EngineClient: the asyncio end of the socket to one engine process.
 
-Memory does not grow while a reader is slow: what comes for an answer is merged into the one delta that waits in its
-mailbox, so a request holds at most its `n * max_tokens` tokens. What is written to the socket is bounded by admission,
-where a request counts until the engine has ended it, cancelled or not.
+Memory does not grow while a reader is slow: new tokens of an answer are merged into the one delta that waits in its
+mailbox, so a request holds at most its `n * max_tokens` tokens. Admission bounds what is written to the socket: a
+request counts until the engine has ended it, cancelled or not.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from outpace.server.engine import Delta, EngineRequest, EngineStatus, ModelCard,
 from outpace.server.mailbox import Mailbox
 from outpace.server.messages import (
     Cancel,
+    CountExperts,
     Frames,
     FromWorker,
-    Look,
     News,
     NotStarted,
     Ping,
@@ -38,12 +38,12 @@ from outpace.server.messages import (
 from outpace.structured.wire import SentGrammars
 
 LAST_STEPS = 64
-LOOK_EVERY = 2.0  # seconds between questions for the load of experts
-EMBEDDED_AT_ONCE = 32  # requests for vectors
+COUNT_EVERY = 2.0  # seconds between `CountExperts` messages
+EMBEDDED_AT_ONCE = 32  # requests for vectors that are in the engine together
 
 
 class _Link(asyncio.Protocol):
-    """Frames of the socket, given to a client."""
+    """Decodes the frames on the socket for a client."""
 
     def __init__(self, client: "EngineClient") -> None:
         self._client = client
@@ -51,7 +51,6 @@ class _Link(asyncio.Protocol):
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of frames."""
         for body in self._frames.feed(data):
             self._client.receive(self._decoder.decode(body))
 
@@ -73,19 +72,19 @@ class EngineClient:
         self._last = EngineStatus()
         self._last_steps: deque[StepRecord] = deque(maxlen=LAST_STEPS)
         self.progress_at = time.monotonic()
-        """When the engine last did anything, or got work after it had none."""
+        """When the engine last made progress, or got work after it had none."""
         self.lost = asyncio.Event()
         """Set once the engine is gone."""
         self.startup_seconds: dict[str, float] = {}
         """Seconds of each part of the start; "all" is their sum."""
         self.part = "importing torch"
-        """How far the start is."""
+        """The part of the start that is running."""
         self.heard_at = time.monotonic()
-        """When the engine last said anything."""
+        """When the last message of the engine came."""
         self.pinged_at: float | None = None
-        """When it was pinged; None: it has answered."""
+        """When the ping was sent that is not answered yet; None: there is none."""
         self._expert_load: list[list[int]] = []
-        self._looked_at = float("-inf")
+        self._counted_at = float("-inf")
 
     async def open(self, sock: socket.socket, start: Start, *, since: float) -> None:
         """Let the engine load the model, and wait for it. The client owns the socket from now on.
@@ -97,11 +96,13 @@ class EngineClient:
         self._transport = transport
         self._send(start)
         ready = await self._ready
-        self.startup_seconds = _all_parts(ready.status.startup_seconds, time.monotonic() - since)
+        seconds, took = ready.status.startup_seconds, time.monotonic() - since
+        # what the engine did not measure came before: the start of its process and the imports
+        self.startup_seconds = {"imports": max(0.0, took - sum(seconds.values())), **seconds, "all": took}
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself."""
+        """The message that the engine sent when it was ready."""
         return self._ready.result()
 
     @property
@@ -115,7 +116,7 @@ class EngineClient:
         return len(self._open)
 
     def room(self, requests: Sequence[EngineRequest]) -> AbstractContextManager[None]:
-        """Admit requests together, or none of them; what is not submitted when the context ends gives its room back."""
+        """Admit all of these requests or none. At the end of the context, those not submitted give their room back."""
         self._admit(requests)
         return self._loads.reserved(requests)
 
@@ -138,7 +139,7 @@ class EngineClient:
             self._leave(box)
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
-        """The vector that each request asks for; a few at a time, so that there is room for others."""
+        """The vector of each request; a few requests at a time, so that there is room for others."""
         vectors: list[list[float]] = []
         for begin in range(0, len(requests), EMBEDDED_AT_ONCE):
             vectors += await self._embed(requests[begin : begin + EMBEDDED_AT_ONCE])
@@ -156,11 +157,11 @@ class EngineClient:
                 self._leave(box)
 
     def status(self) -> EngineStatus:
-        """The newest numbers. Counts of experts are asked for here, and arrive before the next call."""
+        """The newest numbers. Also asks for new counts of experts, which a later call returns."""
         last = self._last
-        if last.expert_layers and time.monotonic() - self._looked_at > LOOK_EVERY:
-            self._looked_at = time.monotonic()
-            self._send(Look())
+        if last.expert_layers and time.monotonic() - self._counted_at > COUNT_EVERY:
+            self._counted_at = time.monotonic()
+            self._send(CountExperts())
         # the engine counted at its last step: requests since then are waiting
         sequences = sum(box.open for box in self._open.values())
         running = min(last.running, sequences)
@@ -195,7 +196,7 @@ class EngineClient:
             box.wake()
 
     def receive(self, message: FromWorker) -> None:
-        """Take in what the engine says."""
+        """Handle a message of the engine."""
         self.heard_at = time.monotonic()
         if isinstance(message, News):
             self._take(message)
@@ -291,7 +292,7 @@ class EngineClient:
             self._send(Cancel(box.number))
 
     def _give_up(self, box: Mailbox, unwanted: set[int]) -> None:
-        """Have the engine end answers that are not needed, while others go on."""
+        """Have the engine end the answers that are not needed; the others go on."""
         if box.number not in self._open or box.cancelled:
             return
         for index in unwanted - box.unwanted:
@@ -308,8 +309,3 @@ class EngineClient:
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(message))
-
-
-def _all_parts(seconds: dict[str, float], took: float) -> dict[str, float]:
-    """The parts that the engine measured, and before them the rest: the start of a process and its imports."""
-    return {"imports": max(0.0, took - sum(seconds.values())), **seconds, "all": took}

@@ -10,12 +10,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def limited(seconds: float, most: int, connections: int, each: int) -> type[H11Protocol]:
-    """The protocol for `uvicorn.Config(http=...)`: how long a head, and then a body, may take, and their bytes.
+    """The protocol for `uvicorn.Config(http=...)`.
 
-    connections: how many may be open in all; each: how many from one address. One more is closed at once.
+    seconds: how long a head may take, and then a body; most: bytes of both. connections: how many may be open in all;
+    each: how many from one address. One more is closed at once.
 
     uvicorn has no timeout for the rest of a head, or of a body that no route reads. The app limits what is in a body;
-    here the bytes on the wire are limited: three megabytes of one-byte chunks are half a minute of work.
+    here the bytes on the wire are limited, because three megabytes of one-byte chunks are half a minute of work.
     """
 
     held: Counter[str] = Counter()  # open connections by address

@@ -14,7 +14,7 @@ from outpace.types import FinishReason, Pooling, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is: the engine shares its steps fairly among callers."""
+    """Who sent a request: the engine shares its steps fairly among callers."""
 
     name: str = ""
     weight: float = 1.0
@@ -26,15 +26,15 @@ ANYBODY = Caller()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One prompt, checked, and how to answer it. What is about text stays on the HTTP side, see `messages.add`."""
+    """One checked prompt, and how to answer it. Parameters about text stay on the HTTP side, see `messages.add`."""
 
     request_id: str = ""
     """Unique among the requests that have not ended; given when it is submitted."""
     prompt_token_ids: list[int]
     params: SamplingParams
-    """With stop strings, which the HTTP side finds: it cuts the text and cancels. `bad_words` here are ignored."""
+    """The HTTP side finds the stop strings: it cuts the text and cancels. `bad_words` in here are ignored."""
     text: str | None = None
-    """The prompt as text, where the answer repeats it."""
+    """The prompt as text, if the answer repeats it."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that no answer may contain."""
     priority: int = 0
@@ -43,11 +43,11 @@ class EngineRequest:
     pooling: Pooling | None = None
     """Give one vector of the hidden states of the prompt, and no answer."""
     grammar: WireGrammar | None = None
-    """What answers are held to."""
+    """The grammar that answers must follow."""
     structure: str = ""
-    """The field of the HTTP request that says so."""
+    """The field of the HTTP request that asks for the grammar."""
     unwanted: set[int] = field(default_factory=set, compare=False)
-    """Answers that need no more deltas: their reader adds them here, and the engine ends those alone."""
+    """Indices of answers that need no more deltas: their reader adds them here, and the engine ends only those."""
 
 
 WireLogprobs = list[tuple[int, float, int]]
@@ -55,9 +55,9 @@ WireLogprobs = list[tuple[int, float, int]]
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What one or more steps brought to one answer. It leaves the engine process, gets its text, and is written down.
+    """New tokens of one answer, from one or more steps: sent by the engine process, then given its text, then written.
 
-    Those of one answer that nobody has taken yet are merged into one.
+    Deltas of one answer that wait for their reader are merged into one.
     """
 
     index: int
@@ -67,7 +67,7 @@ class Delta(msgspec.Struct, array_like=True):
     """One for each token, when asked for."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None: it was not ended by one, or by the model's own."""
+    """The stop token or stop string that ended it; None: it ended otherwise, or by the model's own end token."""
     prompt_logprobs: list[msgspec.Raw] | None = None
     """Once, with the first delta, when asked for: `WireLogprobs` of each token of the prompt, None for the first.
     `messages.prompt_entry` decodes one when it is written: all at once would block the event loop."""
@@ -80,10 +80,10 @@ class Delta(msgspec.Struct, array_like=True):
     text: str = ""
     """What its tokens add to the text of the answer; set on the HTTP side, as is `check`."""
     check: StructureCheck | None = None
-    """In the last delta of an answer whose grammar does not enforce all that was asked."""
+    """In the last delta of an answer whose grammar does not enforce everything that was asked for."""
 
     def merge(self, newer: "Delta") -> None:
-        """Append what came to the same answer after this, before anybody has taken it."""
+        """Append a newer delta of the same answer."""
         self.token_ids += newer.token_ids
         if self.logprobs is not None and newer.logprobs is not None:
             self.logprobs += newer.logprobs
@@ -104,19 +104,19 @@ class ModelCard:
     created: int
     """When it was loaded, in seconds since 1970."""
     sampling: dict[str, int | float] = field(default_factory=dict)
-    """What requests get where they do not say, by names of SamplingParams: the model's generation config."""
+    """Defaults for requests, by names of SamplingParams, from the model's generation config."""
     max_logprobs: int = 20
     """Most log-probabilities of a token that a request may ask for; at most the vocabulary."""
     embedding_sizes: tuple[int, ...] = ()
-    """Widths that embeddings may be cut to; none: the model's own alone."""
+    """Widths that embeddings may be cut to; empty: only the model's own."""
     weight_bytes: int = 0
-    """What was read to load it."""
+    """Bytes that were read to load it."""
     quantization: str | None = None
     """Schemes of its quantized weights; None: there are none."""
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bounds by which steps are counted: this many tokens, or fewer."""
+"""Buckets of the histogram of tokens per step, as upper bounds."""
 
 
 class StepRecord(NamedTuple):
@@ -129,7 +129,7 @@ class StepRecord(NamedTuple):
 
 
 LEVEL_TOTALS = ("_queries", "_hits", "_bytes", "failed")
-"""How those names of `EngineStatus.levels` end that are totals."""
+"""Endings of the names in `EngineStatus.levels` that are totals."""
 
 
 @dataclass(slots=True)
@@ -143,14 +143,14 @@ class EngineStatus:
     running: int = 0
     """Sequences in its steps."""
     waiting: int = 0
-    """Sequences that no step has had yet, on either side of the socket."""
+    """Sequences that have not been in a step yet, on either side of the socket."""
     free_blocks: int = 0
     num_blocks: int = 0
     steps: int = 0
     restarts: int = 0
     """Set by the supervisor, as is `why`."""
     prompt_tokens: int = 0
-    """Totals from here on; they go on over restarts."""
+    """This and the next four are totals since the server started, over all restarts of the engine."""
     generated_tokens: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
@@ -158,28 +158,28 @@ class EngineStatus:
     prefix_queries: int = 0
     """Tokens of prompts that were looked for in it."""
     last_steps: list[StepRecord] = field(default_factory=list)
-    """The last 64, oldest first; on the socket, those since the last time."""
+    """The last 64, oldest first; on the socket, only those since the last message."""
     startup_seconds: dict[str, float] = field(default_factory=dict)
-    """What the last start took, by part."""
+    """Seconds of each part of the last start."""
     why: str = ""
-    """What keeps it from being ready."""
+    """Why it is not ready."""
     step_limit_ms: float | None = None
-    """What a step should take at most, where the tokens of a step were chosen for a time."""
+    """The time that a step should take at most, if the token budget was chosen for a time."""
     cache_config: dict[str, str] = field(default_factory=dict)
-    """How the cache was made, under vLLM's names."""
+    """Options of the cache, under vLLM's names."""
     step_sizes: list[int] = field(default_factory=list)
-    """Steps so far by their tokens (prefill and new ones, as vLLM counts): for each of `STEP_SIZES`, and more."""
+    """Number of steps in each bucket of `STEP_SIZES`, and above the last, by prefill and new tokens as vLLM counts."""
     step_tokens: int = 0
     """Tokens of all these steps."""
     levels: dict[str, int] = field(default_factory=dict)
     """Numbers of the levels of the prefix cache, see `LLMEngine.levels`; empty: the device's pages are the only one."""
     expert_layers: list[int] = field(default_factory=list)
-    """Numbers of the layers that have experts; none: the model has no experts that are counted."""
+    """Numbers of the layers that have experts; empty: the model has no experts that are counted."""
     expert_load: list[list[int]] = field(default_factory=list)
     """For each of these layers the tokens that each expert has had so far; at most a few seconds old while it is asked
     for. Empty: not known yet."""
     nodes: list[str] = field(default_factory=list)
-    """Machines that the ranks of the engine are on, with their addresses and ranks; empty: this one alone."""
+    """Machines that the ranks of the engine are on, with their addresses and ranks; empty: only this one."""
 
 
 class Engine(Protocol):
@@ -196,7 +196,7 @@ class Engine(Protocol):
         """
 
     def room(self, requests: Sequence[EngineRequest]) -> AbstractContextManager[None]:
-        """Keep room for several requests of one caller, before the first is submitted; Overloaded: not for all."""
+        """Reserve room for several requests of one caller, before the first is submitted. Overloaded: too little."""
 
     async def embed(self, requests: Sequence[EngineRequest]) -> list[list[float]]:
         """The vector that each request asks for by its `pooling`."""

@@ -1,4 +1,4 @@
-"""What the engine process does: it loads the model, tells the server, and works until the server goes."""
+"""The engine process: loads the model, reports to the server, and works until the server is gone."""
 
 import logging
 import os
@@ -18,24 +18,24 @@ from outpace.server.worker import LAST_WORDS, Worker
 
 
 def run_engine(fd: int) -> int:
-    """Work for the process at the other end of the socket `fd`; the exit code."""
+    """Work for the process at the other end of the socket `fd`; returns the exit code."""
     with socket.socket(fileno=fd) as sock:
         return load_and_work(Channel(sock))
 
 
 def load_and_work(channel: Channel) -> int:
-    """Load what the first message asks for, then work; the exit code."""
+    """Load the model that the first message asks for, then work; returns the exit code."""
     messages: list[ToWorker] = []
     while not messages and not channel.closed:
         messages = channel.receive(wait=True)
     if channel.closed:
         return 0
-    (start,) = messages  # others wait for `Ready`
+    (start,) = messages  # the server sends no other before `Ready`
     assert isinstance(start, Start), "the first message says what to load"
     logging.basicConfig(level=start.log_level, format="%(asctime)s engine %(levelname)s %(message)s")
 
     def tell(part: str) -> None:
-        channel.send(Starting(part))  # so short that it leaves at once
+        channel.send(Starting(part))  # short enough to be sent at once
 
     try:
         engine, parts, seconds = load(start, tell)
@@ -47,7 +47,7 @@ def load_and_work(channel: Channel) -> int:
     channel.send(worker.ready(seconds))
     code = worker.run()
     if code == 0:
-        engine.ranks.part()
+        engine.ranks.say_end()
     return code
 
 
@@ -69,9 +69,9 @@ def _why(error: Exception) -> NotStarted:
 
 
 def _end_soon(cause: str) -> None:
-    """End this process, busy or idle, even if it hangs: the other ranks are gone, and it is of no use without them.
+    """End this process, busy or idle, even if it hangs: the other ranks are gone, and it is useless without them.
 
-    A step that fails has this long to tell its requests. Called in a thread of its own.
+    It first waits, so that a step that fails can still send errors. Called in its own thread.
     """
     time.sleep(LAST_WORDS)
     logging.shutdown()

@@ -1,4 +1,4 @@
-"""Types of request fields. A million wrong items take milliseconds and make one error."""
+"""Types of request fields. Checking a million wrong items takes milliseconds and gives one error."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -27,11 +27,11 @@ class FirstError(FailFast):
 
 
 STRICT: ContextVar[bool] = ContextVar("STRICT", default=False)
-"""Whether fields that are accepted only for the sake of other clients are refused: the option `strict_fields`."""
+"""The option `strict_fields`: refuse fields that are accepted only because other clients send them."""
 
 
 def because(reason: str) -> WrapValidator:
-    """Refuses values other than those of the field's type with a reason, as one line."""
+    """Refuses values outside the field's type, with this reason in one line."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -46,7 +46,7 @@ def because(reason: str) -> WrapValidator:
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """Says in a JSON schema that null is the same as leaving an optional field out."""
+    """Allow null for optional fields in a JSON schema: it means the same as no value."""
     for name, field in schema.get("properties", {}).items():
         forms = field.get("anyOf", [])
         if name not in schema.get("required", ()) and {"type": "null"} not in forms:
@@ -84,9 +84,7 @@ class Body(BaseModel):
             if name in cls.refused and value is not None:
                 raise ValueError(f"{name}: not supported: {cls.refused[name]}")
             if name not in fields and name not in cls.refused:
-                raise ValueError(
-                    f"{str(name)[:80]}: unknown field; it is refused so that nothing is ignored in silence"
-                )
+                raise ValueError(f"{str(name)[:80]}: unknown field; it is refused so that nothing is silently ignored")
             if strict and name in cls.lenient and value is not None:
                 raise ValueError(f"{name}: refused by this server (strict_fields); remove it")
         return {
@@ -105,7 +103,7 @@ def _strings(value: object) -> list[str]:
 
 def _some_strings(value: object) -> list[str]:
     if not (values := _strings(value)):
-        raise ValueError("expected one string at least")
+        raise ValueError("expected at least one string")
     return values
 
 
@@ -127,7 +125,7 @@ def _types(values: list[object]) -> set[type]:
 
 
 def _prompt(value: object) -> object:
-    """Only the types of items are checked: a million of them take milliseconds and make one error."""
+    """Checks only the types of items: a million of them take milliseconds and give one error."""
     if isinstance(value, str):
         return value
     kinds = _types(value) if isinstance(value, list) else set()
@@ -160,7 +158,7 @@ def _token_ids(value: object) -> object:
 
 def _some_token_ids(value: object) -> object:
     if value == []:
-        raise ValueError("expected one token id at least")
+        raise ValueError("expected at least one token id")
     return _token_ids(value)
 
 

@@ -1,6 +1,6 @@
 """The process of `outpace.serve`, and of a replica: options are one line of JSON on standard input.
 
-The end of standard input is the end of the parent, and ends the server.
+When standard input ends, the parent has ended, and the server ends too.
 """
 
 import json
@@ -17,7 +17,7 @@ from outpace.server.options import ServerConfig
 
 
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve; returns the exit code."""
     received = b""
     while not received.endswith(b"\n") and (more := os.read(0, 1 << 16)):
         received += more

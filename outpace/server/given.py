@@ -1,4 +1,4 @@
-"""Options as people give them: those of the engine and those of the server in one mapping."""
+"""Splits options as people give them, in one mapping, into those of the engine and those of the server."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reading from, and working for, a client that may close its connection."""
+"""Work for a client that may close its connection: read its body, or compute its answer."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -24,7 +24,7 @@ async def whole_body(receive: Receive) -> bytes:
 
 
 async def until_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of `work`. If the client closes the connection first, the work is cancelled: `ClientGone`."""
+    """The result of `work`. If the client closes the connection first, cancels the work and raises `ClientGone`."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -28,7 +28,7 @@ from outpace.structured.wire import WireGrammar
 CHEAP = ("choice", "json_object")  # take no time to write, and always compile
 MAX_WAITING = 32  # requests of one caller in the queue
 MAX_REFUSED = 1024  # refused grammars that are remembered
-TOO_LONG_FOR = 60.0  # seconds; a grammar that timed out is refused at once for so long
+TOO_LONG_FOR = 60.0  # seconds for which a grammar that timed out is refused without a new try
 TOO_MUCH = "limit_exceeded"
 """Error code of grammars that took too much time or memory; a retry may work."""
 _PROGRAM = ("-m", "outpace.server.compiling")
@@ -56,7 +56,7 @@ class GrammarService:
     def start(self) -> None:
         """Start the process ahead of requests, because it takes seconds.
 
-        An error here comes again with the first grammar, and is reported then.
+        An error is ignored here: the first grammar meets it again and reports it.
         """
         self._jobs.submit(self._running)
 
@@ -86,7 +86,7 @@ class GrammarService:
             self._child.close()
 
     def _known(self, where: str, key: bytes) -> WireGrammar | None:
-        """A cache hit. What was refused before is refused again."""
+        """The cached grammar, if any. One that was refused before is refused again."""
         with self._lock:
             if (refused := self._refused.get((where, key))) is not None and time.monotonic() < refused[1]:
                 raise ApiError(400, refused[0].message, param=refused[0].param)

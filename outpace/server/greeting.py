@@ -1,4 +1,4 @@
-"""What a server says when it is ready."""
+"""The lines that a server prints when it is ready."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from outpace.server.options import ServerConfig, local_url
 
 
 def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *, has_template: bool) -> list[str]:
-    """What the start took, where the server is, and a first request to try.
+    """How long the start took, the URL of the server, and a first request to try.
 
     A server on a Unix socket is a replica; its router prints the rest.
     """
@@ -28,7 +28,7 @@ def greeting(name: str, took: str, config: ServerConfig, sock: socket.socket, *,
         body["prompt"] = "A paged cache is"
     key = " -H 'authorization: Bearer KEY'" if config.all_api_keys() else ""
     return [
-        *filter(None, [config.open_door()]),  # again: the first warning may have scrolled away
+        *filter(None, [config.no_key_warning()]),  # again: the first warning may have scrolled away
         f"{served} is ready ({took})",
         url,
         f"curl {url}{route} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(body))}",

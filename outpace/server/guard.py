@@ -22,7 +22,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outpace.log import logger
 from outpace.server.caller import CALLER
 from outpace.server.options import ServerConfig, host_name
-from outpace.server.problems import AMBIGUOUS, DONE, LOST, ApiError, ClientGone, as_api_error, error_response
+from outpace.server.problems import (
+    AMBIGUOUS,
+    DONE,
+    LOST,
+    ApiError,
+    ClientGone,
+    as_api_error,
+    error_response,
+    is_stream,
+)
 
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/healthz"})
 """Paths that need no key."""
@@ -35,7 +44,7 @@ access = logging.getLogger("outpace.access")
 
 
 class Keys:
-    """API keys. All are compared, in the same time whatever is given."""
+    """API keys. A comparison always takes the same time, so that it reveals nothing."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
@@ -51,7 +60,7 @@ class Keys:
 
 
 def _path(scope: Scope) -> str:
-    """The path of a route, without the one that a proxy shows the server under."""
+    """The path of a route, without the prefix of a proxy (`root_path`)."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
@@ -72,7 +81,7 @@ def _key_in(authorization: str) -> str:
 
 
 class Guard:
-    """ASGI middleware around all routes. Every error that a route lets out becomes an answer here."""
+    """ASGI middleware around all routes. Errors that routes raise become answers here."""
 
     def __init__(
         self,
@@ -84,9 +93,9 @@ class Guard:
         ended: Callable[[str], None],
         running: Counter[int | None],
     ) -> None:
-        """`rejected` is called with why a request was refused, `ended` with how each POST request ended.
+        """rejected: called with the reason when a request is refused; ended: with the outcome of each POST request.
 
-        `running` counts, by key, POST requests that have not been answered whole.
+        running: counts POST requests without a complete answer, by key.
         """
         self._app, self._options, self._keys = app, options, Keys(keys)
         self._rejected, self._ended, self._running = rejected, ended, running
@@ -145,7 +154,7 @@ class Guard:
             raise ApiError(400, "Send either Content-Length or Transfer-Encoding.", code=AMBIGUOUS)
 
     def _check_host(self, scope: Scope, headers: Headers) -> None:
-        """Refuse names that are not the server's: a page of another site may have its name point here."""
+        """Refuse names that are not the server's: a page of another site could make its own name point here."""
         if not self._hosts or "*" in self._hosts or _path(scope) in OPEN:
             return
         if host_name(headers.get("host", "")) not in self._hosts:
@@ -165,9 +174,9 @@ class Guard:
 
     @asynccontextmanager
     async def _admitted(self, scope: Scope, key: int | None) -> AsyncIterator[None]:
-        """Count POST requests; one too many is refused before its body is read.
+        """Count a POST request; one too many is refused before its body is read.
 
-        At `max_concurrent_requests` only keys above their fair part are refused, as `Admission` has it.
+        At `max_concurrent_requests` only keys above their fair part are refused, as in `Admission`.
         """
         if scope["method"] != "POST":
             yield
@@ -264,9 +273,9 @@ class Guard:
 
 
 def _outcome(status: int, begun: int, lost: bool) -> str:
-    """How a request ended: every one is in one of these classes.
+    """The outcome of a request.
 
-    begun: the status its answer began with; lost: the engine had begun it, and could not end it.
+    begun: the status that its answer began with; lost: the engine began the request and could not finish it.
     """
     if status == _GONE:
         return "cancelled"
@@ -291,7 +300,7 @@ class _Sent:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
-            self.is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+            self.is_stream = is_stream(headers)
             headers += [(b"x-request-id", self._id), (b"x-content-type-options", b"nosniff")]
             if all(name != b"cache-control" for name, _ in headers):
                 headers.append((b"cache-control", b"no-store"))

@@ -20,11 +20,11 @@ from outpace.server.options import ServerConfig
 
 FLUSH = 5  # seconds for clients to read the ends of their answers
 DATE_TICK = 1.0  # seconds between updates of the date header
-DRAIN_TICK = 0.02  # seconds between checks whether requests still run
+DRAIN_TICK = 0.02  # seconds between checks for running requests
 
 
-class Behind(Protocol):
-    """What answers the requests: an engine or a fleet of replicas."""
+class Backend(Protocol):
+    """Answers the requests: an engine or a fleet of replicas."""
 
     @property
     def in_flight(self) -> int:
@@ -34,7 +34,7 @@ class Behind(Protocol):
         """Refuse new requests; running ones continue."""
 
     async def close(self) -> None:
-        """End it. Running requests get an error."""
+        """Stop. Running requests get an error."""
 
 
 class HttpServer(uvicorn.Server):
@@ -63,7 +63,7 @@ class HttpServer(uvicorn.Server):
 async def until_signal(
     server: HttpServer,
     serving: asyncio.Task[None],
-    behind: Behind,
+    backend: Backend,
     running: Counter[int | None],
     patience: float,
     signals: tuple[asyncio.Event, asyncio.Event],
@@ -77,15 +77,15 @@ async def until_signal(
     await first_of(serving, asyncio.create_task(first.wait()))
     if serving.done():
         ended_by_itself(serving)
-    behind.drain()
+    backend.drain()
     logger.warning("draining: %d requests run; a second signal ends them", running.total())
-    abort, empty = asyncio.create_task(second.wait()), asyncio.create_task(drained(behind, running))
+    abort, empty = asyncio.create_task(second.wait()), asyncio.create_task(drained(backend, running))
     await first_of(empty, abort, timeout=patience)
     empty.cancel()
-    left = max(running.total(), behind.in_flight)
+    left = max(running.total(), backend.in_flight)
     if left:
         logger.warning("%d requests are cut off", left)
-        await behind.close()
+        await backend.close()
     server.end()
     await first_of(serving, abort, timeout=2 * FLUSH)
     server.force_exit = True
@@ -94,9 +94,9 @@ async def until_signal(
     return CUT_OFF if left else FINISHED
 
 
-async def drained(behind: Behind, running: Counter[int | None]) -> None:
+async def drained(backend: Backend, running: Counter[int | None]) -> None:
     """Wait until no request runs, and clients have read every answer."""
-    while behind.in_flight or running.total():
+    while backend.in_flight or running.total():
         await asyncio.sleep(DRAIN_TICK)
 
 

@@ -1,6 +1,6 @@
-"""`outpace serve` up to the imports that take seconds: options are checked, and the engine's process is started.
+"""`outpace serve` before its slow imports: checks the options and starts the engine's process.
 
-The engine imports torch while this process imports its HTTP server: both take seconds, and a machine has two cores.
+The engine imports torch while this process imports its HTTP server: both take seconds, and run on different cores.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ SPARE_FILES = 256  # open files beside connections
 def launch(
     model: str | None, llm_options: Mapping[str, Any], config: ServerConfig, *, unix_path: str | None = None
 ) -> int:
-    """Serve until a signal comes; the exit code. `llm_options` are those of LLMConfig, as values that JSON knows.
+    """Serve until a signal comes; returns the exit code. `llm_options` are those of LLMConfig, as plain JSON values.
 
     unix_path: listen on a Unix socket there instead of a port.
     """
@@ -53,18 +53,18 @@ def launch(
         return NOT_STARTED
     try:
         with sock:
-            if (warning := config.open_door()) is not None:
+            if (warning := config.no_key_warning()) is not None:
                 console.print(warning, style="bold red")
             return asyncio.run(_serve(model, llm_options, asked, config, sock, console))
     except (OutpaceError, OSError) as error:
         console.print(f"error: {error}")
-        return WRONG_OPTION if isinstance(error, ConfigError) else NOT_STARTED  # some only the engine can judge
+        return WRONG_OPTION if isinstance(error, ConfigError) else NOT_STARTED  # only the engine can check some options
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def _run_node(model: str | None, asked: AskedConfig, config: ServerConfig, console: Console) -> int:
-    """Work for node 0 until it ends; the exit code. There is no HTTP here, whatever the options of the server say."""
+    """Work for node 0 until it ends; returns the exit code. Options of the HTTP server have no effect here."""
     from outpace.ranks.agent import run_agent
 
     if unused := sorted(config.model_fields_set - {"log_json"}):
@@ -85,7 +85,7 @@ async def _serve(
     sock: socket.socket,
     console: Console,
 ) -> int:
-    """Start the engine's process, and only then import the HTTP server, which the engine need not wait for."""
+    """Start the engine's process before importing the HTTP server, so that both import at the same time."""
     if config.replicas > 1:
         from outpace.replicas.serve_replicas import serve_replicas
 
@@ -105,7 +105,7 @@ async def _serve(
 def make_engine(
     model: str | None, llm_options: Mapping[str, Any], asked: AskedConfig, config: ServerConfig
 ) -> Supervisor:
-    """The engine that these options ask for; it has not been launched."""
+    """The engine for these options, not launched yet."""
     admission = Admission(
         max_waiting=asked.scheduler.max_waiting,
         max_waiting_tokens=config.max_waiting_tokens,

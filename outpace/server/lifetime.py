@@ -1,4 +1,4 @@
-"""`outpace serve`: the engine process, the HTTP server in front of it, and an orderly end.
+"""Runs `outpace serve`: the engine process, the HTTP server in front of it, and an orderly end.
 
 The port is open at once; until the model is loaded `Placeholder` answers. Then it hands over to the server's app,
 which is imported while the engine loads: do not import FastAPI or transformers at the top of this file.
@@ -44,13 +44,13 @@ async def serve_http(
     console: Console,
     before: float,
 ) -> int:
-    """Serve on a socket that listens, until a signal; the exit code.
+    """Serve on a listening socket until a signal; returns the exit code.
 
-    The engine has been launched; its owner closes it. before: what this process took to get there, in seconds.
+    The engine has been launched, and its owner closes it. before: age of this process at the launch, in seconds.
     """
     sys.setswitchinterval(SWITCH)
     signals = catch_signals()
-    gc.disable()  # until all is imported: there is no garbage yet, and looking for it takes a fifth of the time
+    gc.disable()  # until all is imported: collections find no garbage yet, and take a fifth of the time
     traces: TracerProvider | None = None
     front = Placeholder(lambda: engine.starting, config.retry_after, config.root_path)
     try:
@@ -77,11 +77,11 @@ async def serve_http(
                     console.print(f"sampling defaults: {shown} (--generation-config none turns them off)")
                 gc.collect()
                 gc.enable()
-                gc.freeze()  # what is loaded stays: collections need not look at it
+                gc.freeze()  # loaded objects stay: collections can skip them
                 return await until_signal(server, serving, engine, app.state.running, config.shutdown_timeout, signals)
     finally:
         gc.enable()
-        gc.unfreeze()  # else libraries complain at the end of what they see as leaks
+        gc.unfreeze()  # otherwise libraries report leaks at the end
         if traces is not None:
             await asyncio.to_thread(traces.shutdown)
 
@@ -91,9 +91,8 @@ async def _loaded(
 ) -> "PreTrainedTokenizerBase | None":
     """Wait for the engine, import the app, and read the tokenizer.
 
-    Comes back early when a signal is there or the HTTP server has ended.
+    Returns early at a signal, or when the HTTP server has ended.
     """
-
     loading, signal_came = asyncio.create_task(wait_for_model(model, engine)), asyncio.create_task(interrupted.wait())
     try:
         await first_of(loading, signal_came, serving)
@@ -108,7 +107,7 @@ async def _loaded(
 
 async def wait_for_model(model: str | None, engine: Supervisor) -> "PreTrainedTokenizerBase | None":
     """Wait for an engine that has been launched; import the app and read the tokenizer at the same time."""
-    here = is_here(model)  # otherwise the engine gets it, which may take torch, and this process waits for that
+    here = is_here(model)  # otherwise the engine downloads or converts it, and this process waits
     tokenizer, _ = await asyncio.gather(asyncio.to_thread(_import_and_read, model, here), engine.start())
     return tokenizer if here else await asyncio.to_thread(load_tokenizer, model)
 
@@ -123,7 +122,7 @@ def _import_and_read(model: str | None, here: bool) -> "PreTrainedTokenizerBase 
 
 
 def _parts(engine: Mapping[str, float], before: float) -> dict[str, float]:
-    """What the start took by part: of this process, of the engine, and of this process again. They add up to "all"."""
+    """Seconds of each part of the start: this process, the engine, this process again. They add up to "all"."""
     total = process_age()
     own = {"start": before, **{part: took for part, took in engine.items() if part != "all"}}
     return {**own, "http": total - sum(own.values()), "all": total}

@@ -25,7 +25,7 @@ def allow_files(count: int) -> None:
 def bound(config: ServerConfig) -> socket.socket:
     """The socket to listen on. It listens at once, so that a second server on the same port fails at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # named, or asyncio does not know that it is TCP and leaves Nagle's algorithm on: 40 ms for each answer
+    # IPPROTO_TCP tells asyncio to turn off Nagle's algorithm, which delays each answer by 40 ms
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

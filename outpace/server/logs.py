@@ -16,7 +16,7 @@ LONGEST = 4 * 2**10
 def set_up(*, as_json: bool = False, name: str = "") -> None:
     """Write the log of Outpace to standard error: warnings, and a line for each request.
 
-    name: of this process, where several write to one place.
+    name: of this process, if several write to one place.
     """
     handler = logging.StreamHandler(sys.stderr)
     shown = f"{name}: ".replace("%", "%%") if name else ""
@@ -49,7 +49,7 @@ class JsonLines(Lines):
     """One JSON object per line; a line of the access log has its own fields."""
 
     def __init__(self, name: str = "") -> None:
-        """name: of this process, if each line is to say it."""
+        """name: of this process, to be shown in each line."""
         super().__init__()
         self._name = {"process": name} if name else {}
 

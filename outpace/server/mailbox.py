@@ -1,4 +1,4 @@
-"""Mailbox: what has come for one request and its reader has not taken, at most one delta for each answer."""
+"""Mailbox: what has come for one request and waits for its reader, at most one delta for each answer."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ class Mailbox:
     open: int  # answers that have not ended; 0 for a vector that has come
     begun: bool = False
     cancelled: bool = False
-    unwanted: set[int] = field(default_factory=set)  # answers that the engine has been told to end
+    unwanted: set[int] = field(default_factory=set)  # answers that the engine was asked to end
     deltas: dict[int, Delta] = field(default_factory=dict)
     vector: list[float] | None = None
     error: OutpaceError | None = None
     waiter: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Until something has come."""
+        """Wait until something has come."""
         self.waiter = asyncio.get_running_loop().create_future()
         try:
             await self.waiter
@@ -32,12 +32,12 @@ class Mailbox:
             self.waiter = None
 
     def wake(self) -> None:
-        """Let the reader look."""
+        """Wake the reader."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     def put(self, delta: Delta) -> None:
-        """Take a delta in; those of one answer are merged until the reader takes them."""
+        """Add a delta; those of one answer are merged until the reader takes them."""
         self.open -= delta.finish_reason is not None
         if self.cancelled:
             return

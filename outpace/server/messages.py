@@ -1,7 +1,7 @@
-"""What crosses the socket between the HTTP process and the engine process, and how it is cut into frames.
+"""Messages on the socket between the HTTP process and the engine process, and their frames.
 
 A frame is four bytes of length and one msgpack value: lists of numbers, strings and bytes, never code or objects.
-Requests have numbers here; the names that callers give them stay in the HTTP process.
+Requests have numbers here; request ids stay in the HTTP process.
 """
 
 import struct
@@ -17,18 +17,18 @@ from outpace.structured.wire import Learn as Learn
 from outpace.structured.wire import Unlearn as Unlearn
 from outpace.types import SamplingParams, TokenLogprobs
 
-MAX_FRAME = 1 << 28  # bytes; a longer one means that the two sides have lost each other
+MAX_FRAME = 1 << 28  # bytes; a longer one means that the two sides are out of step
 _LENGTH = struct.Struct("<I")
 _NOT_SENT = (
     *("stop", "include_stop_str_in_output", "bad_words", "detokenize", "skip_special_tokens"),
     "structured_outputs",
 )
-"""Parameters of the text, not of tokens, and what goes another way."""
+"""Parameters that are only about text, and those that are sent in another field."""
 _DEFAULTS = SamplingParams()
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """First of all: what to load."""
+    """The first message: what to load."""
 
     model: str | None
     options: dict[str, Any]
@@ -45,15 +45,15 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     priority: int
     cache_salt: bytes
     grammar: bytes = b""
-    """Key of what its answers are held to."""
+    """Key of the grammar that its answers must follow."""
     caller: str = ""
     weight: float = 1.0
     pooling: str | None = None
-    """A vector of the prompt is wanted instead of an answer."""
+    """How to make one vector of the prompt, instead of an answer."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody waits for this request, or for one of its answers, any more."""
+    """End a request, or one of its answers: nobody waits for it any more."""
 
     number: int
     index: int | None = None
@@ -61,15 +61,15 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Is anybody there? `News.pong` answers."""
+    """Ask for a sign of life; `News.pong` answers."""
 
 
-class Look(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How many tokens has each expert had? `News.expert_load` answers."""
+class CountExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ask how many tokens each expert has had; `News.expert_load` answers."""
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How far the start is."""
+    """Which part of the start is running now."""
 
     part: str
 
@@ -103,18 +103,18 @@ class News(msgspec.Struct, array_like=True, tag=True):
     deltas: list[Delta] = []
     failures: list[Failure] = []
     vectors: list[tuple[int, list[float]]] = []
-    """Of requests with `pooling`, by number."""
+    """Vectors of requests with `pooling`, by number."""
     cancelled: list[int] = []
     status: EngineStatus | None = None
     pong: bool = False
-    """It has heard a `Ping`."""
+    """The answer to a `Ping`."""
     expert_load: list[list[int]] | None = None
     """Tokens of each expert since the start, by layer."""
     last: bool = False
-    """The engine cannot go on: its process is about to end."""
+    """The engine is broken, and its process is about to end."""
 
 
-ToWorker = Start | Add | Learn | Unlearn | Cancel | Ping | Look
+ToWorker = Start | Add | Learn | Unlearn | Cancel | Ping | CountExperts
 FromWorker = Starting | Ready | NotStarted | News
 
 
@@ -125,7 +125,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Frames:
-    """Bytes as they come, cut into messages again."""
+    """Cuts received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -138,7 +138,7 @@ class Frames:
         while len(buffer) - begin >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, begin)
             if length > MAX_FRAME:
-                raise EngineDead(f"a message of {length} bytes on the engine's socket: the two sides lost each other")
+                raise EngineDead(f"a message of {length} bytes on the engine's socket: its two ends are out of step")
             end = begin + _LENGTH.size + length
             if len(buffer) < end:
                 break
@@ -148,13 +148,15 @@ class Frames:
 
 
 def add(number: int, request: EngineRequest) -> Add:
-    """A request as it crosses the socket: parameters that differ from their defaults, without those of the text."""
+    """The message for a request. It has only parameters that differ from their defaults, and none of `_NOT_SENT`."""
     params = {}
     for field in fields(request.params):
         value = getattr(request.params, field.name)
         if field.name not in _NOT_SENT and value != getattr(_DEFAULTS, field.name):
             params[field.name] = value
-    salt = request.cache_salt.encode("utf-8", "surrogatepass")  # any text of a caller will do
+    salt = request.cache_salt.encode(
+        "utf-8", "surrogatepass"
+    )  # callers may send any string, even with half a surrogate pair
     words = [list(word) for word in request.bad_words]
     key = request.grammar.key if request.grammar is not None else b""
     caller = request.caller

@@ -37,7 +37,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStatus], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStatus], float]], ...] = (
     ("prompt_tokens", "Tokens of prompts that got an answer.", lambda status: status.prompt_tokens),
     ("generation_tokens", "Tokens of answers.", lambda status: status.generated_tokens),
-    ("num_preemptions", "Requests that gave way to others.", lambda status: status.preemptions),
+    ("num_preemptions", "Requests that were preempted by others.", lambda status: status.preemptions),
     ("prefix_cache_queries", "Tokens looked for in the prefix cache.", lambda status: status.prefix_queries),
     ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda status: status.prefix_hits),
     ("engine_steps", "Steps of the engine.", lambda status: status.steps),
@@ -84,14 +84,15 @@ class _Engine(Collector):
             yield self._family(GaugeMetricFamily, name, text, {(): value(status)})
         for name, text, value in _COUNTERS:
             yield self._family(CounterMetricFamily, name, text, {(): value(status)})
-        text = "Sequences that wait, by reason: for capacity, or deferred by something else, which nothing is here."
+        text = "Sequences that wait, by reason: for capacity; deferred, as in vLLM, is always 0 here."
         waiting = {("capacity",): status.waiting, ("deferred",): 0}
         yield self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", text, waiting, "reason")
         parts = {(part,): seconds for part, seconds in status.startup_seconds.items()}
-        yield self._family(GaugeMetricFamily, "startup_seconds", "What the last start took.", parts, "part")
+        text = "Seconds of each part of the last start."
+        yield self._family(GaugeMetricFamily, "startup_seconds", text, parts, "part")
         about = {tuple(status.cache_config.values()): 1}
         yield self._family(
-            GaugeMetricFamily, "cache_config_info", "How the cache was made.", about, *status.cache_config
+            GaugeMetricFamily, "cache_config_info", "Options of the key-value cache.", about, *status.cache_config
         )
         counts = status.step_sizes or [0] * (len(STEP_SIZES) + 1)
         yield _histogram(
@@ -114,7 +115,7 @@ class _Engine(Collector):
         for name, text, label, counts, ending, values in _LEVELS:
             found = {(value,): levels.get(f"{value}{ending}", 0) for value in values}
             yield self._family(CounterMetricFamily if counts else GaugeMetricFamily, name, text, found, label)
-        text, loading = "Blocks on their way up.", {(): levels["loading"]}
+        text, loading = "Blocks that are being loaded.", {(): levels["loading"]}
         yield self._family(GaugeMetricFamily, "kv_offload_loading_blocks", text, loading)
         text, failed = "Blocks of files that could not be read or written.", {(): levels["failed"]}
         yield self._family(CounterMetricFamily, "kv_offload_failed_blocks", text, failed)
@@ -170,7 +171,7 @@ class Metrics:
     """The metrics of one server."""
 
     def __init__(self, model: str, status: Callable[[], EngineStatus], *, experts: bool = False) -> None:
-        """status: of the engine. experts: a series for each expert of each layer."""
+        """status: returns that of the engine. experts: add a series for each expert of each layer."""
         self.registry = CollectorRegistry()
         self.registry.register(_Engine(model, status, experts=experts))
         self._gaps = _Gaps(model)

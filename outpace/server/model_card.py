@@ -1,4 +1,4 @@
-"""What the engine process tells the server of a loaded model: its card, and the status before any request."""
+"""What the engine process sends to the server about a loaded model: its card, and the status before any request."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How requests went: what the metrics count and traces show."""
+"""Measures each request, for metrics and traces."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from outpace.types import FinishReason, SamplingParams
 
 @dataclass(slots=True)
 class Ended:
-    """How a request went. Times are seconds, None where there was no such token."""
+    """Measurements of a request that has ended. Times are in seconds; None: there was no such token."""
 
     prompt_tokens: int
     output_tokens: int = 0
@@ -24,13 +24,13 @@ class Ended:
     ttft: float | None = None
     tpot: float | None = None
     queue: float | None = None
-    """In the engine's queue."""
+    """Time in the engine's queue."""
     prefill: float | None = None
-    """From there to the first token."""
+    """From the end of the queue to the first token."""
     decode: float | None = None
     """From the first token to the last."""
     params: SamplingParams | None = None
-    """None: it had no token."""
+    """None: it got no token."""
 
     @property
     def n(self) -> int | None:
@@ -49,7 +49,7 @@ class Ended:
 
 
 class Observer(Protocol):
-    """Who counts requests, see `metrics.Metrics`."""
+    """Counts requests, see `metrics.Metrics`."""
 
     def observe_request(self, ended: Ended) -> None:
         """Count a request that has ended."""
@@ -59,7 +59,7 @@ class Observer(Protocol):
 
 
 WATCHED: ContextVar[list[Ended] | None] = ContextVar("WATCHED", default=None)
-"""Set by the tracing middleware around a request: how the request went is appended."""
+"""Set by the tracing middleware around a request: a list to which its `Ended` is appended."""
 
 
 class _Observed:
@@ -102,7 +102,7 @@ class _Observed:
 
 @contextmanager
 def observed(prompts: Sequence[EngineRequest], observer: Observer) -> Iterator[Callable[[Delta], None]]:
-    """Around a request: call what it gives with each delta; at the end, however that comes, the request is counted."""
+    """A context for a request. Call the yielded function with each delta; the end of the context counts the request."""
     request, watched = _Observed(prompts, observer), WATCHED.get()
     try:
         yield request.add

@@ -12,7 +12,7 @@ from outpace.config.base import ConfigModel
 from outpace.errors import ConfigError
 
 KEYS_VARIABLE = "OUTPACE_API_KEYS"
-"""Environment variable with API keys, divided by commas."""
+"""Environment variable with API keys, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class ApiKey:
 
 
 class ServerConfig(ConfigModel):
-    """Options of `outpace serve` beside those of the engine; vLLM's names where they mean the same."""
+    """Options of `outpace serve` besides those of the engine; vLLM's names where they mean the same."""
 
     aliases: ClassVar[Mapping[str, str]] = {"api_key": "api_keys", "ssl_cert": "ssl_certfile", "ssl_key": "ssl_keyfile"}
 
     host: str = "127.0.0.1"
-    """Address to listen on; this machine alone unless told otherwise."""
+    """Address to listen on; the default serves only this machine."""
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0 takes a free one."""
     ssl_certfile: str | None = None
@@ -40,31 +40,34 @@ class ServerConfig(ConfigModel):
     ssl_keyfile: str | None = None
     """Its private key."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names that requests may ask for, * is any. A server on a loopback address takes the names of this machine
-    and these alone, so that no page of another site can reach it by a name of its own; on others none means any."""
+    """Names that requests may have in the Host header; * allows any. On a loopback address only these and the names of
+    this machine are allowed, so that pages of other sites cannot reach the server through a name of their own. On other
+    addresses, any name is allowed if none is given."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """Servers on this machine that answer behind the one port, each with an engine (and GPUs) of its own. Requests go
-    to the one with the least to do, or to one that has had a prompt with the same beginning."""
+    """Number of servers on this machine behind the one port, each with its own engine (and GPUs). A request goes to the
+    one with the least to do, or to one that has had a prompt with the same beginning."""
     root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$")
-    """Path under which a proxy shows the server, as /llm; requests may come with it or without."""
+    """Path prefix under which a proxy shows the server, such as /llm; requests may come with it or without."""
 
     api_keys: tuple[SecretStr, ...] = ()
-    """Keys that open every route; without any it is open. More come from `api_key_file` and OUTPACE_API_KEYS."""
+    """API keys; each request needs one of them. Without any, no key is needed. More come from `api_key_file` and
+    OUTPACE_API_KEYS."""
     api_key_file: str | None = None
-    """File with one key in each line; empty lines and lines that begin with # are left out. After the key a line may
+    """File with one key in each line; empty lines and lines that begin with # are ignored. After the key a line may
     give its share of the engine and its bounds, as in KEY weight=2 min_priority=-10 max_priority=0."""
     share_prefix_cache: bool = False
-    """Let API keys share cached prefixes. Without this the time to a first token tells no key what others have sent."""
+    """Let API keys share cached prefixes. Without this, the time to the first token shows no key what others have
+    sent."""
     allow_priority: bool = False
     """Let requests set `priority` (smaller is sooner), within the bounds of their key. Requests without one have 0, or
     the bound that is nearest to it."""
     min_priority: int = -100
     """Smallest priority of a request whose key has no bound of its own in `api_key_file`."""
     max_priority: int = 100
-    """Largest one."""
+    """Largest priority of such a request."""
 
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may call the model by; the first is in answers. Without any, the model's own."""
+    """Names of the model in requests; answers have the first. Without any, the model's own name."""
     chat_template: str | None = None
     """Template instead of the tokenizer's own: its text, or the path of its file."""
     allow_request_chat_template: bool = False
@@ -100,15 +103,15 @@ class ServerConfig(ConfigModel):
     max_tools: int = Field(default=128, ge=0)
     """Most tools of a chat."""
     max_schema_bytes: int = Field(default=64 * 2**10, ge=1)
-    """Longest JSON schema that answers may be held to, and all those of the tools together."""
+    """Longest JSON schema of a structured output, and of all tools together."""
     max_schema_depth: int = Field(default=32, ge=1, le=64)
-    """Deepest nesting of such a schema."""
+    """Deepest nesting of a JSON schema."""
     max_regex_chars: int = Field(default=2 * 2**10, ge=1)
-    """Longest regular expression that answers may be held to."""
+    """Longest regular expression of a structured output."""
     max_grammar_bytes: int = Field(default=16 * 2**10, ge=1)
-    """Longest grammar that answers may be held to."""
+    """Longest grammar of a structured output."""
     max_choices: int = Field(default=1024, ge=1)
-    """Most texts of which an answer is to be one."""
+    """Most texts of a choice, as a structured output."""
     max_n: int = Field(default=16, ge=1, le=128)
     """Most answers to a prompt."""
     max_logprobs_per_request: int = Field(default=2**22, ge=1)
@@ -142,18 +145,18 @@ class ServerConfig(ConfigModel):
     """Seconds that clients are told to wait after 429 and 503."""
 
     request_timeout: float = Field(default=600.0, gt=0)
-    """Seconds until a request is given up, counted from when its head is there."""
+    """Seconds until a request times out, counted from the end of its headers."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds a client may take to send its body."""
     max_connections: int = Field(default=4096, ge=1)
-    """Open connections; one more is closed at once."""
+    """Most open connections; one more is closed at once."""
     max_connections_per_address: int | None = Field(default=None, ge=1)
-    """Open connections from one address (of IPv6, one /64 network); one more is closed at once. None: half of
+    """Most open connections from one address (of IPv6, one /64 network); one more is closed at once. None: half of
     `max_connections`. Clients behind one proxy share its address."""
     keep_alive_timeout: float = Field(default=60.0, gt=0)
-    """Seconds until an idle connection is closed, or (on Linux) one whose client reads nothing of what waits for it."""
+    """Seconds until an idle connection is closed, or (on Linux) one whose client does not read its answer."""
     sse_ping_seconds: float = Field(default=15.0, ge=0)
-    """Seconds of silence in a stream until a comment is sent, so that no proxy gives it up; 0: none is sent."""
+    """Seconds of silence in a stream until a comment is sent, so that no proxy closes it; 0: none is sent."""
     shutdown_timeout: float = Field(default=30.0, ge=0)
     """Seconds that running requests get after SIGTERM; 0 ends them at once."""
     stall_timeout: float = Field(default=120.0, gt=0)
@@ -161,7 +164,7 @@ class ServerConfig(ConfigModel):
     counts as dead and is restarted."""
     ready_timeout: float = Field(default=5.0, gt=0)
     """Seconds without a sign of life of the engine (a message, or on Linux work of its process) until /health/ready
-    is 503. It stays as it is until `stall_timeout`; if it goes on, it is ready again."""
+    is 503. The engine is restarted only after `stall_timeout`; when it gives a sign of life, it is ready again."""
     template_timeout: float = Field(default=2.0, gt=0)
     """Seconds a chat template may take."""
     template_max_chars: int = Field(default=4 * 2**20, ge=1024)
@@ -169,11 +172,11 @@ class ServerConfig(ConfigModel):
     template_memory_mb: int = Field(default=256, ge=64)
     """Memory a chat template may use, where the system can limit it."""
     template_processes: int = Field(default=2, ge=1)
-    """Processes that write chats out with the template."""
+    """Processes that render chats with the template."""
     grammar_timeout: float = Field(default=2.0, gt=0)
-    """Seconds it may take to compile what an answer is to be held to."""
+    """Seconds that compiling a grammar (of any structured output) may take."""
     grammar_memory_mb: int = Field(default=1024, ge=64)
-    """Memory that this may use, where the system can limit it."""
+    """Memory that compiling a grammar may use, where the system can limit it."""
     grammar_cache_mb: int = Field(default=64, ge=1)
     """Memory for compiled grammars that are kept."""
 
@@ -186,8 +189,8 @@ class ServerConfig(ConfigModel):
     metrics: bool = True
     """Offer /metrics."""
     expert_metrics: bool = False
-    """Tell in /metrics how many tokens each expert of each layer has had, for models that have experts. These are
-    thousands of numbers; without it only the imbalance of each layer is told."""
+    """Show in /metrics how many tokens each expert of each layer has had, for models that have experts. These are
+    thousands of numbers; without it only the imbalance of each layer is shown."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span for each request; needs outpace[tracing]."""
     tokenizer_info: bool = True
@@ -220,11 +223,10 @@ class ServerConfig(ConfigModel):
         return self
 
     def keys(self) -> tuple[ApiKey, ...]:
-        """The keys from the option, the file and the environment; what the file says of a key stands."""
+        """The keys from the option, the file and the environment; values from the file win."""
         of_file = {} if self.api_key_file is None else self._keys_of_file(Path(self.api_key_file))
         given = [key.get_secret_value() for key in self.api_keys]
-        more = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-        found = {secret: ApiKey(secret) for secret in (*given, *of_file, *more)} | of_file
+        found = {secret: ApiKey(secret) for secret in (*given, *of_file, *keys_in(os.environ))} | of_file
         if not all(map(_is_key, found)):
             raise ConfigError("api_keys: a key has characters that no header can carry; use printable ASCII")
         return tuple(found.values())
@@ -265,7 +267,7 @@ class ServerConfig(ConfigModel):
         """Whether the server listens on a loopback address."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
-    def open_door(self) -> str | None:
+    def no_key_warning(self) -> str | None:
         """A warning if anyone who reaches the port may use the server."""
         if self.is_local or self.all_api_keys():
             return None
@@ -295,6 +297,11 @@ class ServerConfig(ConfigModel):
             return Path(given).read_text(encoding="utf-8")
         except (OSError, ValueError):
             raise ConfigError(f"chat_template: cannot read {given}; give a template, or the path of one") from None
+
+
+def keys_in(environment: Mapping[str, str]) -> list[str]:
+    """The API keys in the environment."""
+    return [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
 
 
 def _is_key(key: str) -> bool:

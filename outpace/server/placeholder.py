@@ -1,4 +1,5 @@
-"""Placeholder: the app while the model is loaded. It is alive, not ready, and says how far the start is."""
+"""Placeholder: the app while the model is loading. It is alive but not ready, and shows which part of
+the start is running."""
 
 import html
 import time
@@ -23,14 +24,14 @@ _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; frame-ancestors
 
 
 class Placeholder:
-    """An ASGI app that answers by itself until it is given another, and then hands everything on."""
+    """An ASGI app that says that the server is starting; once `app` is set, it forwards everything to that."""
 
     def __init__(self, part: Callable[[], str], retry_after: int, root_path: str = "") -> None:
-        """`part` says which part of the start is running."""
+        """part: returns which part of the start is running."""
         self._part, self._retry_after, self._root_path = part, retry_after, root_path
         self._since = time.monotonic()
         self.app: ASGIApp | None = None
-        """The server, once there is one."""
+        """The server's app, once the model is loaded."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -1,7 +1,7 @@
 """Errors as clients see them: OpenAI's error bodies, without paths, addresses or tracebacks."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,13 +21,13 @@ _LAST = frozenset({408, 413, 431})  # the connection closes: the rest of the req
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream, whole or broken."""
 AMBIGUOUS = "ambiguous_length"
-"""The code of requests whose end can be understood in two ways."""
+"""Code of requests whose length is ambiguous, because two headers give it."""
 LOST = "engine_failed"
-"""The code of requests that the engine had begun and could not end."""
+"""Code of requests that the engine began and could not finish."""
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """An error that answers a request."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
@@ -118,6 +118,11 @@ def _param_code(kind: str, message: str) -> str:
     if kind == "missing":
         return "missing_required_parameter"
     return "unknown_parameter" if message.startswith("unknown") else "invalid_value"
+
+
+def is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer with these headers is a stream of events."""
+    return any(name == b"content-type" and b"event-stream" in value for name, value in headers)
 
 
 def error_response(error: ApiError, request_id: str, retry_after: int) -> Response:

@@ -1,4 +1,4 @@
-"""The requests: OpenAI's fields, vLLM's extra fields, MII's. A field that is not here is refused by its name."""
+"""The requests: OpenAI's fields, vLLM's extra fields, MII's. An unknown field is refused by name."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,23 +23,23 @@ _One = Annotated[float, Field(ge=1, le=1)]
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the answer."""
+    """What a stream sends besides the answer."""
 
     lenient: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
-    """A last chunk with the usage."""
+    """Send a last chunk with the usage."""
     continuous_usage_stats: bool = False
-    """The usage so far in each chunk."""
+    """Send the usage so far in each chunk."""
     include_obfuscation: Annotated[Literal[False] | None, because("chunks are not padded")] = None
 
 
 class ResponseFormat(Body):
-    """What the answer has to look like, as OpenAI says it."""
+    """The format of the answer, in OpenAI's words."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
-    """name, schema, and whether it is strict: it is kept to in any case."""
+    """name, schema, strict; the schema is always enforced, strict or not."""
 
     @model_validator(mode="after")
     def _schema_is_there(self) -> "ResponseFormat":
@@ -68,7 +68,7 @@ class SamplingFields(Body):
     refused: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("logits_processors", "vllm_xargs", "lora_path"), "requests cannot extend this server"),
         **dict.fromkeys(
-            ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video"), "this server takes text alone"
+            ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video"), "this server takes only text"
         ),
         **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "data_parallel_rank"), "there is one engine"),
         "guided_decoding_backend": "there is one; remove it",
@@ -105,14 +105,14 @@ class SamplingFields(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    """What the answer has to look like, as vLLM says it: one of json, regex, choice, grammar, json_object."""
+    """The format of the answer, in vLLM's words: one of json, regex, choice, grammar, json_object."""
     guided_json: dict[str, Any] | str | None = None
-    """An older name of structured_outputs.json, and so on."""
+    """Older name of structured_outputs.json. guided_regex, guided_choice and guided_grammar are alike."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[Text], FirstError(), Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
-    """Who asks; written to the access log."""
+    """Name of the user, for the access log."""
 
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 are all."""
@@ -127,9 +127,9 @@ class SamplingFields(Body):
     allowed_token_ids: SomeTokenIds | None = None
     bad_words: Annotated[list[Text], FirstError()] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=-1)
-    """This many likeliest ones in the place of each token of the prompt; -1 is the whole vocabulary."""
+    """Log-probabilities of this many likeliest tokens at each token of the prompt; -1 is the whole vocabulary."""
     logprob_token_ids: SomeTokenIds | None = None
-    """With logprobs: those of exactly these tokens, and of the chosen one, instead of the likeliest."""
+    """With logprobs: log-probabilities of these tokens and of the chosen one, instead of the likeliest."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Keep this many tokens at the end of the prompt."""
     add_special_tokens: bool | None = None
@@ -142,9 +142,9 @@ class SamplingFields(Body):
     """Log-probabilities name tokens as "token_id:7"."""
 
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
-    """As cache_salt, where that is not given."""
+    """Used as cache_salt if that is not given."""
     best_of: Annotated[Literal[1] | None, because("ask for n answers instead")] = None
-    """This and the fields below are accepted at values that change nothing."""
+    """This and the fields below are accepted only with values that change nothing."""
     use_beam_search: Annotated[Literal[False] | None, because("beam search is not in this release")] = None
     length_penalty: Annotated[_One | None, because("beam search is not in this release")] = None
     early_stopping: Annotated[Literal[False] | None, because("beam search is not in this release")] = None
@@ -169,9 +169,9 @@ class CompletionRequest(SamplingFields):
     prompt: Prompt
     """Text, token ids, or a list of either."""
     echo: bool | None = None
-    """The prompt in front of each answer."""
+    """Put the prompt in front of each answer."""
     logprobs: int | None = Field(default=None, ge=-1)
-    """This many likeliest ones in the place of each new token; -1 is the whole vocabulary."""
+    """Log-probabilities of this many likeliest tokens at each new token; -1 is the whole vocabulary."""
     suffix: Annotated[Literal[""] | None, because("the model writes forward only")] = None
 
     @model_validator(mode="after")
@@ -181,7 +181,7 @@ class CompletionRequest(SamplingFields):
         if self.max_tokens == 0 and self.logprob_token_ids is not None:
             raise ValueError("logprob_token_ids: not with max_tokens=0, which makes no new tokens")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens: 0 only with echo or prompt_logprobs: the prompt alone is computed")
+            raise ValueError("max_tokens: 0 computes only the prompt; it needs echo or prompt_logprobs")
         return self
 
 
@@ -192,7 +192,7 @@ class ChatRequest(SamplingFields):
         **SamplingFields.refused,
         "functions": "use tools",
         "function_call": "use tool_choice",
-        "audio": "this server makes text alone",
+        "audio": "this server makes only text",
         "prediction": "remove it",
         "moderation": "there is none",
         "prompt_cache_options": "use cache_salt",
@@ -211,12 +211,12 @@ class ChatRequest(SamplingFields):
     """-1 is the whole vocabulary."""
     tools: Annotated[list[ToolSpec], FirstError()] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """required: a call and nothing else; the name of a tool: a call of it."""
+    """required: the answer is only calls; the name of a tool: a call of that tool."""
     parallel_tool_calls: bool | None = None
     """false: only the first call."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """The last message is the beginning of the answer."""
+    """Continue the last message instead of starting a new one."""
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template."""
@@ -225,8 +225,8 @@ class ChatRequest(SamplingFields):
     """A variable for the template; it also sets enable_thinking, unless chat_template_kwargs does."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """A variable for the template."""
-    modalities: Annotated[list[Literal["text"]] | None, because("this server makes text alone")] = None
-    """This and the fields below are accepted at values that change nothing."""
+    modalities: Annotated[list[Literal["text"]] | None, because("this server makes only text")] = None
+    """This and the fields below are accepted only with values that change nothing."""
     echo: Annotated[Literal[False] | None, because("use /v1/completions")] = None
     include_reasoning: Annotated[Literal[True] | None, because("reasoning stays in the content")] = None
 
@@ -249,7 +249,7 @@ class ChatRequest(SamplingFields):
         return self
 
     def template_variables(self) -> dict[str, Any]:
-        """What the template is given beside the conversation."""
+        """Variables of the template besides the conversation."""
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
         given |= self.chat_template_kwargs or {}
@@ -264,11 +264,11 @@ class EmbeddingRequest(Body):
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = "mean"
-    """Which hidden states of the last layer make the vector."""
+    """The vector is the mean of the hidden states of the last layer, or the last of them."""
     normalize: bool = True
     """Vectors of length 1, as OpenAI's are."""
     dimensions: int | None = Field(default=None, ge=1, lt=2**31)
-    """Length to cut vectors to, where the model was trained for that."""
+    """Cut vectors to this length, if the model was trained for it."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
     """Keep this many tokens at the end of each input; -1 is as many as the model takes."""
     add_special_tokens: bool | None = None

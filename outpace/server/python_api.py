@@ -1,4 +1,4 @@
-"""`outpace.serve` and `outpace.client`: a server in a process of its own, and prompts for it, under MII's names."""
+"""`outpace.serve` and `outpace.client`: start a server in its own process and send it prompts, under MII's names."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from outpace.server.options import ServerConfig, local_url
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 60.0
-AT_ONCE = 32  # requests of one `generate`
+AT_ONCE = 32  # requests of one `generate` that run together
 
 
 def serve(model: str | os.PathLike[str] | None = None, **options: Any) -> "Server":
@@ -44,7 +44,7 @@ def serve(model: str | os.PathLike[str] | None = None, **options: Any) -> "Serve
 
 
 def client(url: str, *, api_key: str | None = None) -> "Client":
-    """A client of an Outpace server that runs somewhere."""
+    """A client of a running Outpace server."""
     return Client(url, api_key)
 
 
@@ -52,7 +52,7 @@ class Client:
     """Prompts for a server: `client.generate(["DeepSpeed is"], max_new_tokens=64)`."""
 
     def __init__(self, url: str, api_key: str | None = None, *, certificate: str | None = None) -> None:
-        """certificate: the server's own, where no authority has signed it."""
+        """certificate: file with the server's certificate, if no known authority has signed it."""
         if not url.startswith(("http://", "https://")):
             raise InputError(f"url: expected http://host:port or https://..., got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -66,7 +66,7 @@ class Client:
     def model(self) -> str:
         """The name that the server gives its model."""
         if self._name is None:
-            self._name = str(self._asked("GET", "/v1/models")["data"][0]["id"])
+            self._name = str(self._call("GET", "/v1/models")["data"][0]["id"])
         return self._name
 
     def generate(
@@ -89,7 +89,7 @@ class Client:
             raise InputError("prompts: expected text, or a list of texts that is not empty")
 
         def one(prompt: str) -> Response:
-            (answer,) = self._asked("POST", path, {"prompts": [prompt], **options})
+            (answer,) = self._call("POST", path, {"prompts": [prompt], **options})
             return Response(**answer)
 
         with ThreadPoolExecutor(min(AT_ONCE, len(given))) as pool:
@@ -100,8 +100,8 @@ class Client:
     def _stream(
         self, prompt: str, streaming_fn: Callable[[list[Response]], object], options: Mapping[str, Any]
     ) -> Response:
-        """Answer one prompt piece by piece; the whole of it."""
-        asked = self._asked("POST", "/tokenize", {"prompt": prompt})
+        """Answer one prompt piece by piece; returns the whole answer."""
+        asked = self._call("POST", "/tokenize", {"prompt": prompt})
         body = completion_body(prompt, asked["count"], asked["max_model_len"], options)
         text, length, reason = prompt if options.get("return_full_text") else "", 0, "none"
         piece = text
@@ -116,7 +116,7 @@ class Client:
         return Response(text, asked["count"], length, reason)
 
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a stream; one that is an error is raised."""
+        """The events of a stream. An event with an error is raised."""
         try:
             with self._http.stream("POST", path, json=body) as reply:
                 if reply.status_code != 200:
@@ -132,10 +132,10 @@ class Client:
         except TypeError as error:
             raise InputError(f"an argument cannot be sent as JSON: {error}") from None
         except httpx.HTTPError as error:
-            raise StateError(f"url: {self.url} broke off ({error or type(error).__name__})") from None
+            raise StateError(f"url: the stream from {self.url} broke off ({error or type(error).__name__})") from None
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _asked(self, method: str, path: str, body: Any = None) -> Any:
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
         try:
             reply = self._http.request(method, path, json=body)
         except TypeError as error:
@@ -159,7 +159,7 @@ class Client:
 
 
 class Server(Client):
-    """A client of a server that it started, and that it ends."""
+    """Starts a server, is its client, and ends it."""
 
     def __init__(self, model: str | None, options: Mapping[str, Any]) -> None:
         _, llm, server = split_options(options)  # errors are raised before anything starts
@@ -167,14 +167,14 @@ class Server(Client):
         asked = AskedConfig.of(llm)
         check_policy(asked)
         if asked.nodes.node_rank:
-            raise ConfigError("node_rank: node 0 alone serves; on other machines run `outpace serve` there")
+            raise ConfigError("node_rank: only node 0 serves; on the other machines run `outpace serve`")
         keys = config.all_api_keys()
         url = local_url(config.host, config.port, tls=config.ssl_certfile is not None)
         super().__init__(url, keys[0] if keys else None, certificate=config.ssl_certfile)
         self._said: deque[str] = deque(maxlen=20)
         self._patience = config.shutdown_timeout + STOP_SECONDS
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "outpace.server.from_stdin"],  # -P: nothing is imported from where it stands
+            [sys.executable, "-P", "-m", "outpace.server.from_stdin"],  # -P: no imports from the current folder
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": import_path()},
@@ -192,7 +192,7 @@ class Server(Client):
             raise
 
     def terminate(self) -> int:
-        """End the server: requests that run may finish first. Its exit code; 0: they did."""
+        """End the server; running requests may finish first. Returns the exit code; 0: they all did."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -210,7 +210,7 @@ class Server(Client):
         self.terminate()
 
     def _ended(self) -> None:
-        """Let go of what belonged to the process."""
+        """Free the resources of the process."""
         self.process.wait()
         assert self.process.stdin is not None, "it is a pipe"
         with contextlib.suppress(OSError):
@@ -229,17 +229,17 @@ class Server(Client):
                 status = self._http.get("/health/ready", timeout=10.0).status_code
             except httpx.HTTPError as error:
                 if isinstance(error.__cause__ or error.__context__, ssl.SSLError) or "CERTIFICATE" in str(error):
-                    raise StateError(f"ssl_certfile: the server cannot be asked with it ({error})") from None
+                    raise StateError(f"ssl_certfile: it does not work for a request to the server ({error})") from None
             else:
                 if status == 200:
                     return
                 if status != 503:
-                    raise StateError(f"the server answers {status} when it is asked whether it is ready")
+                    raise StateError(f"the server answers {status} at /health/ready; expected 200 or 503")
             time.sleep(0.05)
         raise StateError(f"the server was not ready after {START_SECONDS:.0f} s")
 
     def _forward(self) -> None:
-        """What the server says on standard error comes out here too."""
+        """Copy the server's standard error to that of this process."""
         assert self.process.stderr is not None, "it is a pipe"
         with self.process.stderr as lines:
             for line in lines:
@@ -249,7 +249,7 @@ class Server(Client):
 
 
 def completion_body(prompt: str, num_tokens: int, max_model_len: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """MII's arguments as a request for a stream of /v1/completions, with MII's defaults."""
+    """The body for a stream of /v1/completions from MII's arguments, with MII's defaults."""
     left = dict(options)
     longest = min(left.pop("max_length", None) or max_model_len, max_model_len)
     if longest <= num_tokens:
@@ -275,7 +275,7 @@ def completion_body(prompt: str, num_tokens: int, max_model_len: int, options: M
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as values that JSON knows."""
+    """Options as plain JSON values."""
     plain = {name: str(value) if name in ("dtype", "device") else value for name, value in options.items()}
     try:
         json.dumps(plain)
@@ -293,7 +293,7 @@ def _free_port() -> int:
 
 
 def _error(reply: httpx.Response) -> OutpaceError:
-    """An answer that is an error, as the exception that the same call has in one process."""
+    """The exception for an error answer: the one that the same call raises without a server."""
     try:
         message = str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

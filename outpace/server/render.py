@@ -1,7 +1,7 @@
-"""The process that writes chats out with their template. Run as a file: it needs Jinja and nothing of Outpace.
+"""The process that renders chats with their template. It is run as a file: it needs Jinja and nothing of Outpace.
 
-A template comes from a model's author, or from a request. Jinja's sandbox keeps it from running code; only a process
-of its own keeps it from running forever or filling the memory: the parent kills it, and the system refuses it memory.
+A template comes from a model's author, or from a request. Jinja's sandbox keeps it from running code. A separate
+process keeps it from running forever or filling the memory: the parent kills it, and the system limits its memory.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Generation(Extension):
 
 
 class Refused(TemplateError):
-    """The template itself calls the chat wrong."""
+    """The template calls the chat wrong, with `raise_exception`."""
 
 
 def _raise(message: object) -> None:
@@ -42,7 +42,7 @@ def _raise(message: object) -> None:
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    """JSON as models read it: Jinja's own filter escapes for HTML."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=bool(options.get("ensure_ascii", False)), indent=indent)
 
 
@@ -59,7 +59,7 @@ def compile_template(source: str) -> Template:
 
 
 def render(job: dict[str, Any]) -> dict[str, str]:
-    """The text, or what is wrong as words for the client."""
+    """The text, or an error message for the client."""
     pieces: list[str] = []
     room = int(job["max_chars"])
     try:
@@ -82,14 +82,14 @@ def render(job: dict[str, Any]) -> dict[str, str]:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let the system refuse more memory than this, if it can."""
+    """Limit the memory of this process, if the system can."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, megabytes * 2**20))
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """End this process if the block takes longer. The parent would have killed it; it may be gone."""
+    """End this process if the block takes longer, because the parent, which should have killed it, may be gone."""
     signal.alarm(math.ceil(seconds) + 1)
     yield
     signal.alarm(0)

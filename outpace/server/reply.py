@@ -1,4 +1,4 @@
-"""Answers on the wire: deltas are written as JSON, or as server-sent events while they come."""
+"""Sends deltas to the client: as one JSON answer, or as server-sent events while they come."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -68,7 +68,7 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": DONE})
 
     async def _ping(self, send: Send, period: float) -> None:
-        """Send a comment whenever nothing was sent for a while. It looks at a clock: events cost nothing more."""
+        """Send a comment whenever nothing was sent for a while. It checks a clock, so events need no timer."""
         clock = asyncio.get_running_loop().time
         while True:
             if (wait := self._sent_at + period - clock()) > 0:
@@ -93,7 +93,7 @@ class Reply(Response):
         return _sse(self._writer.chunks(delta))
 
     async def _put(self, send: Send, body: bytes) -> None:
-        """Send a part of the stream, which begins with it."""
+        """Send a part of the stream; the first part begins it."""
         if not self._started:
             await self._start(send)
         if body:
@@ -106,5 +106,5 @@ def _sse(chunks: Sequence[Any]) -> bytes:
 
 
 async def _made(jobs: BigJobs, entries: int, make: Callable[..., Result], *arguments: object) -> Result:
-    """The function's result for so many tokens and log-probabilities; for many, made in a thread."""
+    """Call a function that writes this many tokens and log-probabilities; in a thread if they are many."""
     return make(*arguments) if entries < _MANY else await jobs.run(make, *arguments)

@@ -1,4 +1,4 @@
-"""The answers, as plain dicts with types: what /openapi.json promises and what is written to clients."""
+"""The answers, as plain dicts with types: for /openapi.json, and for the code that writes them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -33,20 +33,20 @@ class ErrorText(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """Every error."""
+    """Body of every error."""
 
     error: ErrorText
 
 
 class PromptTokensDetails(TypedDict):
-    """Tokens of prompts by where they came from."""
+    """Where tokens of prompts came from."""
 
     cached_tokens: int
     """Found in the prefix cache."""
 
 
 class Usage(TypedDict):
-    """Tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -56,7 +56,7 @@ class Usage(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities in the style of completions: lists side by side."""
+    """Log-probabilities in the style of completions: one list for each property, with an entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -65,7 +65,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """A token of a prompt, or a likelier one in its place."""
+    """A token of a prompt, or a likely alternative to it."""
 
     logprob: float
     rank: int
@@ -76,7 +76,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class StructureCheckText(TypedDict):
-    """The check of a finished answer for what no grammar enforces."""
+    """Result of the check of a finished answer, for rules that grammars cannot enforce."""
 
     checked: list[str]
     valid: bool
@@ -98,7 +98,7 @@ class CompletionChoice(TypedDict):
 
 
 class WholeAnswer(TypedDict):
-    """Keys of other servers, which whole answers have and chunks have not."""
+    """Keys of other servers that are only in whole answers, not in chunks."""
 
     service_tier: NotRequired[None]
     system_fingerprint: NotRequired[None]
@@ -125,7 +125,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token and the likeliest ones in its place."""
+    """A token and the likeliest tokens at its place."""
 
     top_logprobs: list[TopLogprob]
 
@@ -280,7 +280,7 @@ class TokenizedText(TypedDict):
 
 
 class AddedToken(TypedDict):
-    """A token beside the vocabulary of texts."""
+    """A token that was added to the vocabulary."""
 
     content: str
     special: bool
@@ -321,23 +321,23 @@ _ABOUT: Mapping[str, Any] = {
     "dtype": str,
     "quantization": str | None,
     "device": str,
-    "in_flight": int,  # POST requests that have not been answered whole, in whatever state
+    "in_flight": int,  # POST requests without a complete answer, in any state
 }
 _NUMBERS: Mapping[str, Any] = {each.name: each.type for each in fields(EngineStatus) if each.name != "expert_load"}
 _STATUS: Mapping[str, Any] = {name: (kind, ...) for name, kind in {**_ABOUT, **_NUMBERS}.items()}
 Status: Any = create_model("Status", __doc__="Answer of /status: the model, and numbers of its engine.", **_STATUS)
-"""The numbers of `EngineStatus`, but those of experts, which are thousands."""
+"""The fields of `EngineStatus`, without the thousands of counts of experts."""
 
 
 class ExpertStatus(TypedDict):
-    """Answer of /status/experts: how tokens were shared out among experts since the start."""
+    """Answer of /status/experts: how many tokens each expert has had since the start."""
 
     layers: list[int]
     """Numbers of the layers that have experts."""
     tokens: list[list[int]]
-    """For each of them the tokens of each expert; empty until they have been read."""
+    """For each of these layers, the tokens of each expert; empty until they are known."""
     imbalance: list[float | None]
-    """For each of them the tokens of the busiest expert over their mean; None: no tokens yet."""
+    """For each of these layers, the tokens of the busiest expert over their mean; None: no tokens yet."""
 
 
 class Version(TypedDict):

@@ -51,7 +51,7 @@ class Services:
 def make_services(
     engine: Engine, options: ServerConfig, tokenizer: PreTrainedTokenizerBase, keys: Sequence[ApiKey]
 ) -> Services:
-    """The parts, put together."""
+    """Make the services of one server."""
     async_tokenizer, renderer = AsyncTokenizer(tokenizer), Renderer(options)
     chats = ChatPrompts(tokenizer, options, renderer)
     try:

@@ -1,4 +1,4 @@
-"""Deltas of the engine on their way to the writer: they get their text, and those of all prompts are merged."""
+"""Deltas between the engine and the writer: they get their text, and those of all prompts are merged."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -13,7 +13,7 @@ from outpace.structured.outputs import FIELD
 from outpace.tokenizer import Detokenizer
 from outpace.types import FinishReason
 
-_AHEAD = 16  # deltas of one prompt that wait for a slow reader while others are read
+_AHEAD = 16  # deltas of each prompt that may wait for a slow reader
 
 
 async def deltas_of_request(
@@ -61,7 +61,7 @@ async def _deltas_of_prompt(
 
 
 class _Answer:
-    """Tokens of one answer become text here, up to a stop string."""
+    """Turns the tokens of one answer into text, up to a stop string."""
 
     def __init__(self, request: EngineRequest, tokenizer: AsyncTokenizer) -> None:
         params = request.params
@@ -72,14 +72,14 @@ class _Answer:
             include_stop_str_in_output=params.include_stop_str_in_output,
             prompt_token_ids=request.prompt_token_ids,
         )
-        self._said: list[str] = []  # all its text, where it is to be checked
+        self._said: list[str] = []  # its whole text, if it will be checked
         self.check = request.grammar.check if request.grammar is not None else None
-        """Checks the whole answer for what its grammar does not enforce."""
+        """Checks the whole answer for rules that its grammar does not enforce."""
         self.finished = False
 
     def add_text(self, delta: Delta) -> bool:
-        """Add the text of its tokens to a delta, and drop those after a stop string; whether that has ended the answer
-        before the engine did."""
+        """Set the text of a delta, and drop its tokens after a stop string. Returns whether a stop string has ended the
+        answer, which the engine does not know yet."""
         text, ended = self._text, delta.finish_reason is not None
         for used, token in enumerate(delta.token_ids, 1):
             text.add(token)

@@ -1,4 +1,4 @@
-"""The form that a request asks for: read from its fields, checked against the limits, and compiled."""
+"""Structured outputs: the form that a request asks for is read from its fields, checked, and compiled."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from outpace.structured.wire import WireGrammar
 
 _NO_FORM: Mapping[Style, str] = {
     "none": "the chat template shows no known format of tool calls; name one with the option tool_call_parser",
-    "llama3_json": "calls in the style of Llama 3 can be held to a schema only where a call is required",
+    "llama3_json": "calls in the style of Llama 3 can follow a schema only if a call is required",
 }
 _GUIDED = ("json", "regex", "choice", "grammar")
 
@@ -31,7 +31,7 @@ class Structure:
     field: str
     asked: StructuredOutputs
     make: Make | None = None
-    """Returns the checked form; then `asked` is as the request wrote it. Takes milliseconds."""
+    """If given, it returns the checked form, in milliseconds; `asked` is then only the key of the cache."""
 
 
 class Structures:
@@ -40,19 +40,19 @@ class Structures:
     def __init__(self, options: ServerConfig, style: Style, grammars: GrammarService) -> None:
         self._options, self._style, self._grammars = options, style, grammars
 
-    async def grammar(self, request: SamplingFields) -> tuple[WireGrammar, str] | None:
-        """The grammar that a request asks for, and in which field."""
+    async def grammar(self, request: SamplingFields) -> tuple[WireGrammar | None, str]:
+        """The grammar that a request asks for, and in which field; None if it asks for none."""
         try:
             found = self.find(request)
             if found is None:
-                return None
+                return None, ""
             return await self._grammars.compile(found.field, found.asked, found.make), found.field
         except InputError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 
     def find(self, request: SamplingFields) -> Structure | None:
-        """What a request asks for, within the limits; at most one field may ask. Whether it can be enforced is known
-        after compilation."""
+        """The form that a request asks for, in at most one field, within the limits. Only compiling it shows whether
+        it can be enforced."""
         found = [Structure(name, asked) for name, asked in _fields(request).items()]
         for structure in found:
             self._check_size(structure)
@@ -120,7 +120,7 @@ class Structures:
         return Structure(field, calls({name: schema for name, (_, schema) in given.items()}), checked)
 
     def _arguments(self, where: str, schema: Mapping[str, Any]) -> tuple[Any, SchemaCheck | None]:
-        """The schema of arguments as it is compiled, and the check of what the grammar does not enforce."""
+        """The schema of arguments in the form to compile, and the check of rules that the grammar does not enforce."""
         if schema and schema.get("type", "object") != "object":
             raise bad(where, "expected the schema of an object")
         text = json.dumps({"type": "object", **schema})

@@ -30,10 +30,10 @@ from outpace.server.engine import LEVEL_TOTALS, Delta, EngineRequest, EngineStat
 from outpace.server.messages import Start
 
 GOODBYE = 5.0  # seconds a worker may take to end after its socket was closed
-DUMP = 1.0  # seconds a worker that hangs gets to write where
-TICK = 1.0  # seconds between looks at a worker; that its socket closed is known at once
-PINGS = 4  # times that an idle worker is asked in `stall_timeout`
-READY_PINGS = 2  # times in `ready_timeout`
+DUMP = 1.0  # seconds that a worker that hangs gets to write its stacks
+TICK = 1.0  # seconds between checks of a worker; a closed socket is noticed at once
+PINGS = 4  # of an idle worker in each `stall_timeout`
+READY_PINGS = 2  # of an idle worker in each `ready_timeout`
 SILENT = "the engine shows no sign of life"
 RESTARTING = "the engine is being restarted"
 DRAINING = "the server is shutting down"
@@ -93,7 +93,7 @@ class _Worker:
 
 
 class Supervisor:
-    """An `Engine` over engine processes that come and go."""
+    """An `Engine` whose process is replaced when it fails."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Supervisor:
         admission: Admission | None = None,
         healing: Healing | None = None,
     ) -> None:
-        """`options` are those of LLMConfig, as values that JSON knows."""
+        """`options` are those of LLMConfig, as plain JSON values."""
         self._start = Start(model, dict(options or {}), logger.getEffectiveLevel())
         self._admission = admission
         self._healing = healing or Healing()
@@ -117,11 +117,11 @@ class Supervisor:
         self._launched: _Launched | None = None  # a process that `_spawn` has not taken over
 
     async def launch(self) -> None:
-        """Start the process of the first worker and come back at once: its imports take seconds."""
+        """Start the process of the first worker and return at once: its imports take seconds."""
         self._launched = await self._launch()
 
     async def start(self) -> None:
-        """Wait until the first worker is ready; what is wrong with the model or its options is raised."""
+        """Wait until the first worker is ready. Raises errors of the model and its options."""
         assert self._watcher is None, "it has been started"
         self._worker = await self._spawn()
         self._watcher = asyncio.create_task(self._watch(self._worker))
@@ -135,7 +135,7 @@ class Supervisor:
 
     @property
     def starting(self) -> str:
-        """What the worker that is being started does now."""
+        """The part of the start that a worker is in."""
         return "beginning" if self._newest is None else self._newest.part
 
     @property
@@ -149,7 +149,7 @@ class Supervisor:
         return 0 if self._worker is None else self._worker.client.in_flight
 
     def room(self, requests: Sequence[EngineRequest]) -> contextlib.AbstractContextManager[None]:
-        """Admit requests together, or none of them."""
+        """Admit all of these requests or none."""
         return self._client().room(requests)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
@@ -161,7 +161,7 @@ class Supervisor:
         return await self._client().embed(requests)
 
     def status(self) -> EngineStatus:
-        """The newest numbers; totals go on over restarts."""
+        """The newest numbers; totals include those of earlier processes."""
         past = self._past
         if self._worker is None:
             part = "" if self._newest is None else f" ({self._newest.part})"
@@ -186,7 +186,7 @@ class Supervisor:
         return now
 
     def drain(self) -> None:
-        """Take no more requests; those that run go on."""
+        """Refuse new requests; running ones continue."""
         self._draining = True
 
     async def close(self) -> None:
@@ -213,7 +213,7 @@ class Supervisor:
         return self._worker.client
 
     async def _spawn(self) -> _Worker:
-        """A worker that is ready."""
+        """Start a worker and wait until it is ready."""
         launched, self._launched = self._launched or await self._launch(), None
         process = launched.process
         client = self._newest = EngineClient(self._admission)
@@ -251,11 +251,11 @@ class Supervisor:
             self._worker = worker
 
     async def _end_of(self, worker: _Worker) -> str:
-        """Wait until a worker has ended or hangs; which of the two, in words."""
+        """Wait until a worker has ended or hangs; returns which, in words for the log."""
         client, process, healing = worker.client, worker.process, self._healing
         pulse, tick = _Pulse(process.pid, client), min(TICK, healing.stall_timeout / 4, healing.ready_timeout / 4)
         while not client.lost.is_set():
-            # not `wait_for`, which on Python 3.11 forgets to be cancelled when what it waits for has just come
+            # not `wait_for`: on Python 3.11 it ignores a cancellation that comes together with the event
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(tick):
                     await client.lost.wait()
@@ -284,14 +284,14 @@ def _added(now: Sequence[int], past: Sequence[int]) -> list[int]:
 
 
 class _Pulse:
-    """When a worker last showed that it lives: it said something, or computed."""
+    """When a worker last gave a sign of life: a message, or CPU time."""
 
     def __init__(self, pid: int, client: EngineClient) -> None:
         self._pid, self._client = pid, client
         self._computed, self._at = cpu_ticks(pid), time.monotonic()
 
     def silence(self) -> float:
-        """Seconds since then."""
+        """Seconds since the last sign of life."""
         now, computed = time.monotonic(), cpu_ticks(self._pid)
         if computed != self._computed:
             self._computed, self._at = computed, now
@@ -299,7 +299,7 @@ class _Pulse:
 
 
 def cpu_ticks(pid: int) -> int:
-    """What a process has computed, in ticks of the system's clock; 0 where the system does not say."""
+    """CPU time of a process in ticks of the system's clock; 0 if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -320,7 +320,7 @@ def _hangs(client: EngineClient, healing: Healing) -> bool:
 
 
 async def _process(sock: socket.socket) -> asyncio.subprocess.Process:
-    """A worker at the other end of a socket. It has this process's import path, without the current folder."""
+    """Start a worker at the other end of a socket, with this process's import path without the current folder."""
     module, arguments = "outpace.server.engine_process", (str(sock.fileno()), str(os.getpid()))
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", module, *arguments),

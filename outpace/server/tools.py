@@ -16,7 +16,7 @@ _TAG = "<|python_tag|>"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function that the model wants to be called."""
+    """A function call that the model asks for."""
 
     name: str
     arguments: str
@@ -31,7 +31,7 @@ class Parser(Protocol):
     """Divides an answer into text and calls. What may become a call is held back."""
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are sure after more text."""
+        """Add text; returns the pieces that are certain now."""
 
     def finish(self) -> list[Piece]:
         """What is left when the answer has ended."""
@@ -56,10 +56,10 @@ def parser_of(style: Style) -> Parser | None:
 
 
 def call_format(style: Style, tools: Mapping[str, Any], *, required: bool, several: bool) -> dict[str, Any] | None:
-    """Calls of these tools (name -> schema of the arguments) as a structural tag; None: the style has no such form.
+    """A structural tag for calls of these tools (name -> schema of the arguments); None: the style has no such form.
 
-    required: the answer is calls and nothing else, of which there are one or several; otherwise it is text, and what
-    begins like a call is one.
+    required: the answer is only calls, at least one; otherwise it is text, and what begins like a call must be one.
+    several: there may be more than one call.
     """
     if style == "none" or (style == "llama3_json" and not required):
         return None
@@ -83,14 +83,14 @@ def call_format(style: Style, tools: Mapping[str, Any], *, required: bool, sever
 
 
 class CallCheck:
-    """Checks the calls of a finished answer for what their grammar does not enforce."""
+    """Checks the calls of a finished answer for rules that their grammar does not enforce."""
 
     def __init__(self, style: Style, checks: Mapping[str, SchemaCheck]) -> None:
         """checks: by the name of the tool."""
         self._style, self._checks = style, checks
 
     def __call__(self, text: str) -> StructureCheck:
-        """What is found in an answer."""
+        """Check the text of an answer."""
         checked = tuple(f"{name}: {place}" for name, check in self._checks.items() for place in check.later)
         parser = parser_of(self._style)
         for piece in (*parser.feed(text), *parser.finish()) if parser is not None else ():
@@ -104,7 +104,7 @@ class CallCheck:
 class Hermes:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, with text around.
 
-    Text is looked at once: what is held back is the beginning of a tag, or a call that is not closed.
+    Text is scanned once. Held back are the beginning of a tag, and a call that is not closed.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Hermes:
         self._called = False
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are sure after more text."""
+        """Add text; returns the pieces that are certain now."""
         pieces: list[Piece] = []
         while True:
             tag = _END if self._inside else _BEGIN
@@ -135,7 +135,7 @@ class Hermes:
             self._inside, self._tail, text = not self._inside, "", after
 
     def finish(self) -> list[Piece]:
-        """A call that was never closed counts if it is whole."""
+        """What is left. A call that was never closed counts if it is complete."""
         text = "".join(self._held) + self._tail
         self._held, self._tail = [], ""
         if not self._inside:
@@ -146,19 +146,19 @@ class Hermes:
     def _pass(self, text: str, pieces: list[Piece]) -> None:
         if self._inside:
             self._held.append(text)
-        elif text and not (self._called and text.isspace()):  # line ends between calls are no text
+        elif text and not (self._called and text.isspace()):  # line ends between calls are not text
             pieces.append(text)
 
 
 class LlamaJson:
-    """`{"name": ..., "parameters": {...}}` and nothing else, or several divided by semicolons."""
+    """`{"name": ..., "parameters": {...}}` and nothing else, or several separated by semicolons."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
-        self._text = False  # sure that it is text
+        self._text = False  # the answer is text for certain
 
     def feed(self, text: str) -> list[Piece]:
-        """Text at once, if the answer does not begin like a call."""
+        """Return text at once, if the answer does not begin like a call."""
         if self._text:
             return [text] if text else []
         self._held.append(text)
@@ -207,12 +207,12 @@ def _call(value: Any, arguments: str) -> Call | None:
     given = value.get(arguments, {} if value.keys() == {"name"} else None)
     if not isinstance(given, dict):
         return None
-    name = value["name"].encode(errors="replace").decode()  # escapes in JSON can spell what is no character
+    name = value["name"].encode(errors="replace").decode()  # escapes in JSON can spell invalid characters
     return Call(name, json.dumps(given, ensure_ascii=False).encode(errors="replace").decode())
 
 
 def _begun(text: str, tag: str) -> int:
-    """How many characters at the end of the text are the beginning of the tag."""
+    """Number of characters at the end of the text that begin the tag."""
     for size in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:size]):
             return size

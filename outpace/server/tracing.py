@@ -15,7 +15,7 @@ SPAN = "llm_request"
 
 
 def make_provider(endpoint: str | None) -> "TracerProvider | None":
-    """What sends spans to the endpoint, in a thread of its own; None without one. `shutdown()` sends what is left."""
+    """Sends spans to the endpoint from its own thread; None without an endpoint. `shutdown()` sends those that wait."""
     if endpoint is None:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -36,7 +36,7 @@ class Tracing:
         self._tracer = provider.get_tracer("outpace")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, and tell of it."""
+        """Answer one request, and record its spans."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -47,9 +47,9 @@ class Tracing:
         finally:
             WATCHED.reset(token)
             for ended in watched:
-                self._tell(scope, ended, begin)
+                self._record(scope, ended, begin)
 
-    def _tell(self, scope: Scope, ended: Ended, begin: int) -> None:
+    def _record(self, scope: Scope, ended: Ended, begin: int) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -68,7 +68,7 @@ class Tracing:
 
 
 def attributes(ended: Ended, model: str, request_id: str) -> dict[str, Any]:
-    """What a span says, under vLLM's names; what is not known is left out."""
+    """The known attributes of a span, under vLLM's names."""
     params = ended.params
     found = {
         "gen_ai.response.model": model,

@@ -8,7 +8,7 @@ from outpace.server.messages import Failure, News, wire_logprobs, wire_prompt_lo
 from outpace.types import CompletionOutput, FinishReason, RequestOutput
 
 MAX_LOGPROBS = 1 << 22
-"""Of one prompt. A frame gets no more once it has this many, so it stays below twice as many."""
+"""Most log-probabilities of one prompt. A frame that has this many gets no more, so it stays below twice as many."""
 
 
 @dataclass(slots=True)
@@ -47,12 +47,12 @@ class Unsent:
         self.changed: dict[int, None] = {}
         """Requests that may have something to send."""
         self.news = News()
-        """The next frame; what the worker has to say beside answers is put here at once."""
+        """The next frame; the worker puts everything but answers here directly."""
         self.prompt_tokens = self.generated_tokens = 0
-        """Totals of what was put in frames."""
+        """Totals of what was put into frames."""
 
     def fail(self, number: int, kind: str, message: str) -> None:
-        """Forget a request that cannot be answered, and say why."""
+        """Forget a request that cannot be answered, and send the error."""
         self.forget(number)
         self.news.failures.append(Failure(number, kind, message))
 
@@ -79,9 +79,9 @@ class Unsent:
         return self.news
 
     def _collect(self, number: int, room: int) -> int:
-        """Take the unsent tokens of a request, with about `room` log-probabilities; how many those are.
+        """Put the unsent tokens of a request in the frame, up to about `room` log-probabilities; returns how many.
 
-        Those of a prompt are sent whole, and the numbers of a vector count too.
+        Those of a prompt are never split. Numbers of a vector count like log-probabilities.
         """
         live = self.live[number]
         if live.prompt_only and not live.output.finished:
@@ -98,7 +98,7 @@ class Unsent:
         return taken
 
     def _new_deltas(self, number: int, live: Live, room: int) -> tuple[list[Delta], int]:
-        """A delta for each answer with unsent tokens, and how many log-probabilities they have."""
+        """A delta for each answer with unsent tokens, and the number of their log-probabilities."""
         new: list[Delta] = []
         taken = 0
         for index, completion in enumerate(live.output.outputs):
@@ -112,7 +112,7 @@ class Unsent:
         return new, taken
 
     def _add_prompt(self, live: Live, first: Delta) -> int:
-        """Add what is sent once for a request to its first delta; how many log-probabilities that is."""
+        """Add what is sent once for a request to its first delta; returns the number of log-probabilities added."""
         live.begun = True
         self.prompt_tokens += len(live.output.prompt_token_ids)
         first.times, first.num_cached_tokens = live.times(), live.output.num_cached_tokens
@@ -123,7 +123,7 @@ class Unsent:
         return sum(len(entry) for entry in found if entry)
 
     def _finish(self, number: int) -> int:
-        """Forget a request that is in frames whole; how many numbers its vector has."""
+        """Forget a request that is sent completely; returns the length of its vector."""
         live = self.live.pop(number)
         if not live.begun:
             self.prompt_tokens += len(live.output.prompt_token_ids)
@@ -135,7 +135,7 @@ class Unsent:
 
 
 def _delta(number: int, completion: CompletionOutput, sent: int, room: int) -> Delta:
-    """What has not been sent, or as many tokens as have this many log-probabilities."""
+    """The unsent part of an answer, cut to about `room` log-probabilities."""
     end = len(completion.token_ids)
     if completion.logprobs:
         end = min(end, sent + max(1, room // max(1, len(completion.logprobs[sent]))))

@@ -56,7 +56,7 @@ class Validator:
         if asked not in self.names:
             raise ApiError(
                 404,
-                f"model: there is no {asked[:100]!r} here; GET /v1/models lists what is",
+                f"model: there is no {asked[:100]!r} here; GET /v1/models lists the names",
                 param="model",
                 code="model_not_found",
             )
@@ -78,7 +78,7 @@ class Validator:
                 cut = request.truncate_prompt_tokens is not None
                 text = prompt if isinstance(prompt, str) and not cut else await self._tokenizer.decode(ids)
             prompts.append(self._request(request, ids, new, shared, text))
-        grammar, field = await self._structures.grammar(request) or (None, "")
+        grammar, field = await self._structures.grammar(request)
         return self._of_caller([replace(each, grammar=grammar, structure=field) for each in prompts], "prompt")
 
     async def chat(self, request: ChatRequest) -> EngineRequest:
@@ -99,7 +99,7 @@ class Validator:
         asked = request.max_completion_tokens or request.max_tokens
         logprobs = _logprobs(request, top)
         prompt = self._request(request, ids, asked or self._usual_length(request, len(ids), logprobs), logprobs, None)
-        grammar, field = await self._structures.grammar(request) or (None, "")
+        grammar, field = await self._structures.grammar(request)
         return self._of_caller([replace(prompt, grammar=grammar, structure=field)], "n")[0]
 
     async def chat_pieces(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], **how: Any) -> list[str]:
@@ -113,7 +113,7 @@ class Validator:
         self._check_dimensions(request.dimensions)
         longest, keep = self._card.max_model_len, request.truncate_prompt_tokens
         if keep is not None and not 0 < (keep := longest if keep < 0 else keep) <= longest:
-            raise bad("truncate_prompt_tokens", f"expected 1 to {longest}, what the model takes, or -1 for that")
+            raise bad("truncate_prompt_tokens", f"expected 1 to {longest} (what the model takes), or -1 for {longest}")
         params, prompts = SamplingParams(max_tokens=0), []
         for prompt in _prompts(request.input, self._options.max_embedding_inputs, "input"):
             ids = await self._encode("input", prompt, request.add_special_tokens, keep, new=0)
@@ -128,7 +128,7 @@ class Validator:
         if asked is None or asked in sizes:
             return
         if not sizes:
-            raise bad("dimensions", "vectors of this model have one width alone; do not set it")
+            raise bad("dimensions", "vectors of this model have only one width; do not set it")
         raise bad("dimensions", f"this model was trained for {f'{sizes}':.80}; use one of these")
 
     async def mii(self, request: MiiRequest) -> list[EngineRequest]:
@@ -159,7 +159,7 @@ class Validator:
         return self._of_caller(prompts, "prompts")
 
     def _of_caller(self, prompts: list[EngineRequest], field: str) -> list[EngineRequest]:
-        """Add the caller and its salt to the prompts of a request, which `field` has, within the limits of one key."""
+        """Add the caller and its salt to the prompts of a request. ApiError: they exceed the limits of one key."""
         most, count = self._options.max_sequences_per_key, sum(each.params.n for each in prompts)
         if most is not None and count > most:
             said = f"the request has {count} sequences (prompts times n), max_sequences_per_key={most} is the limit"
@@ -169,7 +169,7 @@ class Validator:
         return [replace(each, caller=caller, cache_salt=self._callers.salt(each.cache_salt)) for each in prompts]
 
     def _check_logprobs(self, prompts: list[EngineRequest], of_answers: str) -> None:
-        """All log-probabilities of a request: they are in memory together when its answer is written."""
+        """Limit the log-probabilities of a request: all are in memory together when its answer is written."""
         most = self._options.max_logprobs_per_request
         old = sum(self._prompt_entries(each.params, len(each.prompt_token_ids)) for each in prompts)
         new = sum(self._entries(each.params) * (each.params.max_tokens or 0) for each in prompts)
@@ -191,7 +191,7 @@ class Validator:
         return params.n * num_tokens * self._with_own(params.prompt_logprobs)
 
     def _with_own(self, asked: int | None) -> int:
-        """Log-probabilities at a token: those that were asked for, and its own."""
+        """Log-probabilities at a token: the requested number, and its own."""
         return 0 if asked is None else self._card.vocab_size if asked < 0 else 1 + asked
 
     def _usual_length(self, request: ChatRequest, num_tokens: int, logprobs: dict[str, Any]) -> int:
@@ -204,7 +204,7 @@ class Validator:
         return min(usual, max(1, left // each)) if each else usual
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Tokens that the model does not have are refused here: on a GPU they would end the engine."""
+        """Refuse token ids that the model does not have: on a GPU they would crash the engine."""
         if not within(ids, self._card.vocab_size - 1):
             raise bad(name, f"expected token ids from 0 to {self._card.vocab_size - 1}")
 
@@ -228,7 +228,7 @@ class Validator:
         if most is not None and len(ids) > most:
             raise bad(name, f"has {len(ids)} tokens; this server takes {most} at most", "context_length_exceeded")
         self._check_length(name, len(ids), new)
-        self.check_ids(name, ids)  # last: by now they are few
+        self.check_ids(name, ids)  # last: now the prompt is known to be short
         return ids
 
     def _check_length(self, name: str, prompt: int, new: int, param: str | None = None) -> None:
@@ -283,13 +283,13 @@ class Validator:
 
 
 def _logprobs(request: SamplingFields, count: int | None) -> dict[str, Any]:
-    """What is asked of new tokens: named ones take the place of the likeliest."""
+    """The log-probabilities of new tokens: those of the named tokens, or else of the likeliest."""
     named = request.logprob_token_ids
     return {"logprobs": count} if named is None else {"logprob_token_ids": named}
 
 
 def _prompts(prompt: Any, most: int, name: str) -> list[str | list[int]]:
-    """One prompt or several, as several."""
+    """One prompt or several, as a list."""
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
     at_most(name, len(several), most, "prompts")
     return several

@@ -1,8 +1,8 @@
-"""The loop of the engine process: read messages, take a step, send what came of it. One thread.
+"""The loop of the engine process: read messages, run a step, send the results. One thread.
 
-Memory does not grow while the server reads slowly: there is at most one unsent frame, and the next one is made, of all
-that is new by then, when it has left. Until then answers stay in their requests, which `max_tokens` bounds, and the
-server admits a bounded number of requests.
+Memory does not grow while the server reads slowly: there is at most one unsent frame. When it has been sent, the next
+one is made of everything that is new by then. Until then answers stay in their requests, which `max_tokens` bounds, and
+the server admits a bounded number of requests.
 """
 
 import time
@@ -19,7 +19,7 @@ from outpace.load_paged import PagedParts
 from outpace.log import logger
 from outpace.server.channel import Channel
 from outpace.server.engine import STEP_SIZES, EngineStatus, StepRecord
-from outpace.server.messages import Add, Cancel, Learn, Look, News, Ping, Ready, ToWorker, Unlearn, kind_of
+from outpace.server.messages import Add, Cancel, CountExperts, Learn, News, Ping, Ready, ToWorker, Unlearn, kind_of
 from outpace.server.model_card import fixed_status, model_card
 from outpace.server.unsent import MAX_LOGPROBS, Live, Unsent
 from outpace.structured.outputs import FIELD
@@ -27,9 +27,9 @@ from outpace.structured.wire import ReceivedGrammars
 from outpace.types import FinishReason, SamplingParams
 
 STATUS_EVERY = 0.1  # seconds
-LOAD_EVERY = 2.0  # seconds between counts of the experts that were not asked for
+LOAD_EVERY = 2.0  # seconds between counts of the experts that were not requested
 MAX_FAILURES = 2  # failed steps in a row
-LAST_WORDS = 1.0  # seconds to send what is left
+LAST_WORDS = 1.0  # seconds to send the last frames
 
 
 class Worker:
@@ -40,14 +40,14 @@ class Worker:
         self._parts = parts
         self._channel = channel
         self._grammars = ReceivedGrammars()
-        self._queued: dict[int, Live] = {}  # no step has had them
+        self._queued: dict[int, Live] = {}  # not in any step yet
         self._unsent = Unsent()
         self._fixed = fixed_status(engine, parts)
         self._new_steps: deque[StepRecord] = deque(maxlen=64)
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._failures = 0  # in a row
         self._status_at = self._load_at = 0.0  # when they were last sent
-        self._idle_sent = True  # the status that was sent last is that of an idle engine
+        self._idle_sent = True  # the last status that was sent says that the engine is idle
         self._last_sent = False
 
     @property
@@ -65,26 +65,26 @@ class Worker:
         return Ready(card, status, self._engine.scheduler.max_num_seqs)
 
     def run(self) -> int:
-        """Work until the other side goes (0) or the engine cannot go on (1)."""
+        """Work until the server is gone (returns 0) or the engine is broken (returns 1)."""
         while not self._channel.closed and not self._broken:
             try:
                 self.turn()
             except Exception:
                 logger.exception("the engine cannot go on")
                 self._failures = MAX_FAILURES
-        self._say_the_last()
+        self._send_rest()
         return int(self._broken)
 
-    def _say_the_last(self) -> None:
-        """Send what is left, in several frames if it is more than one holds."""
+    def _send_rest(self) -> None:
+        """Send everything that is left, in several frames if one is too small."""
         more = True
         while more and not self._channel.closed:
             self._channel.drain(LAST_WORDS)
             more = self._channel.free and self._publish()
 
     def turn(self) -> None:
-        """Read messages, take one step, send what is new. Sleeps while there is nothing to do."""
-        unsent = self._unsent.changed and self._channel.free  # more log-probabilities than one frame holds
+        """Read messages, run one step, send what is new. Sleeps while there is nothing to do."""
+        unsent = self._unsent.changed and self._channel.free  # more log-probabilities than fit into one frame
         idle = not self._busy and not unsent
         for message in self._channel.receive(wait=idle and not self._engine.is_behind):
             self._handle(message)
@@ -101,7 +101,7 @@ class Worker:
             self._cancel(message.number, message.index)
         elif isinstance(message, Ping):
             self._unsent.news.pong = True
-        elif isinstance(message, Look):
+        elif isinstance(message, CountExperts):
             self._count_experts()
         elif isinstance(message, Learn | Unlearn):
             self._grammars.take(message)
@@ -133,7 +133,7 @@ class Worker:
         self._unsent.live[message.number] = self._queued[message.number] = Live(group, [0] * params.n)
 
     def _check_prompt_logprobs(self, num_tokens: int, wanted: int | None) -> None:
-        """Refuse more than one frame holds."""
+        """Refuse more log-probabilities than fit into one frame."""
         each = 0 if wanted is None else 1 + (self._engine.max_logprobs if wanted < 0 else wanted)
         if num_tokens * each > MAX_LOGPROBS:
             raise InputError(
@@ -142,7 +142,7 @@ class Worker:
             )
 
     def _cancel(self, number: int, index: int | None) -> None:
-        """End a request wherever it is, and confirm it; one that has ended already needs nothing."""
+        """End a request, queued or running, and confirm it. Nothing is to do if it has already ended."""
         if index is not None:
             self._cancel_answer(number, index)
             return
@@ -189,9 +189,9 @@ class Worker:
                 self._unsent.changed[int(output.request_id)] = None
 
     def _lose_all(self, error: Exception) -> None:
-        """A step failed: its requests are gone, and the engine has no requests now.
+        """Fail all requests after a failed step: the engine has dropped them.
 
-        There is no second try if the device is broken or other ranks are gone.
+        There is no retry if the device is broken or other ranks are gone.
         """
         broken = isinstance(error, torch.AcceleratorError | EngineDead)
         self._failures = MAX_FAILURES if broken else self._failures + 1
@@ -204,7 +204,7 @@ class Worker:
         self._unsent.fail(number, kind, message)
 
     def _publish(self) -> bool:
-        """Send what is new; whether there was anything."""
+        """Send what is new; returns whether there was anything."""
         news, now = self._unsent.collect(), time.monotonic()
         idle = not self._busy
         if idle and not self._idle_sent and now - self._load_at > LOAD_EVERY:
@@ -216,13 +216,13 @@ class Worker:
             self._status_at, self._idle_sent = now, idle
         news.last = self._broken and not self._last_sent and not self._unsent.changed
         self._last_sent |= news.last
-        if said := news != News():
+        if is_new := news != News():
             self._unsent.news = News()
             self._channel.send(news)
-        return said
+        return is_new
 
     def _expert_load(self, *, wait: bool) -> list[list[int]] | None:
-        """Counts of the experts that were asked for and have arrived."""
+        """Counts of the experts, if they were asked for and have arrived."""
         if self._engine.experts is None or self._failures:
             return None
         found = self._engine.experts.arrived(wait=wait)

@@ -1,6 +1,6 @@
-"""How deltas are written: as chunks, and as one answer joined from chunks. What routes share, and /v1/completions.
+"""Writes deltas as chunks, or as one answer joined from chunks: what routes share, and /v1/completions.
 
-Keys that have no value are null where vLLM has them: whole answers name all of them, chunks only some.
+Keys without a value are null where vLLM has them: whole answers name all of them, chunks only some.
 """
 
 import time
@@ -25,7 +25,7 @@ from outpace.server.responses import (
 )
 from outpace.structured.outputs import StructureCheck
 
-_VOCABULARY = 2**15  # log-probabilities that -1 stands for, about
+_VOCABULARY = 2**15  # about as many log-probabilities as -1 stands for
 _LEAST = -9999.0  # JSON has no infinity and no NaN; OpenAI writes this
 
 
@@ -134,7 +134,7 @@ def finite(logprob: float) -> float:
 
 
 def by_rank(entry: WireLogprobs) -> WireLogprobs:
-    """The same, the likeliest first."""
+    """The same entry, the likeliest token first."""
     return sorted(entry, key=lambda each: (each[2], each[0]))
 
 
@@ -161,7 +161,7 @@ class CompletionWriter(AnswerWriter):
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._of_prompts: dict[int, Sequence[msgspec.Raw]] = {}
-        self._shown: dict[int, PromptLogprobs] = {}  # the same as it is written, for the n answers to a prompt
+        self._shown: dict[int, PromptLogprobs] = {}  # the same, encoded once for the n answers to a prompt
 
     def chunks(self, delta: Delta) -> list[Completion]:
         self._count(delta)

@@ -52,7 +52,7 @@ class ChatWriter(AnswerWriter):
         self._asked, self._role = request, role
         self._only_calls = prompt.structure == "tool_choice"  # an incomplete call was cut off, and is not text
         self._messages = [_Message(parser_of(style)) for _ in range(prompt.params.n)]
-        self._told = False  # whether the first chunk, with what is known of the prompt, is written
+        self._prompt_shown = False  # by the first chunk of all
 
     def chunks(self, delta: Delta) -> list[ChatChunk]:
         """What a delta adds. The first chunk of an answer has only its role; each call is one whole chunk."""
@@ -70,12 +70,12 @@ class ChatWriter(AnswerWriter):
         ]
 
     def _first(self, delta: Delta) -> ChatChunk:
-        """The chunk before any tokens of an answer; the first of all also has what is known of the prompt."""
+        """The first chunk of an answer, without tokens; the very first one also describes the prompt."""
         part: AnswerDelta = {"role": self._role, "content": ""}
         choice: ChatChunkChoice = {"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None}
         chunk: ChatChunk = self._head([choice])
-        if not self._told:
-            self._told = True
+        if not self._prompt_shown:
+            self._prompt_shown = True
             chunk["prompt_token_ids"] = self._prompts[0].prompt_token_ids if self._request.return_token_ids else None
             if self._request.prompt_logprobs is not None:
                 chunk["prompt_logprobs"] = self._prompt_logprobs(delta.prompt_logprobs or [])
@@ -132,7 +132,7 @@ class ChatWriter(AnswerWriter):
 
     def _top(self, token: int, logprob: float, rank: int) -> TopLogprob:
         text = self._tokenizer.texts([token])[0]
-        data = None if "\ufffd" in text else list(text.encode())  # a part of a character has bytes we cannot tell
+        data = None if "\ufffd" in text else list(text.encode())  # the bytes of a part of a character are not known
         return {"token": self._name(token), "logprob": finite(logprob), "bytes": data}
 
 
@@ -146,7 +146,7 @@ def _tool_call(call: Call, index: int) -> ToolCall:
 
 
 def _message(parts: Sequence[ChatChunkChoice]) -> Any:
-    """The choice that chunks add up to."""
+    """One choice, joined from its chunks."""
     text = "".join(part["delta"].get("content", "") for part in parts)
     calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
     message: dict[str, Any] = {"role": parts[0]["delta"].get("role", ""), "content": text}

@@ -34,12 +34,9 @@ class SchemaCheck:
     def __call__(self, text: str) -> StructureCheck:
         """The result for an answer."""
         try:
-            return self.of_value(json.loads(text))
+            value = json.loads(text)
         except (ValueError, RecursionError):
             return StructureCheck(self.later, "the answer is not JSON")
-
-    def of_value(self, value: Any) -> StructureCheck:
-        """The result for parsed JSON."""
         try:
             error = next(iter(self._validator.iter_errors(value)), None)
         except (ValueError, RecursionError) as failed:  # nested too deep

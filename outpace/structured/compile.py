@@ -22,13 +22,13 @@ MAX_SECONDS = 0.002
 WALKS = (8, 1, 64)
 """For each trial answer: how many allowed tokens are drawn, of which the longest is taken. Long tokens are preferred,
 so that trials do not produce only white space."""
-_WORD = 32  # tokens of an int32
+WORD = 32  # tokens in an int32 of a mask
 
 Masks = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def memory_of(text: str | bytes) -> int:
-    """About how many bytes a compiled grammar takes: 27 times its text for a schema of 1,500 properties."""
+    """Estimated bytes of a compiled grammar: it was 27 times its text for a schema of 1,500 properties."""
     return 2**14 + 32 * len(text)
 
 
@@ -37,11 +37,11 @@ class Matcher:
 
     def __init__(self, matcher: Any, vocabulary: TokenVocabulary, stop_token_ids: Sequence[int]) -> None:
         self._matcher, self._vocabulary, self._stops = matcher, vocabulary, tuple(stop_token_ids)
-        self._words = -(-vocabulary.size // _WORD)
+        self._words = -(-vocabulary.size // WORD)
         self._ended = False
 
     def accept(self, token_id: int) -> bool:
-        """Take a token in; False: it cannot stand here."""
+        """Take in the next token; False: the grammar does not allow it here."""
         if self._ended:
             return token_id in self._stops
         if token_id in self._stops and self._matcher.is_accepting():
@@ -73,16 +73,16 @@ class Matcher:
 
 def _set(mask: Masks, tokens: Sequence[int]) -> None:
     for token in tokens:
-        mask.view(np.uint32)[token // _WORD] |= np.uint32(1 << token % _WORD)
+        mask.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
 
 
 def _clear(mask: Masks, tokens: Sequence[int]) -> None:
     for token in tokens:
-        mask.view(np.uint32)[token // _WORD] &= np.uint32(~(1 << token % _WORD) & 0xFFFFFFFF)
+        mask.view(np.uint32)[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
 
 
 class CompiledGrammar:
-    """A grammar for the tokens of one model. InputError: it does not compile, and why."""
+    """A grammar for the tokens of one model. InputError says why it does not compile."""
 
     def __init__(self, text: str, vocabulary: TokenVocabulary, later: tuple[str, ...] = ()) -> None:
         self.text, self._vocabulary = text, vocabulary
@@ -93,11 +93,6 @@ class CompiledGrammar:
         self._matcher = library.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise InputError(_plain(self._matcher.get_error()))
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the model."""
-        return self._vocabulary.size
 
     def matcher(self, stop_token_ids: Sequence[int]) -> Matcher:
         """A matcher for a new answer, which ends with one of these tokens."""
@@ -115,7 +110,7 @@ class Compiler:
     def compile(
         self, asked: StructuredOutputs, where: str | None = None, max_depth: int = MAX_DEPTH
     ) -> CompiledGrammar:
-        """The grammar of what is asked. InputError: it cannot be enforced, and why.
+        """The grammar for a request's `structured_outputs`. InputError says why it cannot be enforced.
 
         where: the caller's name of the field, for errors; max_depth: of schemas.
         """
@@ -133,25 +128,25 @@ class Compiler:
             return found
 
     def _try_out(self, grammar: CompiledGrammar, name: str) -> None:
-        """Begin a few random answers. InputError: there are none, or they take too long."""
+        """Begin a few random answers. InputError: no answer is possible, or the masks take too long."""
         for seed, drawn in enumerate(WALKS):
             took = self._seconds_each(grammar, name, np.random.default_rng(seed), drawn)
             if took > MAX_SECONDS:
                 raise InputError(
-                    f"{name}: it takes {1e3 * took:.1f} ms to choose each token by it; "
-                    "make it simpler: repetitions in repetitions, or many optional parts, cost most"
+                    f"{name}: choosing each token takes {1e3 * took:.1f} ms; "
+                    "make it simpler: repetitions in repetitions and many optional parts cost most"
                 )
 
     def _seconds_each(self, grammar: CompiledGrammar, name: str, draw: np.random.Generator, drawn: int) -> float:
         """Average seconds for the mask of a token in a random answer. Tokens after an early end count as 0 seconds."""
-        masks = np.zeros((1, -(-grammar.vocab_size // _WORD)), dtype=np.int32)
-        ends = self._vocabulary.end_token_ids
+        size, ends = self._vocabulary.size, self._vocabulary.end_token_ids
+        masks = np.zeros((1, -(-size // WORD)), dtype=np.int32)
         matcher, spent, steps = grammar.matcher(ends), 0.0, 0
         while steps < TRIED and spent < 2 * TRIED * MAX_SECONDS:
             begin = time.thread_time()
             matcher.fill(masks, 0)
             spent, steps = spent + time.thread_time() - begin, steps + 1
-            allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")[: grammar.vocab_size])
+            allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")[:size])
             if not len(allowed):
                 raise InputError(f"{name}: {_dead_end(steps)}")
             some = allowed[draw.integers(len(allowed), size=drawn)]
@@ -163,8 +158,8 @@ class Compiler:
 
 def _dead_end(steps: int) -> str:
     if steps == 1:
-        return "no token of this model can begin an answer to it, or it is too complex; make it simpler"
-    return "it is too complex, or leads to where no token of this model goes on; make it simpler"
+        return "no token of this model can begin an answer, or it is too complex; make it simpler"
+    return "it is too complex, or an answer can get where no token of this model may follow; make it simpler"
 
 
 def _plain(error: str) -> str:

@@ -1,4 +1,4 @@
-"""What a request asks for, checked and written as a grammar that llguidance reads."""
+"""Checks a request's `structured_outputs`, and writes it as a grammar for llguidance."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class GrammarText:
 
 
 def grammar_text(asked: StructuredOutputs, name: str, max_depth: int = MAX_DEPTH) -> GrammarText:
-    """The grammar of what is asked. name: of the field, for errors. InputError: it cannot be enforced, and why."""
+    """The grammar for `asked`. name: of the field, for errors. InputError says why it cannot be enforced."""
     for text in (asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ())):
         if isinstance(text, str) and not is_text(text):
             raise InputError(f"{name}: it holds a surrogate, which is not a character")
@@ -70,8 +70,8 @@ def _of_tags(text: str, where: str, max_depth: int) -> GrammarText:
     for number, (begin, content, end) in enumerate(tags):
         if not begin.startswith(trigger):
             raise InputError(f"{where}: a tag that does not begin with its trigger")
-        schema, unheld = _schema(content, f"{where}: tag {number}", max_depth)
-        later += unheld
+        schema, unenforced = _schema(content, f"{where}: tag {number}", max_depth)
+        later += unenforced
         parts = (_quoted(begin[len(trigger) :]), f"json{number}", _quoted(end))
         bodies.append(f"tag{number}")
         lines.append(f"tag{number}: {' '.join(part for part in parts if part)}")
@@ -98,11 +98,11 @@ def _schema(content: Any, where: str, max_depth: int) -> tuple[dict[str, Any], t
 
 
 def _json_options(*, compact: bool = False) -> dict[str, Any]:
-    """How JSON is written."""
+    """llguidance's options of JSON."""
     space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
     return {**space, "coerce_one_of": True}
 
 
 def _quoted(text: str) -> str:
-    """A text as a string of Lark; an empty text is left out."""
+    """A text as a string of Lark; "" for an empty text, which Lark needs no string for."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""

@@ -1,6 +1,6 @@
 """The tokens that grammars allow in a step: a matcher for each row that has a grammar, and the masks on the device.
 
-A matcher is one step late: it reads the tokens that a step has chosen after the next forward has been launched, so
+A matcher is one step late: it reads the tokens that a step has chosen only after the next forward has been launched, so
 that the device works meanwhile.
 """
 
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from outpace.log import logger
-from outpace.structured.compile import CompiledGrammar, Masks, Matcher
+from outpace.structured.compile import WORD, CompiledGrammar, Masks, Matcher
 from outpace.structured.outputs import FIELD
 from outpace.types import Request
 
-WORD = 32  # tokens of an int32
 MAX_SECONDS = 0.002  # CPU time for the mask of one token, on average
-PATIENCE = 0.25  # seconds of CPU time that all answers of a grammar have before the average counts
+PATIENCE = 0.25  # seconds of CPU time of all answers of a grammar, from which on the average counts
 
 
 @dataclass(slots=True)
@@ -47,7 +46,7 @@ class _Follower:
         self._matcher: Matcher | None = None
         self._allowed: Masks | None = None
         self.problem: str | None = None
-        """Why the request cannot go on."""
+        """Why the request cannot continue."""
         self._try(self._begin, token_ids)
 
     def accept(self, token_id: int) -> None:
@@ -55,7 +54,7 @@ class _Follower:
         self._try(self._accept, token_id)
 
     def fill(self, masks: Masks, row: int) -> None:
-        """Write which tokens may come next. After a problem all may: nobody reads the answer."""
+        """Write which tokens may come next. After a problem all may: the answer is thrown away."""
         cost = self._cost
         if self.problem is None and not cost.is_slow:
             begin = time.thread_time()
@@ -63,7 +62,7 @@ class _Follower:
             cost.seconds += time.thread_time() - begin
             cost.fills += 1
         if self.problem is None and cost.is_slow:
-            self.problem = f"{FIELD}: it takes too long to choose tokens by it; make it simpler"
+            self.problem = f"{FIELD}: choosing tokens takes too long; make it simpler"
         if self.problem is not None:
             masks[row] = -1
 
@@ -91,7 +90,7 @@ class _Follower:
             if self._allowed is None:
                 self._allowed = _bits(only, masks.shape[1])
             masks[row] &= self._allowed
-        return None if masks[row].any() else f"{FIELD}: no token of the model goes on with the answer"
+        return None if masks[row].any() else f"{FIELD}: no token of the model can continue the answer"
 
 
 class RowMasks:
@@ -112,7 +111,7 @@ class RowMasks:
         self._unread = None
 
     def forget(self, requests: Sequence[str]) -> None:
-        """Forget these rows. A request that comes back begins again."""
+        """Forget these rows. A request that comes back calls `begin` again."""
         for name in requests:
             if self._followers.pop(name, None) is not None and self._unread is not None:
                 self._unread[0].pop(name, None)
@@ -135,8 +134,8 @@ class RowMasks:
     def allowed(
         self, requests: Sequence[Request], vocab_size: int
     ) -> tuple[tuple[Tensor, Tensor] | None, dict[str, str]]:
-        """The tokens that this batch may choose: rows [R] and their bits [R, words]; and the requests that cannot go
-        on, with the reason."""
+        """The tokens that this batch may choose: rows [R] and their bits [R, words]; and the requests that cannot
+        continue, with the reason."""
         self._read()
         held = [(index, request.request_id) for index, request in enumerate(requests) if request.grammar is not None]
         if not held:
@@ -152,7 +151,7 @@ class RowMasks:
         return self._send([index for index, _ in held], host), failed
 
     def _read(self) -> None:
-        """Give the matchers the tokens of the step before."""
+        """Give the matchers the tokens of the previous step."""
         if self._unread is not None:
             (places, read), self._unread = self._unread, None
             tokens = read()[0].tolist()
@@ -160,7 +159,7 @@ class RowMasks:
                 self._followers[name].accept(tokens[place])
 
     def _buffer(self, count: int, words: int) -> Tensor:
-        """[count, words] of page-locked memory that no copy reads any more. There are two buffers, used in turns."""
+        """[count, words] of page-locked memory that no copy still reads. Two buffers are used in turns."""
         self._turn = 1 - self._turn
         if (sent := self._sent[self._turn]) is not None:
             sent.synchronize()

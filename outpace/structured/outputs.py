@@ -1,4 +1,4 @@
-"""What a request may ask of the form of its answer, and the result of the final check. Needs no llguidance."""
+"""The form that a request asks of its answer, and the result of the final check. Needs no llguidance."""
 
 import json
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of them is given."""
+        """The name of the form that is given."""
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
 
 

@@ -1,5 +1,5 @@
 """JSON schemas in the form that llguidance takes. Annotations are dropped. Keywords that no grammar can enforce are
-dropped too, and checked when an answer is finished. What is kept may become narrower, never wider.
+dropped too, and checked when an answer is finished. Kept keywords may allow fewer answers than before, never more.
 """
 
 import json
@@ -42,7 +42,7 @@ _LATER: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
 }
-"""Keywords that no grammar can enforce, and the values that mean nothing."""
+"""Keywords that no grammar can enforce, and their values without effect."""
 _REFUSED = ("$dynamicRef", "$recursiveRef")
 _FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
@@ -62,7 +62,7 @@ class CheckedSchema:
 
 
 def checked_schema(text: str, where: str, max_depth: int = MAX_DEPTH) -> CheckedSchema:
-    """The schema in llguidance's form. InputError names what is wrong."""
+    """The schema in llguidance's form. InputError names the problem."""
     try:
         schema = json.loads(text, parse_constant=no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -211,11 +211,10 @@ class _Check:
                 seen |= kinds
         return len(tagged) < 2 or any(_tells_apart(name, tagged) for name in tagged[0])
 
-    def _types(self, at: str, given: Any) -> list[str]:
+    def _check_types(self, at: str, given: Any) -> None:
         types = [given] if isinstance(given, str) else given
         if not isinstance(types, list) or not types or not all(kind in _KEYWORDS for kind in map(str, types)):
             raise self.refused(at, f"type: {json.dumps(given)[:60]} is not one of {', '.join(_KEYWORDS)}, or a list")
-        return types
 
     def _type(self, at: str, found: Schema, depth: int) -> None:
         """Check the type and its keywords. A missing type is inferred from the keywords."""
@@ -225,15 +224,14 @@ class _Check:
             if fitting:
                 found["type"] = "number" if "number" in fitting else fitting[0]
         if "type" in found:
-            self._types(at, found["type"])
+            self._check_types(at, found["type"])
         for name in _COUNTS:
             if name in found and (type(found[name]) is not int or found[name] < 0):
                 raise self.refused(at, f"{name}: expected a count")
         if "format" in found and (not isinstance(found["format"], str) or found["format"] not in _FORMATS):
             del found["format"]
-        if "pattern" in found and self._pattern(f"{at}/pattern", found) is None:
-            del found["pattern"]
-            self._leave(at, "pattern")
+        if "pattern" in found:
+            self._pattern(at, found)
         if "multipleOf" in found:
             self._multiple(at, found)
         if any(name in found for name in _KEYWORDS["object"]) or found.get("type") == "object":
@@ -241,12 +239,14 @@ class _Check:
         if any(name in found for name in _KEYWORDS["array"]):
             self._array(at, found, depth)
 
-    def _pattern(self, at: str, found: Schema) -> str | None:
-        pattern = found["pattern"]
+    def _pattern(self, at: str, found: Schema) -> None:
+        pattern, place = found["pattern"], f"{at}/pattern"
         if not isinstance(pattern, str):
-            raise self.refused(at, "expected a regular expression")
-        found["pattern"] = for_rust(pattern, self._named_place(at))
-        return found["pattern"] if not_regular(pattern) is None else None
+            raise self.refused(place, "expected a regular expression")
+        found["pattern"] = for_rust(pattern, self._named_place(place))
+        if not_regular(pattern) is not None:
+            del found["pattern"]
+            self._leave(at, "pattern")
 
     def _multiple(self, at: str, found: Schema) -> None:
         of = found["multipleOf"]
@@ -263,7 +263,7 @@ class _Check:
             return False
         value = found.get("additionalProperties", True)
         asserted = {name for name in branch if name in _KEPT or name in _LATER} - {"type", *_DEFINITIONS}
-        listed = branch.get("enum", [branch["const"]] if "const" in branch else None)
+        listed = _values(branch)
         if asserted in ({"enum"}, {"const"}) and isinstance(listed, list):
             found["properties"] = {name: value for name in listed if isinstance(name, str)}
         elif asserted == {"pattern"} and isinstance(branch["pattern"], str) and not_regular(branch["pattern"]) is None:
@@ -337,12 +337,16 @@ def _merges(root: Any) -> bool:
     return False
 
 
+def _values(schema: Schema) -> Any:
+    """The values that a schema lists in enum or const; None: it lists none."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
+
 def _kinds(branch: Any) -> set[str]:
     """The types of values that match a schema; empty: unknown."""
     if not isinstance(branch, dict):
         return set()
-    given = branch.get("type")
-    values = branch.get("enum", [branch["const"]] if "const" in branch else None)
+    given, values = branch.get("type"), _values(branch)
     if given is None and isinstance(values, list) and all(isinstance(value, bool | None) for value in values):
         given = ["null" if value is None else "boolean" for value in values]
     kinds = {given} if isinstance(given, str) else set(map(str, given)) if isinstance(given, list) else set()
@@ -367,7 +371,7 @@ def _tags(schema: Schema) -> dict[str, set[str]]:
     if not isinstance(required, list) or not isinstance(properties, dict):
         return {}
     for name, part in properties.items():
-        values = part.get("enum", [part["const"]] if "const" in part else None) if isinstance(part, dict) else None
+        values = _values(part) if isinstance(part, dict) else None
         if name in required and isinstance(values, list):
             found[name] = {json.dumps(value, sort_keys=True) for value in values}
     return found

@@ -29,7 +29,7 @@ class SizedCache(Generic[Key, Value]):
         return entry[0]
 
     def put(self, key: Key, value: Value, size: int) -> list[Key]:
-        """Keep a value of so many bytes. Returns the evicted keys, which may include this one."""
+        """Keep a value of `size` bytes. Returns the evicted keys, which may include this one."""
         if key in self._found:
             self.num_bytes -= self._found.pop(key)[1]
         self._found[key] = value, size

@@ -38,7 +38,7 @@ class TokenVocabulary:
         llguidance()  # report a missing library first
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             kind = type(tokenizer).__name__
-            raise NotSupported(f"structured_outputs: they need a tokenizer of the tokenizers library, not a {kind}")
+            raise NotSupported(f"structured_outputs: expected a tokenizer of the tokenizers library, got a {kind}")
         backend = copy.copy(tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -64,7 +64,7 @@ class TokenVocabulary:
         except ValueError as error:
             why = str(error).strip().splitlines()
             raise NotSupported(
-                f"structured_outputs: the tokenizer cannot be used for them ({why[0][:200] if why else error!r})"
+                f"structured_outputs: llguidance cannot read the tokenizer ({why[0][:200] if why else error!r})"
             ) from None
 
     @property

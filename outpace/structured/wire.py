@@ -1,4 +1,4 @@
-"""Compiled grammars on their way to an engine process: each is sent once, and forgotten when no request needs it."""
+"""Sends compiled grammars to an engine process: each once, until it must make room for others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ class WireGrammar:
     """A grammar that a request needs in the engine process."""
 
     key: bytes
-    """Hash of what it was made from."""
+    """Hash of its source."""
     data: bytes = field(repr=False)
     vocabulary: bytes = field(repr=False)
-    """The tokens it was made for."""
+    """The tokens that it was compiled for."""
     check: Callable[[str], StructureCheck] | None = field(default=None, repr=False)
     """Checks finished answers for what the grammar does not enforce; stays on the HTTP side."""
 
@@ -44,14 +44,14 @@ class Unlearn(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SentGrammars:
-    """The HTTP side: what one engine process has been sent."""
+    """The HTTP side: the grammars that one engine process has."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._keys: SizedCache[bytes, bool] = SizedCache(max_bytes)
         self._sent_vocabulary = False
 
     def before(self, grammar: WireGrammar | None) -> Iterator[Learn | Unlearn]:
-        """What to send before a request that needs this grammar."""
+        """The messages to send before a request that needs this grammar."""
         if grammar is None or self._keys.get(grammar.key):
             return
         yield Learn(grammar.key, grammar.data, b"" if self._sent_vocabulary else grammar.vocabulary)

@@ -1,4 +1,4 @@
-"""Whether a model with fused layers is still the model it was: plain Hugging Face and Outpace side by side."""
+"""Checks that fused layers do not change a model: compares its results in Outpace with plain Hugging Face."""
 
 from outpace.verify.ranks import RanksReport, verify_ranks
 from outpace.verify.report import Compared, PromptReport, Report

@@ -1,4 +1,4 @@
-"""How far the results of fused layers are from what they should be, and how far they may be."""
+"""The errors of the results of fused layers, and the errors that are allowed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from outpace.verify.prompts import Inputs
 from outpace.verify.report import Compared, PromptReport
 
 TOLERANCE = 1e-4
-"""Relative error that float32 may have against plain Hugging Face, at the worst token."""
+"""Allowed relative error of the worst token in float32, against plain Hugging Face."""
 HEADROOM = 1.5
-"""A 16-bit run may be this many times as far from a float32 copy as plain Hugging Face is in the same dtype."""
+"""Allowed error of a 16-bit run against a float32 copy, as a multiple of plain Hugging Face's error in that dtype."""
 WITHOUT_REFERENCE: Mapping[torch.dtype, float] = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""The 16-bit dtypes, and their relative error against plain Hugging Face if there is no memory for a float32 copy."""
+"""16-bit dtypes -> allowed relative error against plain Hugging Face, if a float32 copy does not fit in memory."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a model computed for one set of prompts: vectors of the real tokens [T, ...]."""
+    """What a model computed for one set of prompts: vectors of the tokens without padding [T, ...]."""
 
     states: list[Tensor]
     logits: Tensor | None
@@ -44,7 +44,7 @@ def compare(
     layers: Sequence[str],
     dtype: torch.dtype,
 ) -> tuple[PromptReport, ...]:
-    """A report for each set of prompts; `reference` is what a float32 copy computed for them."""
+    """A report for each set of prompts; `reference`: the results of a float32 copy."""
     if len(plain[0].places) != len(fused[0].places):
         raise ModelError(f"verify: {len(plain[0].places)} outputs of the plain model, {len(fused[0].places)} injected")
     names, count = _names(plain[0], layers), len(plain[0].states)
@@ -101,9 +101,9 @@ def _judge(
 ) -> list[list[tuple[float, float]]]:
     """For each set of prompts and each place: the error, and the allowed error.
 
-    With a reference, that is the largest error of plain Hugging Face in any set, times the headroom, and more with few
-    tokens: if a large value rounds well in one run and badly in the other, the errors of a single token differ by a
-    factor of 9 (SmolLM2, float16), and those of 300 tokens by 1.1.
+    With a reference, the allowed error is the largest error of plain Hugging Face in any set, times the headroom, and
+    larger for few tokens: if a large value rounds well in one run and badly in the other, the errors of a single token
+    differ by a factor of 9 (SmolLM2, float16), and those of 300 tokens by 1.1.
     """
     if reference is None:
         error, allowed = (_mean, WITHOUT_REFERENCE[dtype]) if dtype in WITHOUT_REFERENCE else (_worst, TOLERANCE)

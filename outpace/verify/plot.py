@@ -7,7 +7,7 @@ from outpace.verify.report import Report
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw error by layer, a line for each set of prompts, and what is allowed, dashed in the same colour."""
+    """Draw the error by layer, a line for each set of prompts, and the allowed error as a dashed line."""
     figure = canvas(9, 5)
     axes = figure.subplots()
     for prompts in report.prompts:

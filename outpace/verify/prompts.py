@@ -57,7 +57,7 @@ def excerpts(tokens: list[int], lengths: tuple[int, ...], limit: int) -> list[li
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> Inputs:
-    """Padded on the left, as Hugging Face's generate wants it; the mask says what is padding, not the token."""
+    """Pad on the left, as Hugging Face's generate needs it; padding is marked by the mask, not by a token."""
     width = max(len(row) for row in rows)
     ids = [[row[0]] * (width - len(row)) + row for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]

@@ -1,4 +1,4 @@
-"""Whether several ranks compute what one does: the same prompts through `LLM` on one and on all of them."""
+"""Checks that several ranks compute the same as one: runs the same prompts through `LLM` on one rank and on all."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ SHOWN = 5  # likeliest tokens whose log-probabilities are compared
 
 @dataclass(frozen=True)
 class RanksReport:
-    """What was found."""
+    """The result of `verify_ranks`."""
 
     model: str
     dtype: str
@@ -29,18 +29,18 @@ class RanksReport:
     lengths: tuple[int, ...]
     """Tokens of each prompt."""
     error: float
-    """The largest difference of a log-probability: of the prompts' tokens, and of the likeliest in their places."""
+    """The largest difference of a log-probability, of the prompts' tokens and the likeliest ones at each position."""
     allowed: float
     new_tokens: int
     """Of each prompt, chosen greedily."""
     first_difference: tuple[int, int] | None
     """Prompt and new token, both counted from 0, where several ranks first differ from one."""
     tokens_count: bool
-    """Whether greedy tokens must be equal: in 16 bits a tie may fall either way."""
+    """Whether greedy tokens must be equal; not in 16 bits, where rounding may decide between two tokens."""
 
     @property
     def passed(self) -> bool:
-        """Whether several ranks compute what one does."""
+        """Whether several ranks compute the same as one."""
         return self.error <= self.allowed and (self.first_difference is None or not self.tokens_count)
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _run(llm: LLM, prompts: Sequence[list[int]]) -> list[RequestOutput]:
 
 
 def _error(found: RequestOutput, wanted: RequestOutput) -> float:
-    """The largest difference of a log-probability that both have; both have that of the prompt's own token."""
+    """The largest difference of the log-probabilities that both outputs contain; the prompt's tokens are in both."""
     pairs = zip(found.prompt_logprobs or (), wanted.prompt_logprobs or (), strict=True)
     differences = [
         abs(ours[token].logprob - theirs[token].logprob)

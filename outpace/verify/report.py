@@ -1,4 +1,4 @@
-"""What `verify` found, as plain data."""
+"""The results of `verify`, as plain data."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Compared:
-    """One place in the model: how far it is off, and how far it may be."""
+    """One place in the model: its error, and the allowed error."""
 
     name: str
     error: float
@@ -16,19 +16,19 @@ class Compared:
 
     @property
     def passed(self) -> bool:
-        """A value that is not finite never passes."""
+        """Whether the error is allowed; an infinite one never is."""
         return math.isfinite(self.error) and self.error <= self.allowed
 
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What was found with one set of prompts."""
+    """The results for one set of prompts."""
 
     name: str
     lengths: tuple[int, ...]
     """Tokens of each prompt."""
     layers: tuple[Compared, ...]
-    """The embedding, then each layer; the norm that follows the last layer is in its state."""
+    """The embedding, then each layer; the state of the last one is after the final norm."""
     logits: Compared | None
     """None: the model has none."""
     new_tokens: int
@@ -38,33 +38,33 @@ class PromptReport:
 
     @property
     def places(self) -> tuple[Compared, ...]:
-        """The layers, and the logits where there are any."""
+        """The layers, and the logits if there are any."""
         return self.layers if self.logits is None else (*self.layers, self.logits)
 
     @property
     def first_divergence(self) -> Compared | None:
-        """The first place that is further off than it may be."""
+        """The first place with an error that is not allowed."""
         return next((place for place in self.places if not place.passed), None)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     model: str
     dtype: str
     device: str
     fused_layers: int
-    """0: no policy knows the model, and its own layers run over pages."""
+    """0: the model has no policy, and its own layers run over pages."""
     rule: str
-    """What the errors are taken against, and how large they may be."""
+    """The reference of the errors, and the allowed error, in words."""
     tokens_count: bool
-    """Whether greedy tokens must be equal: in 16 bits a tie may fall either way."""
+    """Whether greedy tokens must be equal; not in 16 bits, where rounding may decide between two tokens."""
     prompts: tuple[PromptReport, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether the injected model is the model it was."""
+        """Whether injection changed nothing beyond the allowed errors."""
         same = all(report.first_difference is None for report in self.prompts)
         return (same or not self.tokens_count) and all(report.first_divergence is None for report in self.prompts)
 

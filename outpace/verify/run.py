@@ -1,4 +1,4 @@
-"""Run a model plain, as a float32 copy if its dtype has 16 bits, and injected, over the same prompts."""
+"""Runs the same prompts through a plain model, through a float32 copy if its dtype has 16 bits, and injected."""
 
 import copy
 import os
@@ -33,7 +33,7 @@ def verify(
     progress: Callable[[str], None] = lambda step: None,
     **options: Any,
 ) -> Report:
-    """Compare a model with its injected self: hidden states, logits, greedy tokens.
+    """Compare a plain model with the injected one: hidden states, logits, greedy tokens.
 
     `model` is what `outpace.LLM` takes; a live module is copied and left as it is. `options` are those of
     `init_inference`: dtype, device, injection_policy, ... `progress` is called with each step as it begins.
@@ -41,7 +41,7 @@ def verify(
     asked = InferenceConfig.of(None, **options)
     if asked.asked_quant is not None or asked.kv_cache_dtype != "auto":
         raise NotSupported(
-            "quant: verify compares with the model as it is; measure quantized weights and caches by outpace eval"
+            "quant: verify compares only models that are not quantized; measure quantized ones with outpace eval"
         )
     progress("loading the model")
     loaded = _live(model, asked) if isinstance(model, nn.Module) else _load(model, asked)
@@ -66,7 +66,7 @@ def verify(
     _check_plain(plain, loaded)
     exact = _float32_copy(loaded)
     reference = None if exact is None else observe("float32 copy", exact, 0)
-    del exact  # its memory is needed
+    del exact  # free its memory
     progress("injecting fused layers")
     engine = InferenceEngine(loaded.model, config)  # from here on the model is no longer plain
     fused = observe("injected", engine, new)
@@ -91,7 +91,7 @@ def _load(model: str | os.PathLike[str] | None, config: InferenceConfig) -> Load
 def _live(model: nn.Module, config: InferenceConfig) -> Loaded:
     """A copy of the caller's module, which injection may change."""
     if isinstance(model, InferenceEngine):
-        raise InputError("model: expected the model itself and not an engine, which has changed it; load it again")
+        raise InputError("model: got an engine, which has changed its model; load the model again")
     if not isinstance(check_model(model), PreTrainedModel):
         raise ModelError(f"model: expected a Hugging Face model, got {type(model).__name__}")
     ours = copy.deepcopy(model).eval()
@@ -108,7 +108,7 @@ def _engine_config(asked: InferenceConfig, loaded: Loaded, longest: int) -> Infe
 
 
 def _refuse_early(model: nn.Module, config: InferenceConfig) -> None:
-    """A model that cannot be injected fails here, before it has run plain for minutes."""
+    """Fail here for a model that cannot be injected, before the plain model runs for minutes."""
     kinds = {type(module) for module in model.modules()}
     names = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
     if config.injection_policy is None and not names & by_class().keys():
@@ -116,7 +116,7 @@ def _refuse_early(model: nn.Module, config: InferenceConfig) -> None:
 
 
 def _check_plain(plain: Sequence[Observed], loaded: Loaded) -> None:
-    """There is nothing to compare with if the plain model gives only NaN or zero."""
+    """Raise if the plain model gives NaN or only zeros, so that there is nothing to compare with."""
     places = [place for observed in plain for place in observed.places]
     if any(bool(place.isnan().any()) for place in places):
         raise ModelError(
@@ -124,12 +124,12 @@ def _check_plain(plain: Sequence[Observed], loaded: Loaded) -> None:
             "use another dtype, or load its weights again"
         )
     if not any(bool(place.any()) for place in places):
-        raise ModelError(f"verify: all that plain {loaded.name} gives is zero; its weights are zero or were not loaded")
+        raise ModelError(f"verify: plain {loaded.name} gives only zeros; its weights are zero or were not loaded")
 
 
 @torch.no_grad()
 def _observed(model: Any, inputs: Inputs, new: int) -> Observed:
-    """Run a model, and generate this many greedy tokens: an engine over pages, a plain model in Hugging Face's loop."""
+    """Run a model and generate `new` greedy tokens: over pages in an engine, in Hugging Face's loop otherwise."""
     output = model(**inputs, output_hidden_states=True)
     if output.get("hidden_states") is None:
         raise ModelError("verify: the model gives no hidden states with output_hidden_states=True")

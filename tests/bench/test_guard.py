@@ -31,7 +31,7 @@ def test_the_whole_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(tmp_path, "--only", ",".join(parts), "--commit", "first") == 0
     out = capsys.readouterr().out
     assert f"no run on {DEVICE} in" in out
-    assert "this one is the first, and becomes the reference" in " ".join(out.split())  # a long path wraps the line
+    assert "yet: this run becomes the reference" in " ".join(out.split())  # a long path wraps the line
     assert all(f"] tiny: {part}" in out for part in parts[:-1])
     (found,) = history.read(tmp_path / history.NAME)
     assert (found.commit, found.device, found.versions["torch"]) == ("first", DEVICE, torch.__version__)
@@ -54,7 +54,7 @@ def test_exit_codes_follow_the_history(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert run(tmp_path, "--only", FAST, "--commit", "three") == 1
     out = capsys.readouterr().out
-    assert "tiny: batches: once more, since tiny: step of 1 fell by 100.0%" in out
+    assert "tiny: batches: again, since tiny: step of 1 fell by 100.0%" in out
     worse = [line for line in out.splitlines() if line.startswith("WORSE: ")]
     assert len(worse) == 3
     assert "tiny: step of 1 fell by 100.0% (allowed: 5%): " in worse[0]
@@ -91,7 +91,7 @@ def test_what_could_not_be_measured_is_named(
         (["--models", "huge"], "--models: there is no huge; there are tiny, attention"),
         (["--models", "attention", "--only", "batches"], "--only: none of these models has the parts batches"),
         (["--band", "5"], "--band: must be between 0 and 1, got 5.0"),
-        (["--reference", "abc"], f"--reference: no run abc on {DEVICE}; there are: none"),
+        (["--reference", "abc"], f"--reference: no run abc on {DEVICE}; known: none"),
     ],
 )
 def test_bad_options(options: list[str], wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_a_run_named_by_its_commit_or_date() -> None:
     assert history.references(runs, "h200", "abc2")["step"].figure.ratio == 0.5
     assert history.references(runs, "h200", "abc")["step"].figure.ratio == 0.9  # the newest of several
     assert history.references(runs, "h200", "2026-11-04")["step"].figure.ratio == 0.8
-    with pytest.raises(InputError, match=r"reference: no run abd on h200; there are: abc1 \(2026-11-04\), abc22"):
+    with pytest.raises(InputError, match=r"reference: no run abd on h200; known: abc1 \(2026-11-04\), abc22"):
         history.references(runs, "h200", "abd")
 
 

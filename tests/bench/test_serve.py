@@ -128,7 +128,7 @@ def test_a_request_that_takes_too_long(fake: FakeOpenAI) -> None:
         (("--sweep", "0"), "sweep: a rate must be above 0"),
         (("--request-rate", "-1"), "request-rate: a rate must be above 0"),
         (("--goodput", "ttft"), "goodput: expected ttft:MS, tpot:MS or e2el:MS, got 'ttft'"),
-        (("what",), "what: there is nothing to give but options"),
+        (("what",), "what: this command takes only options"),
         (("--output-json", "/no/where.json"), "there is no folder"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_server_that_is_not_there() -> None:
 
 def test_the_key_is_sent() -> None:
     with served(FakeOpenAI(key="secret")) as fake:
-        assert "api-key: the server wants another one" in str(bench(fake).exception)
+        assert "api-key: the server refuses it" in str(bench(fake).exception)
         assert bench(fake, "--api-key", "secret").exit_code == 0
 
 
@@ -252,7 +252,7 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
 def test_an_event_that_is_no_json() -> None:
     found = Trace(0.0, 1)
     Reader(found).receive(b"data: {oops\n\n")
-    assert "an event is not as OpenAI's are" in found.error
+    assert "an event does not have OpenAI's format" in found.error
 
 
 def test_connections_are_used_again(fake: FakeOpenAI) -> None:

@@ -137,18 +137,23 @@ def test_the_shares_of_all_ranks_are_the_model(name: str, tp: int) -> None:
         assert part[path] * tp == whole[path] * (copies if path in twice else 1)
 
 
-def test_experts_are_split_by_rows_where_ranks_share_them() -> None:
-    shape = rank_shape("qwen3-235b-a22b", 4, ep=2)
-    assert (shape["num_experts"], shape["num_experts_per_tok"], shape["moe_intermediate_size"]) == (64, 4, 768)
-    assert rank_shape("qwen3-235b-a22b", 8)["num_experts_per_tok"] == 1
+def test_whole_experts_are_split() -> None:
+    shape = rank_shape("qwen3-235b-a22b", 4)
+    assert (shape["num_experts"], shape["num_experts_per_tok"], shape["moe_intermediate_size"]) == (32, 2, 1536)
+    assert rank_shape("qwen3-235b-a22b", 16)["num_experts_per_tok"] == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "wrong"), [((3,), "num_attention_heads=4 of tiny .* 3 ranks"), ((4, 3), "ep=3"), ((0,), "ep=0")]
+    ("name", "ranks", "wrong"),
+    [
+        ("tiny", 3, "num_attention_heads=4 of tiny .* 3 ranks"),
+        ("tiny", 0, "at least 1, got 0"),
+        ("opt-1.3b", 2, "opt-1.3b has no num_key_value_heads"),
+    ],
 )
-def test_shares_that_are_none(asked: tuple[int, ...], wrong: str) -> None:
+def test_shares_that_are_none(name: str, ranks: int, wrong: str) -> None:
     with pytest.raises(ModelError, match=wrong):
-        rank_shape("tiny", *asked)
+        rank_shape(name, ranks)
 
 
 def test_a_rank_s_share_runs_as_a_model() -> None:

@@ -131,7 +131,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"output_len": 3}, "fixed lengths need both"),
         ({"input_len": 0, "output_len": 3}, "input-len: must be at least 1, got 0"),
         ({"chat": True, "input_len": 3, "output_len": 3}, "sharegpt draws its own lengths"),
-        ({"dataset": Path("x"), "input_len": 3}, "leave one of the two out"),
+        ({"dataset": Path("x"), "input_len": 3}, "remove one of the two"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, object], said: str) -> None:

@@ -79,8 +79,8 @@ def test_a_block_cannot_be_released_twice() -> None:
         pool.release(blocks)
 
 
-def test_a_block_that_is_nobodys_cannot_be_registered() -> None:
-    with pytest.raises(AssertionError, match="nobody's"):
+def test_a_block_without_reference_cannot_be_registered() -> None:
+    with pytest.raises(AssertionError, match="no reference"):
         BlockPool(4, SIZE).register(0, b"key")
 
 

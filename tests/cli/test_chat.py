@@ -153,7 +153,7 @@ def test_an_interrupt_waits_for_the_step_of_a_model(chain_folder: Path) -> None:
     [
         (("--url", "localhost:8000"), "url: expected http://host:port"),
         (("--url", "http://x", "--dtype", "fp16"), "dtype: the server at url has its own; remove it"),
-        (("--api-key", "k"), "api-key: only for a server"),
+        (("--api-key", "k"), "api-key: it is for a server"),
         (("--url", "http://127.0.0.1:9"), "url: http://127.0.0.1:9/v1/: "),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_table_for_people() -> None:
     title, room, rates, *_ = result.stdout.splitlines()
     assert title == "llama-3.2-1b on h200: 8 requests of 512 + 32 tokens"
     assert room.split() == ["room:", "device", "2.00", "GB,", "host", "64.00", "GB"]
-    assert "TFLOP/s, link 55.04 GB/s (usual of a h200)" in rates
+    assert "TFLOP/s, link 55.04 GB/s (typical of a h200)" in rates
     assert re.search(r"bf16 +\d+/\d+ .* link", result.stdout)
     assert "fastest:\n  outpace serve llama-3.2-1b --dtype bf16 --quantization" in result.stdout
     assert "fastest with weights as they are:\n  outpace serve llama-3.2-1b --dtype bf16 --offload" in result.stdout

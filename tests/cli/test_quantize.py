@@ -101,10 +101,10 @@ ONE = "scheme: give one of --scheme, --plan, --auto, --max-bytes, --bits-per-wei
     [
         ((), ONE),
         (("--scheme", "int8", "--auto", "0.01"), f"{ONE}, not 2"),
-        (("--scheme", "int8", "--tokens", "64"), "tokens: nothing is measured or calibrated; leave it out"),
+        (("--scheme", "int8", "--tokens", "64"), "tokens: nothing is measured or calibrated; remove it"),
         (
             ("--auto", "0.01", "--head", "int8"),
-            "group-size, asymmetric, head, exclude, method, smooth: a plan says what",
+            "group-size, asymmetric, head, exclude, method, smooth: a plan has a scheme for each weight",
         ),
         (("--auto", "-1"), "quant.auto.max_perplexity_increase: input should be greater than 0"),
         (("--max-bytes", "many"), "quant.auto.max_bytes: 'many' is not a size; write it as 4GB"),
@@ -158,7 +158,7 @@ def test_a_calibrated_folder(chain_folder: Path, tmp_path: Path) -> None:
     [
         (("--scheme", "int8", "--dtype", "int8"), "for int8 weights give --scheme int8"),
         (("--scheme", "int8", "--text", "x.txt"), "text: nothing is measured or calibrated"),
-        (("--bits-per-weight", "5", "--method", "gptq"), "a plan says what weights become"),
+        (("--bits-per-weight", "5", "--method", "gptq"), "a plan has a scheme for each weight"),
     ],
 )
 def test_calibration_and_dtype_that_do_nothing(options: tuple[str, ...], words: str, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_plan_for_a_model_of_another_class(chain_folder: Path, tmp_path: Path)
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"version": 1, "model": "OtherModel", "dtype": "float32", "weights": [weight]}))
     result = run(chain_folder, "--plan", plan, "--out", tmp_path / "out")
-    assert re.match("plan: it was made for a OtherModel, and this is a LlamaForCausalLM", str(result.exception))
+    assert re.match("plan: it was made for a OtherModel, but this is a LlamaForCausalLM", str(result.exception))
 
 
 @pytest.mark.parametrize(

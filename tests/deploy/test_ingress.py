@@ -76,7 +76,7 @@ class Scripted:
         finally:
             self.closed += 1
 
-    async def told(self, head: Mapping[str, Any]) -> list[list[Message]]:
+    async def ask_all(self, head: Mapping[str, Any]) -> list[list[Message]]:
         """All of the script."""
         self.asked.append((head, b"", []))
         return [[message async for messages in each() for message in messages] for each in self.script]

@@ -56,11 +56,11 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "a hybrid": ("Lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "a secret hybrid": ("RecurrentGemma", {**SMALL, "num_hidden_layers": 3}, "1 of its 3 layers call attention"),
     "its own attention": ("BioGpt", SMALL, "_supports_attention_backend"),
-    "no keywords": ("Nemotron", SMALL, "not given the arguments"),
+    "no keywords": ("Nemotron", SMALL, "does not receive the keyword arguments"),
     "two attentions": ("DiffLlama", SMALL, "calls attention more than once"),
     "both ways": ("Glm4", {**SMALL, "is_causal": False}, "is_causal=False"),
     "a rope that changes": ("Olmo2", {**SMALL, "rope_parameters": {**YARN, "rope_type": "dynamic"}}, "type dynamic"),
-    "a cache that forgets": ("Moshi", {**SMALL, "ffn_dim": 64, "sliding_window": 5}, "cache keeps 5|not given"),
+    "a cache that forgets": ("Moshi", {**SMALL, "ffn_dim": 64, "sliding_window": 5}, "cache keeps 5|does not receive"),
     "a mask of its own": ("Doge", SMALL, "in a forward over pages"),
 }
 
@@ -158,7 +158,7 @@ def test_experts_are_ours_behind_the_model_s_own_routers(
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", {**IMPLEMENTATIONS, "experts": {"torch": watched(seen)}})
     with caplog.at_level(logging.INFO, "outpace"):
         fast = level0(family)
-    assert "experts: ours, behind the model's own routers" in caplog.text
+    assert "experts: ours, after the model's own routers" in caplog.text
     seen.clear()
     inputs = padded_prompts(VOCAB)
     found = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -203,9 +203,9 @@ def test_experts_that_are_not_looked_for_stay_the_model_s_own(caplog: pytest.Log
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"is_transposed": True}, "keeps its weights"),
-        ({"is_concatenated": False}, "keeps gate and up as neighbours"),
-        ({"has_post_expert_norm": True}, "norms what each expert gives"),
+        ({"is_transposed": True}, "stores its weights as"),
+        ({"is_concatenated": False}, "alternates rows of gate and up"),
+        ({"has_post_expert_norm": True}, "has a norm after each expert"),
         ({"_is_expert_parallel": True}, "shares its experts with other ranks"),
         ({"act_fn": nn.Tanh()}, "has an activation that no kernel knows"),
     ],
@@ -308,7 +308,7 @@ def test_the_window_of_a_mask(mask: Any, candidates: tuple[Any, ...], window: in
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(0.0, "all logits of Olmo2ForCausalLM are zero; its weights"), (math.nan, "gives NaN by itself")],
+    [(0.0, "all logits of Olmo2ForCausalLM are zero; its weights"), (math.nan, "gives NaN without Outpace")],
 )
 def test_item_25_weights_that_say_nothing_are_named(value: float, says: str) -> None:
     model = hf.Olmo2ForCausalLM(hf.Olmo2Config(**SMALL))

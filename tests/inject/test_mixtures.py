@@ -121,16 +121,16 @@ def tied() -> Net:
 
 
 LEFT: dict[str, tuple[Callable[[], Net], str]] = {
-    "noise": (lambda: net(Noisy), "its result is no weighted sum"),
+    "noise": (lambda: net(Noisy), "its result is not a known weighted sum"),
     "more arguments": (lambda: net(Masked), "its forward takes more than hidden states"),
     "other weights": (lambda: net(Normed), "weights that belong neither to its router nor to its experts"),
-    "other results": (lambda: net(Chatty), "it returns neither hidden states nor"),
+    "other results": (lambda: net(Chatty), "it returns neither hidden states alone nor"),
     "an activation": (
         lambda: net(lambda: Mine(kind=lambda width: Plain(width, torch.sin))),
-        "its experts are no MLP that is known",
+        "its experts are not a known kind of MLP",
     ),
     "a hook": (hooked, "it has a hook"),
-    "ties": (tied, "its weights are used elsewhere too"),
+    "ties": (tied, "its weights are also used elsewhere"),
 }
 
 
@@ -177,7 +177,7 @@ def test_experts_of_other_ranks_are_refused() -> None:
 def test_used_token_is_refused() -> None:
     made = engine(net(MoE))
     block: Any = made.module.get_submodule("blocks.0")
-    with pytest.raises(NotSupported, match="routes every token"):
+    with pytest.raises(NotSupported, match="routes all their tokens"):
         block(inputs(), used_token=torch.ones(27))
 
 

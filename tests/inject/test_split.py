@@ -218,7 +218,7 @@ REFUSED: Mapping[str, tuple[Any, int, type[Exception], str]] = {
     "a part of an MLP that no rule knows": (
         _mystery, 2, NotSupported, r"how model\.layers\.1\.mlp\.odd\.mystery\.weight is split",
     ),
-    "rows that are not the heads'": (_wrong_head, 2, ModelError, r"q_proj\.weight has 40 rows"),
+    "rows that are not the heads'": (_wrong_head, 2, ModelError, r"q_proj\.weight has size 40"),
 }  # fmt: skip
 
 

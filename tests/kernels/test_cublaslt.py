@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels import cublaslt
-from outpace.kernels.cublaslt import WORKSPACES, Algorithm, CublasLt, Failed, Product, Unavailable, fits
+from outpace.kernels.cublaslt import WORKSPACES, Algorithm, CublasLt, CublasLtError, Product, Unavailable, fits
 from tests.kernels.fake_cublaslt import STREAM, FakeCublasLt, aligned
 
 
@@ -95,7 +95,7 @@ def test_errors_of_the_library_are_raised() -> None:
     fake.refuses.add(0)
     library, product = made(fake), Product(17, 8, 8, torch.bfloat16, False, False)
     plan = library.plan(product, Algorithm(bytes(64), 0))
-    with pytest.raises(Failed, match="cublasLtMatmul returned 15"):
+    with pytest.raises(CublasLtError, match="cublasLtMatmul returned 15"):
         plan(aligned(17, 8), aligned(8, 8), None, None, aligned(17, 8))
 
 

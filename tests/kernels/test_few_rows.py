@@ -16,7 +16,8 @@ from outpace.kernels.few_rows import (
     linear_few_rows,
     takes_few_rows,
 )
-from outpace.kernels.gemv import MAX_ROWS, fused_linear_torch, gemv_triton
+from outpace.kernels.gemv import fused_linear_torch, gemv_triton
+from outpace.kernels.launch_options import MAX_ROWS
 from tests.kernels.buffers import Output, random_rows
 from tests.kernels.test_gemv import OPTIONS, guarded, oracle, random_options, random_weight
 from tests.kernels.tolerances import DTYPES, ROUNDING, assert_close, assert_equal

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from outpace.errors import NotSupported
 from outpace.kernels.activation import ACTIVATIONS
-from outpace.kernels.gemv import MAX_ROWS, fused_linear_torch, gemv_config, gemv_tile, gemv_triton
-from outpace.kernels.launch_options import has_pdl
+from outpace.kernels.gemv import fused_linear_torch, gemv_config, gemv_tile, gemv_triton
+from outpace.kernels.launch_options import MAX_ROWS, has_pdl
 from tests.kernels.buffers import Output, poisoned, random_rows
 from tests.kernels.test_activation import in_fp64
 from tests.kernels.tolerances import DTYPES, ROUNDING, assert_close, assert_equal, on_gpu
@@ -261,7 +261,7 @@ def test_what_it_refuses(device: torch.device) -> None:
     x, weight = torch.zeros(1, 8, device=device), torch.zeros(4, 8, device=device)
     with pytest.raises(AssertionError, match="17 rows"):
         gemv_triton(torch.zeros(17, 8, device=device), weight)
-    with pytest.raises(AssertionError, match="no two halves"):
+    with pytest.raises(AssertionError, match="rows cannot be halved"):
         gemv_triton(x, weight[:3], activation="silu")
     with pytest.raises(AssertionError, match="contiguous"):
         gemv_triton(x, torch.zeros(8, 4, device=device).T)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.kernels.cublaslt import Failed, Plan, Product
+from outpace.kernels.cublaslt import CublasLtError, Plan, Product
 from outpace.kernels.library import TunedLinear
 from outpace.kernels.matmul import matmul_torch
 from tests.kernels.fake_cublaslt import aligned
@@ -24,7 +24,7 @@ def marking(mark: float) -> Plan:
 
 
 def failing(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor) -> None:
-    raise Failed("cublasLtMatmul returned 15")
+    raise CublasLtError("cublasLtMatmul returned 15")
 
 
 def is_torch(made: Tensor, x: Tensor, weight: Tensor, **rest: Tensor) -> bool:

@@ -115,7 +115,7 @@ def test_no_token_depends_on_another(form: tuple[str, int, int, bool], device: t
 def test_rounded_rows(form: tuple[str, int, int, bool], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of int8 and fp8, like the weights; what does not depend on the batch, and few rows, are not rounded."""
     monkeypatch.setattr("outpace.kernels.experts.ROUNDED_ROWS", 2)
-    monkeypatch.setattr("outpace.kernels.experts_many.scaled_tiles", lambda: Tiles(16, 32, 16, 32, num_stages=2))
+    monkeypatch.setattr("outpace.kernels.experts_many.rounded_tiles", lambda: Tiles(16, 32, 16, 32, num_stages=2))
     call, stacks = packed_call(form, torch.float32, device, bias=True, limit=1.0, alpha=1.7)
     call.chosen[0, 0] = -1
     want, plain = run(experts_in_turn, call, stacks, rows=form[0]), exact(call)
@@ -132,7 +132,7 @@ def test_what_they_refuse(device: torch.device) -> None:
         replace(call, gate_up=stacks["gate_up"][0]).run(experts_triton)
     with pytest.raises(AssertionError):
         replace(call, gate_up=stacks["down"]).run(experts_triton)
-    with pytest.raises(AssertionError, match="take no rows of fp8"):
+    with pytest.raises(AssertionError, match="do not take fp8 rows"):
         run(experts_many, call, stacks, rows="fp8")
 
 

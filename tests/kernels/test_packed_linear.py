@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.kernels.gemv import MAX_ROWS
+from outpace.kernels.launch_options import MAX_ROWS
 from outpace.kernels.packed import KINDS, Packed
 from outpace.kernels.packed_gemv import packed_gemv_triton, takes_chunks
 from outpace.kernels.packed_linear import (
@@ -131,7 +131,7 @@ def test_what_few_rows_refuse(device: torch.device) -> None:
     weight = random_packed("int8", (3, 24), 24, device=device)
     for wrong, message in (
         ({"x": torch.zeros(17, 24, device=device)}, "17 rows"),
-        ({"activation": "silu"}, "no two halves"),
+        ({"activation": "silu"}, "rows cannot be halved"),
         ({"add": x}, "neither"),
         ({"bias": x[0]}, "bias"),
     ):

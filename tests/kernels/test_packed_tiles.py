@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import packed_linear_dequantized, packed_linear_tiles
-from outpace.kernels.packed_tiles import MOST_ROWS, Tiles, rows_of_tiles, takes_tiles
+from outpace.kernels.packed_tiles import MOST_ROWS, TiledWeight, rows_of_tiles, takes_tiles
 from tests.kernels.packing import random_packed
 from tests.kernels.test_gemv import oracle
 
@@ -31,7 +31,7 @@ def test_tiles_hold_the_same_weight(form: Form, scale_dtype: torch.dtype) -> Non
     kind, outputs, depth, group, zero = form
     weight = random_packed(kind, (outputs, depth), group, zero=zero, scale_dtype=scale_dtype)
     assert takes_tiles(weight)
-    tiles = Tiles.of(weight)
+    tiles = TiledWeight.of(weight)
     assert torch.equal(tiles.dequantized(torch.float32), weight.dequantized(torch.float32))
     assert tiles.values.nbytes == weight.values.nbytes
     rows = torch.tensor([0, 1, 31, 32, 63, outputs - 1, 32])
@@ -48,7 +48,7 @@ def near(got: Tensor, want: Tensor, most: float) -> None:
 def test_products(form: Form, dtype: torch.dtype) -> None:
     kind, outputs, depth, group, zero = form
     weight = random_packed(kind, (outputs, depth), group, zero=zero)
-    tiles, bias = Tiles.of(weight), torch.randn(outputs).to(dtype)
+    tiles, bias = TiledWeight.of(weight), torch.randn(outputs).to(dtype)
     for rows in (1, 3, MOST_ROWS[tiles.planes], MOST_ROWS[tiles.planes] + 1):
         x, add = torch.randn(rows, depth).to(dtype), torch.randn(rows, outputs).to(dtype)
         for terms in ((None, None), (bias, None), (bias, add)):
@@ -65,7 +65,7 @@ def test_norm_and_gated_activation() -> None:
     weight, x, norm = random_packed("int4", (128, 64), 64), torch.randn(2, 64), torch.rand(64) + 0.5
     options: dict[str, Any] = {"norm_weight": norm, "eps": 1e-5, "activation": "silu"}
     want = packed_linear_dequantized(x, weight, **options)
-    near(packed_linear_tiles(x, Tiles.of(weight), **options), want, 0.01)
+    near(packed_linear_tiles(x, TiledWeight.of(weight), **options), want, 0.01)
 
 
 def test_what_stays_as_it_is() -> None:

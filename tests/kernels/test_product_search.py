@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.kernels.cublaslt import Algorithm, Failed, Plan, Product
-from outpace.kernels.library import Call
+from outpace.kernels.cublaslt import Algorithm, CublasLtError, Plan, Product
+from outpace.kernels.library import LinearCall
 from outpace.kernels.matmul import matmul_torch
 from outpace.kernels.product_search import Case, Found, Kind, Search, Tuned, kinds_of, tune
 from tests.kernels.fake_cublaslt import aligned
@@ -41,7 +41,7 @@ class Made:
     def plan(self, product: Product, algorithm: Algorithm) -> Plan:
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, out: Tensor) -> None:
             if algorithm.data in self.fails:
-                raise Failed("no")
+                raise CublasLtError("no")
             self.running = algorithm.data
             self.weights.append(weight.data_ptr())
             assert Product.of(x, weight, bias, add) == product
@@ -146,14 +146,14 @@ def test_weights_take_turns() -> None:
 def test_a_step_tells_the_kinds_of_its_products() -> None:
     weights = [aligned(16, 8) for _ in range(3)]
     head, bias = aligned(64, 8), aligned(16)
-    calls = [Call(PLAIN, weight, None) for weight in weights]
+    calls = [LinearCall(PLAIN, weight, None) for weight in weights]
     calls += calls[:1]  # a weight that two layers share
     calls += [
-        Call(PLAIN._replace(bias=True), weights[0], bias),
-        Call(Product.of(aligned(4, 8), head, None, None), head, None),
+        LinearCall(PLAIN._replace(bias=True), weights[0], bias),
+        LinearCall(Product.of(aligned(4, 8), head, None, None), head, None),
     ]
-    calls += [Call(PLAIN._replace(dtype=torch.float32), weights[0].float(), None)]
-    calls += [Call(PLAIN._replace(rows=5), weights[0], None)]
+    calls += [LinearCall(PLAIN._replace(dtype=torch.float32), weights[0].float(), None)]
+    calls += [LinearCall(PLAIN._replace(rows=5), weights[0], None)]
     found = kinds_of(calls, {32: [1, 16, 17, 512, 9999], 4: [8, 24]})
     assert [(each.product.outputs, each.product.bias, len(each.operands), each.rows) for each in found] == [
         (16, False, 3, (17, 512)),

@@ -317,4 +317,4 @@ def test_a_config_with_a_dtype_that_is_none(dtype: Any, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}))
     with pytest.raises(ModelError, match=r"config.json: dtype"):
-        load(tmp_path, tokenizer=False)
+        load(tmp_path)

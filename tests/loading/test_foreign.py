@@ -256,8 +256,8 @@ def test_layers_that_the_config_does_not_have() -> None:
 
 
 def test_what_is_said_about_activations_is_kept_for_the_log() -> None:
-    assert read_method(CASES["ct fp8 static"][0]).activations == "static fp8 activations"
-    assert read_method(CASES["ct int8"][0]).activations == "dynamic int8 activations"
-    assert read_method(FP8 | {"activation_scheme": "static"}).activations == "static fp8 activations"
-    assert read_method(ct() | {"kv_cache_scheme": {"num_bits": 8}}).activations == "a quantized cache"
-    assert read_method(GPTQ).activations is None
+    assert read_method(CASES["ct fp8 static"][0]).note == "static fp8 activations"
+    assert read_method(CASES["ct int8"][0]).note == "dynamic int8 activations"
+    assert read_method(FP8 | {"activation_scheme": "static"}).note == "static fp8 activations"
+    assert read_method(ct() | {"kv_cache_scheme": {"num_bits": 8}}).note == "a quantized cache"
+    assert read_method(GPTQ).note is None

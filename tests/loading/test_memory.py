@@ -101,7 +101,7 @@ def test_too_little_memory_is_said_in_words(tmp_path: Path, monkeypatch: pytest.
 
     empty_llama(tmp_path / "tiny", 64, 1, 64)
     monkeypatch.setattr(Target, "empty", fail)
-    with pytest.raises(ModelError, match=r"its weights take \d+\.\d\d KB on cpu, which has not that much left"):
+    with pytest.raises(ModelError, match=r"its weights take \d+\.\d\d KB on cpu, which has not enough free memory"):
         load_paged(tmp_path / "tiny", LLMConfig(dtype="fp32", device="cpu"), tokenizer=False)
 
 

@@ -214,7 +214,7 @@ DESCRIPTORS: dict[str, tuple[Change, str]] = {
     "an absolute path": ({"checkpoints": ["/etc/passwd"]}, "checkpoints: '/etc/passwd' lies outside"),
     "another kind of file": ({"checkpoints": ["x.json"]}, "checkpoints: x.json is not a checkpoint"),
     "a dtype": ({"dtype": "float7"}, "dtype: 'float7' cannot be read"),
-    "int8": ({"dtype": "int8"}, "dtype: 'int8' cannot be read; int8 weights are not in this release"),
+    "int8": ({"dtype": "int8"}, "dtype: 'int8' cannot be read; this release reads no int8 weights"),
     "another dtype": ({"dtype": "float16"}, "dtype: the files hold float32, not float16"),
     "no folder": ({"base_dir": "/no/such/folder"}, "base_dir: /no/such/folder is not a folder"),
     "a number as a folder": ({"base_dir": 5}, "base_dir: expected a path, got 5"),
@@ -347,7 +347,7 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
     whole = state("llama")
     save_deepspeed(tmp_path, split(whole, 2))
     assert "was saved by 2 ranks, not 4" in refused(tmp_path, shapes=shapes_of(whole), training_mp_size=4)
-    assert "neither its name nor a tensor of the model tells how ranks split it" in refused(tmp_path)
+    assert "neither its name nor a tensor of the model shows how ranks split it" in refused(tmp_path)
     torch.save(whole, tmp_path / "x.pt")
     assert "was saved by 1 rank, not 2" in refused(tmp_path / "x.pt", training_mp_size=2)
     (other := tmp_path / "other").mkdir()

@@ -252,14 +252,14 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     ("fields", "words"),
     [
         ({"scheme": "int3"}, "scheme: expected one of int8, int4, fp8, w8a8, got 'int3'"),
-        ({"scheme": "int4", "group_size": 20}, "group_size: expected a multiple of 8 from 16 on, got 20"),
+        ({"scheme": "int4", "group_size": 20}, "group_size: expected a multiple of 8, at least 16, got 20"),
         ({"scheme": "fp8", "group_size": 32}, "group_size: fp8 has one scale for each row"),
         ({"scheme": "int8", "asymmetric": True}, "asymmetric: int8 has no zero points"),
         ({"scheme": "int8", "head": "int4"}, "head: expected int8, got 'int4'"),
         ({"scheme": "fp8", "head": "int8"}, "head: a folder of fp8 weights cannot hold an int8 head"),
         ({"scheme": "int8", "dtype": torch.int8}, "dtype: expected float32, float16 or bfloat16, got int8"),
         ({"scheme": "int4", "group_size": 48}, "group_size: 48 does not divide the 64 columns of model"),
-        ({"scheme": "int8", "exclude": ("norm",)}, "exclude: 'norm' is in no name of a linear's weight, as "),
+        ({"scheme": "int8", "exclude": ("norm",)}, "exclude: 'norm' is in no name of a linear's weight; names are "),
         ({"scheme": "int8", "exclude": ("q_proj",)}, "exclude: q_proj, k_proj, v_proj of model.layers.0.self_attn are"),
     ],
 )
@@ -280,7 +280,7 @@ def test_models_that_cannot_be_quantized(llama: Path, tmp_path: Path) -> None:
     refused(tmp_path / "out", r"is quantized already \(compressed-tensors\); give the original model")
     refused(llama, "holds no quantized weights", InputError, out=llama)
     tiny("gpt2").save_pretrained(tmp_path / "gpt2")
-    refused(tmp_path / "gpt2", r"GPT2LMHeadModel has no linear that could be quantized \(the format does not support")
+    refused(tmp_path / "gpt2", r"GPT2LMHeadModel has no linear that can be quantized \(the format does not support")
     broken = tiny_model("llama")
     broken.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] = float("nan")
     broken.save_pretrained(tmp_path / "broken")

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def test_every_tensor_is_what_hugging_face_would_load(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make(family).save_pretrained(tmp_path)
     expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    found = load(tmp_path, dtype=dtype, device=CPU, tokenizer=False).model
+    found = load(tmp_path, dtype=dtype, device=CPU).model
     with outpace.OnDevice("meta"):
         empty = hf.AutoModelForCausalLM.from_config(expected.config, dtype=dtype)
     filled = outpace.init_inference(empty, dtype=dtype, device="cpu", checkpoint=tmp_path).module

@@ -268,7 +268,7 @@ def test_which_is_usual_where() -> None:
 def test_what_cannot_be_meant(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     model.save_pretrained(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"no weights here run as they are stored: they are not quantized; leave it"):
+    with pytest.raises(ConfigError, match=r"no weights here run as they are stored: they are not quantized; remove it"):
         run(tmp_path / "plain")
     with pytest.raises(ConfigError, match=r"no weights here run as they are stored: they are not quantized"):
         outpace.init_inference(model, device="cpu", dtype="fp32", quant={"scheme": "stored"})

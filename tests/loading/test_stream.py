@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.inject.recipe import Pairs, Part, Recipe, RowOrder, Slice
+from outpace.inject.recipe import PairedRows, Part, Recipe, RowOrder, Slice
 from outpace.loading import landing
 from outpace.loading import stream as streaming
 from outpace.loading.jobs import jobs
@@ -173,7 +173,7 @@ def test_stacks_of_experts_fill_a_weight_however_they_are_stored(
         into = (number,) if case["one by one"] else ()
         pieces.append(Piece(stored(folder, bytes_, str(number)), tuple(bytes_.shape), kept, (), swap, into))
     recipe = Recipe.stack(
-        "x", tuple(own.shape), transposed=case["transposed"], order=Pairs(units) if case["pairs"] else None
+        "x", tuple(own.shape), transposed=case["transposed"], order=PairedRows(units) if case["pairs"] else None
     )
     expected = gates_and_ups.to(wanted)
     if case["slice"] is not None:
@@ -225,7 +225,7 @@ def test_a_rank_takes_its_units_of_gates_and_ups_from_one_tensor(tmp_path: Path)
     ]
     found = filled(Recipe((3, 4, 5), tuple(parts)), {"x": source}, torch.float32)
     assert torch.equal(found, torch.cat([experts[:, 2:4], experts[:, 6:8]], dim=1))
-    pairs = Part("x", (3, 8, 5), order=Pairs(2), slices=(Slice(1, 4, 4),), dim=1)
+    pairs = Part("x", (3, 8, 5), order=PairedRows(2), slices=(Slice(1, 4, 4),), dim=1)
     found = filled(Recipe((3, 4, 5), (pairs,)), {"x": source}, torch.float32)
     assert torch.equal(found, torch.cat([experts[:, 4::2], experts[:, 5::2]], dim=1))
 

@@ -97,7 +97,10 @@ def test_all_nodes_come_in_and_later_ones_are_told_to_come_again(hall: Hall) -> 
         ({"protocol": 99}, "speaks protocol 99, node 0 1; install the same version"),
         ({"nnodes": 2}, "was started with nnodes=2, node 0 with 3; give all of them the same"),
         ({"versions": {**versions(), "torch": "1.0"}}, "has torch 1.0, node 0 has "),
-        ({"options": {"cache": {"block_size": 16}}}, "was given cache.block_size=16, node 0 has 64; give all"),
+        (
+            {"options": {"cache": {"block_size": 16}}},
+            "was given cache.block_size=16, node 0 has 64; set it to the same on all",
+        ),
     ],
 )
 def test_a_node_that_differs_is_an_error_on_every_node(hall: Hall, fields: dict[str, Any], says: str) -> None:
@@ -129,7 +132,7 @@ def test_a_wrong_rank_is_refused_and_named_to_whoever_waits(hall: Hall, rank: in
     bad, answer = hall.join(node_rank=rank)
     assert isinstance(answer, Refused)
     assert answer.reason.startswith(says)
-    with pytest.raises(EngineDead, match=rf"^nodes: node 2 of 3 did not come to .* refused: {says}"):
+    with pytest.raises(EngineDead, match=rf"^nodes: node 2 of 3 did not connect to .* refused: {says}"):
         hall.gather(seconds=0.01)
     good.close()
     bad.close()
@@ -188,7 +191,7 @@ def test_an_agent_is_refused_with_the_reason(hall: Hall) -> None:
 def test_an_agent_without_a_node_0() -> None:
     port = free_ports(1)
     with pytest.raises(
-        EngineDead, match=rf"node 0 at 127.0.0.1 port {port} did not take this node in 0.1 s \(.*refused"
+        EngineDead, match=rf"node 0 at 127.0.0.1 port {port} did not accept this node within 0.1 s \(.*refused"
     ):
         node(port, join_timeout=0.1).run()
 
@@ -202,7 +205,7 @@ def test_an_agent_at_the_door_of_somebody_else() -> None:
 
         thread = threading.Thread(target=speak)
         thread.start()
-        with pytest.raises(EngineDead, match=r"did not take this node in 0\.01 s"):
+        with pytest.raises(EngineDead, match=r"did not accept this node within 0\.01 s"):
             node(other.getsockname()[1], join_timeout=0.01).run()
         thread.join()
 
@@ -219,7 +222,7 @@ def test_an_agent_ends_with_the_error_of_node_0(hall: Hall) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     assert hall.watch.wait(lambda: 1 in hall.door.nodes, PATIENCE)
-    with pytest.raises(EngineDead, match="node 2 of 3 did not come") as caught:
+    with pytest.raises(EngineDead, match="node 2 of 3 did not connect") as caught:
         hall.gather(seconds=0.01)
     hall.watch.closing = True
     hall.watch.dismiss(str(caught.value))
@@ -230,7 +233,7 @@ def test_an_agent_ends_with_the_error_of_node_0(hall: Hall) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"interface": "nonesuch0"}, "nodes.interface: 'nonesuch0' is no interface .*; there are lo"),
+        ({"interface": "nonesuch0"}, "nodes.interface: 'nonesuch0' is not an interface .*; give one of lo"),
         ({"master_addr": "no.such.host.invalid"}, "nodes.master_addr: 'no.such.host.invalid' cannot be found"),
     ],
 )

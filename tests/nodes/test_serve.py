@@ -72,6 +72,6 @@ def test_a_killed_node_and_a_cut_link_in_namespaces(folder: Path, wanted: str) -
                 first.wait_for("no message from node 1 (10.77.0.2)", seen)
                 second.wait_for("for node 0 to come back")  # by our silence limit or TCP's, whichever is first
                 assert second.code() == 1, "nobody came back"
-                second.wait_for("error: node 0 at 10.77.0.1 port 29500 did not take this node in 5 s")
+                second.wait_for("error: node 0 at 10.77.0.1 port 29500 did not accept this node within 5 s")
 
     hosts.inside(act)

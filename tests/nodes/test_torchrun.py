@@ -53,5 +53,5 @@ def test_a_world_that_never_fills(folder: Path, monkeypatch: pytest.MonkeyPatch)
     with Process([sys.executable, str(folder / "script.py"), str(folder / "model")]) as alone:
         assert alone.code() == 1
         alone.wait_for(
-            f"outpace.errors.EngineDead: not all 2 ranks came to 127.0.0.1 port {given['MASTER_PORT']} in 1 s"
+            f"outpace.errors.EngineDead: not all 2 ranks connected to 127.0.0.1 port {given['MASTER_PORT']} within 1 s"
         )

@@ -71,7 +71,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 
 
 def test_a_cpu_has_no_link(tmp_path: Path, measured: list[Path | None]) -> None:
-    assert Rates.load_or_measure(CPU, tmp_path, tmp_path) == Rates(1e9, 2e9, None, 5e9)
+    assert probe(CPU, tmp_path, tmp_path).rates == Rates(1e9, 2e9, None, 5e9)
     gpu = Probe("h200", "here", None, "today", 1e9, 2e9, 3e9, None)
     assert gpu.rates == Rates(1e9, 2e9, 3e9, None)
 

@@ -1,7 +1,7 @@
 """What the cases of a world have in common: models and engines, the same on every rank, and how they are compared."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,10 +37,25 @@ def engine_of(model: Any, options: Mapping[str, Any]) -> Any:
     return outpace.init_inference(model, dtype="fp32", device="cpu", **given)
 
 
-def same_logits(engine: Any, model: Any, inputs: Mapping[str, Tensor]) -> None:
-    """Of a model in one process, wherever a token stands."""
+def of_first(compute: Callable[[], Any]) -> Any:
+    """What the first rank computes, on all ranks: references, which all ranks would compute alike."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [(True, compute())]
+        except Exception as error:
+            told = [(False, repr(error))]
+    dist.broadcast_object_list(told)
+    works, value = told[0]
+    assert works, f"the reference failed: {value}"
+    return value
+
+
+def same_logits(engine: Any, model: Any, inputs: Mapping[str, Tensor], want: Tensor | None = None) -> None:
+    """Of a model in one process, wherever a token stands. want: its logits, if they are known."""
     with torch.no_grad():
-        want, found = model(**inputs).logits, engine(**inputs).logits
+        want = model(**inputs).logits if want is None else want
+        found = engine(**inputs).logits
     keep = inputs["attention_mask"].bool() if want.shape[:2] == inputs["attention_mask"].shape else slice(None)
     error = ((found - want)[keep].abs().max() / want[keep].abs().max()).item()
     assert error <= TOLERANCE, f"logits differ by {error:.1e}"

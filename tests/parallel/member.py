@@ -1,4 +1,4 @@
-"""One rank of a world that runs cases and says what was wrong with each: python -m tests.parallel.member < CASES."""
+"""A world of ranks that runs cases and says what was wrong with each: python -m tests.parallel.member < CASES."""
 
 import copy
 import datetime
@@ -26,7 +26,19 @@ from tests.inject.checks import padded_prompts
 from tests.inject.own_mixtures import WIDTH
 from tests.offload.placed import deep
 from tests.parallel import staged
-from tests.parallel.engines import NEW, TOLERANCE, Button, Shown, engine_of, largest, model_of, same_logits, stored
+from tests.parallel.engines import (
+    NEW,
+    TOLERANCE,
+    Button,
+    Shown,
+    engine_of,
+    folder_of,
+    largest,
+    model_of,
+    of_first,
+    same_logits,
+    stored,
+)  # fmt: skip
 from tests.parallel.steps import tokens_alone, tokens_over_ranks
 
 
@@ -35,24 +47,25 @@ def compare(name: str, options: Mapping[str, Any]) -> None:
     model, inputs = model_of(name), padded_prompts(97)
     plain, size = copy.deepcopy(model), stored(model)
     engine = engine_of(model, options)
-    alone = {key: options[key] for key in ("replace_with_kernel_inject",) if key in options}
     if plain.config.is_encoder_decoder:
         inputs = {**inputs, "decoder_input_ids": inputs["input_ids"][:, :5]}
-    same_logits(engine, plain, inputs)
+    with torch.no_grad():
+        same_logits(engine, plain, inputs, of_first(lambda: plain(**inputs).logits))
     assert largest(engine) < size, "a rank has all weights"
     if not hasattr(plain, "generate") or not plain.can_generate():
         return
     inputs.pop("decoder_input_ids", None)
-    more = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(engine.generate(**inputs, **more), plain.generate(**inputs, **more)), "greedy tokens differ"
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    want = of_first(lambda: plain.generate(**inputs, **greedy))
+    assert torch.equal(engine.generate(**inputs, **greedy), want), "greedy tokens differ"
     sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 20, "seed": 3}
     tokens = engine.generate(**inputs, **sampled)
     every = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tokens)
     assert all(torch.equal(tokens, other) for other in every), "ranks have sampled different tokens"
-    assert torch.equal(tokens, engine_of(plain, alone).generate(**inputs, **sampled)), (
-        "one process samples other tokens"
-    )
+    if dist.get_rank() == 0:
+        alone = engine_of(plain, {key: options[key] for key in ("replace_with_kernel_inject",) if key in options})
+        assert torch.equal(tokens, alone.generate(**inputs, **sampled)), "one process samples other tokens"
 
 
 def quantized(name: str, options: Mapping[str, Any]) -> None:
@@ -128,33 +141,25 @@ def sliced_experts(name: str, options: Mapping[str, Any]) -> None:
 def checkpoint(name: str, options: Mapping[str, Any]) -> None:
     """A folder, of which each rank reads its part: the same logits, and fewer bytes."""
     model = model_of(name)
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
-    shards = f"{folder[0]}/shards"
-    for given in ({"checkpoint": folder[0], "save_mp_checkpoint_path": shards}, {"checkpoint": shards}):
+    folder = folder_of(model)
+    shards = f"{folder}/shards"
+    for given in ({"checkpoint": folder, "save_mp_checkpoint_path": shards}, {"checkpoint": shards}):
         with outpace.OnDevice("meta"):
             empty = type(model)(model.config)
         engine = engine_of(empty, {**options, **given})
         same_logits(engine, model, padded_prompts(97))
     with pytest.raises(outpace.OutpaceError, match="save_mp_checkpoint_path"):
-        engine_of(model_of(name), {**options, "save_mp_checkpoint_path": f"{folder[0]}/config.json"})
+        engine_of(model_of(name), {**options, "save_mp_checkpoint_path": f"{folder}/config.json"})
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+        shutil.rmtree(folder)
 
 
 def streamed(name: str, options: Mapping[str, Any]) -> None:
     """Each rank streams its part: the bits of resident ranks, the tokens of one process, and a file of each rank."""
     model, inputs = deep(name), padded_prompts(97)
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    files = Path(folder[0]) / "files"
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
+    folder = folder_of(model)
+    files = Path(folder) / "files"
     wanted = engine_of(copy.deepcopy(model), options)(**inputs).logits
     more = {"max_new_tokens": NEW, "do_sample": False}
     tokens = model.generate(**inputs, **more)
@@ -167,7 +172,7 @@ def streamed(name: str, options: Mapping[str, Any]) -> None:
             given["zero"] |= {"param_persistence_threshold": 0, "prefetch_bucket_size": 1000}
         with outpace.OnDevice("meta"):
             empty = type(model)(model.config)
-        engine = engine_of(empty, {**options, **given, "checkpoint": folder[0]})
+        engine = engine_of(empty, {**options, **given, "checkpoint": folder})
         assert engine.streaming is not None, "its layers stay"
         for _ in range(2):
             assert torch.equal(engine(**inputs).logits, wanted), "logits are not those of resident layers"
@@ -175,11 +180,11 @@ def streamed(name: str, options: Mapping[str, Any]) -> None:
         engine.destroy()
         dist.barrier()
         kept.append({path.name: path.stat().st_mtime_ns for path in files.iterdir()} if files.exists() else {})
-    found = tokens_over_ranks(Path(folder[0]), {**options, "offload": {"cpu_offload_gb": 1.0, "kv": "1MB"}})
+    found = tokens_over_ranks(Path(folder), {**options, "offload": {"cpu_offload_gb": 1.0, "kv": "1MB"}})
     dist.barrier()
     if dist.get_rank() == 0:
-        assert found == tokens_alone(Path(folder[0])), "LLM has other tokens than one process"
-        shutil.rmtree(folder[0])
+        assert found == tokens_alone(Path(folder)), "LLM has other tokens than one process"
+        shutil.rmtree(folder)
     assert len(kept[1]) == dist.get_world_size(), f"a file for each rank, not {sorted(kept[1])}"
     assert kept[1] == kept[2], "files are written again"
 
@@ -302,17 +307,13 @@ def logged(name: str, options: Mapping[str, Any]) -> None:
 
 def llm(name: str, options: Mapping[str, Any]) -> None:
     """Tokens of `LLM`'s engine over all ranks, greedy and drawn, are those of one rank."""
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        model_of(name).save_pretrained(folder[0])
-    dist.barrier()
-    found = tokens_over_ranks(Path(folder[0]), dict(options))
+    folder = Path(folder_of(model_of(name)))
+    found = tokens_over_ranks(folder, dict(options))
     dist.barrier()
     if dist.get_rank() == 0:
         precise = ("quantization", "kv_cache_dtype", "deterministic")
-        want = tokens_alone(Path(folder[0]), {key: options[key] for key in precise if key in options})
-        shutil.rmtree(folder[0])
+        want = tokens_alone(folder, {key: options[key] for key in precise if key in options})
+        shutil.rmtree(folder)
         assert found == want, f"tokens differ: {found} instead of {want}"
 
 
@@ -323,12 +324,26 @@ _ALL = (
 KINDS: Mapping[str, Callable[..., None]] = {kind.__name__: kind for kind in _ALL}
 
 
+def fork_ranks() -> None:
+    """Fork all ranks but the first; in each process RANK is set afterwards. The others are silent."""
+    os.environ["RANK"] = "0"
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        if os.fork() == 0:
+            os.environ["RANK"] = str(rank)
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1)
+            os.dup2(silence, 2)
+            return
+
+
 def main() -> None:
     """Run the cases of a file; the first rank prints a line of JSON for each."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    cases = json.load(sys.stdin)
+    fork_ranks()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    for case in json.load(sys.stdin):
+    for case in cases:
         problem = None
         try:
             KINDS[case["kind"]](case["name"], case["options"])

@@ -196,7 +196,7 @@ class TestTheSameAsOne:
     def test_one_such_llm_at_a_time(self, one: outpace.LLM, two: outpace.LLM, folder: Path) -> None:
         with pytest.raises(StateError, match="shut that one down first"):
             outpace.LLM(folder, tensor_parallel_size=2, **OPTIONS)
-        with pytest.raises(StateError, match=r"tp_size=2, .* work for an LLM alone; shut it down first"):
+        with pytest.raises(StateError, match=r"tp_size=2, .* only serve an LLM; shut it down first"):
             outpace.init_inference(tiny("llama"), tensor_parallel={"tp_size": 2}, device="cpu")
         params = SamplingParams(seed=7, max_tokens=4)
         assert said(two.generate(TEXTS, params)) == said(one.generate(TEXTS, params)), "it still works"
@@ -251,7 +251,7 @@ def test_no_stage_has_counted_all_experts(tmp_path: Path, ranked: pytest.MonkeyP
     tiny("mixtral").save_pretrained(tmp_path)
     with outpace.LLM(tmp_path, device="cpu", dtype="fp32", num_blocks=8, pipeline_parallel_size=2) as llm:
         llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=2), use_tqdm=False)
-        with pytest.raises(NotSupported, match=r"expert_load: .* stages .* counts those of its own layers"):
+        with pytest.raises(NotSupported, match=r"expert_load: .* stages counts only the experts of its own layers"):
             llm.expert_load()
 
 

@@ -50,7 +50,7 @@ CASES: tuple[Case, ...] = (
     (
         "refused",
         "own: gpt2",
-        named({"GPT2Block": ["attn.c_proj", "mlp.c_proj"]}, says=r"h\.0\.attn\.c_attn gives queries, keys"),
+        named({"GPT2Block": ["attn.c_proj", "mlp.c_proj"]}, says=r"h\.0\.attn\.c_attn computes queries, keys"),
     ),
     ("refused", "own: t5", named({"T5Block": ["no_such"]}, says="has no 'no_such'")),
     ("refused", "own: unknown style", tp(says=r"layers\.0\.mlp\.up_proj as 'by_the_moon', which Outpace")),

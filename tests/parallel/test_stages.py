@@ -10,7 +10,7 @@ from outpace.errors import ConfigError
 from outpace.parallel.pipeline import block_of, stage_of
 from outpace.parallel.spans import Span
 from outpace.parallel.stages import as_asked, balanced, bubble, parts_of
-from outpace.runner.staged_sequences import Group, next_group
+from outpace.runner.staged_sequences import SequenceGroup, next_group
 from outpace.types import ScheduledSequence
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=8)
@@ -82,7 +82,7 @@ def test_a_bubble() -> None:
 def test_whose_turn_it_is(work: list[tuple[int, int]], stages: int) -> None:
     """Groups with so many pieces of prompts and tokens after them: decode first, the oldest first, nobody for ever."""
     piece = [ScheduledSequence("", 0, 1, False)]
-    groups = [Group(range(number, number + 1), [piece] * chunks) for number, (chunks, _) in enumerate(work)]
+    groups = [SequenceGroup(range(number, number + 1), [piece] * chunks) for number, (chunks, _) in enumerate(work)]
     left = [chunks + tokens for chunks, tokens in work]
     going, now, total = list(groups), 0, sum(left)
     while (group := next_group(going, now, stages)) is not None:

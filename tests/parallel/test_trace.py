@@ -8,7 +8,7 @@ from outpace.errors import ConfigError, InputError
 from outpace.parallel.stages import bubble
 from outpace.parallel.trace import (
     ENVIRONMENT,
-    Span,
+    Interval,
     Trace,
     ideal_speedup,
     idle_share,
@@ -38,8 +38,8 @@ def test_gaps_count_as_idle_in_the_steady_state_too() -> None:
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
-    slow = [Span(m, 1 + 2 * m, 3 + 2 * m) for m in range(8)]
-    found = {0: [Span(m, 2.0 * m, 2.0 * m + 1) for m in range(8)], 1: slow}
+    slow = [Interval(m, 1 + 2 * m, 3 + 2 * m) for m in range(8)]
+    found = {0: [Interval(m, 2.0 * m, 2.0 * m + 1) for m in range(8)], 1: slow}
     assert steady_idle_share(found) == pytest.approx(0.25, abs=0.05)
 
 
@@ -47,7 +47,7 @@ def test_less_than_two_stages_and_micro_batches() -> None:
     assert bubble(1, 1) == 0
     assert ideal_speedup(1, 3) == 1
     assert ideal_speedup(4, 1) == 1
-    assert idle_share({0: [Span(0, 1.0, 1.0)]}) == 0
+    assert idle_share({0: [Interval(0, 1.0, 1.0)]}) == 0
     with pytest.raises(InputError, match="no spans"):
         idle_share({0: [], 1: []})
 
@@ -71,7 +71,7 @@ def test_one_is_only_made_where_it_is_asked_for(tmp_path: Path, monkeypatch: pyt
     trace = Trace.asked(stage=1, rank=3)
     assert trace is not None
     trace.add(7, 1.0, 2.0)
-    assert read(tmp_path) == {1: [Span(7, 1.0, 2.0)]}
+    assert read(tmp_path) == {1: [Interval(7, 1.0, 2.0)]}
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=ENVIRONMENT):
@@ -84,13 +84,19 @@ def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_trace() -> None:
-    assert within(pipeline(2, 3), 2.0, 3.5) == {0: [Span(2, 2.0, 3.0)], 1: [Span(1, 2.0, 3.0)]}
-    assert shifted([Span(1, 5.0, 6.0), Span(0, 1.0, 2.0)], 1.0) == [Span(0, 2.0, 3.0), Span(1, 6.0, 7.0)]
+    assert within(pipeline(2, 3), 2.0, 3.5) == {0: [Interval(2, 2.0, 3.0)], 1: [Interval(1, 2.0, 3.0)]}
+    assert shifted([Interval(1, 5.0, 6.0), Interval(0, 1.0, 2.0)], 1.0) == [
+        Interval(0, 2.0, 3.0),
+        Interval(1, 6.0, 7.0),
+    ]
 
 
 def test_cpu_times_are_replayed_without_waits() -> None:
     busy = {stage: [span._replace(cpu=0.5) for span in spans] for stage, spans in pipeline(3, 8, gap=2.0).items()}
     alone = {stage: [span._replace(cpu=0.5) for span in spans] for stage, spans in pipeline(3, 8, took=0.5).items()}
     assert replayed(busy) == alone
-    uneven = {0: [Span(0, 0, 0, cpu=1), Span(1, 0, 0, cpu=1)], 1: [Span(0, 0, 0, cpu=3), Span(1, 0, 0, cpu=3)]}
+    uneven = {
+        0: [Interval(0, 0, 0, cpu=1), Interval(1, 0, 0, cpu=1)],
+        1: [Interval(0, 0, 0, cpu=3), Interval(1, 0, 0, cpu=3)],
+    }
     assert [span.begin for span in replayed(uneven)[1]] == [1, 4]

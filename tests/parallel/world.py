@@ -1,7 +1,9 @@
-"""Worlds of processes on this machine: one start for many cases, since a start takes seconds."""
+"""Worlds of processes on this machine. A start takes seconds: it is shared by many cases, and ranks are forked."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,28 +20,21 @@ def run_world(size: int, cases: Sequence[Case]) -> dict[str, str]:
     """What was wrong with each case, by its title; empty: nothing."""
     text = json.dumps([{"kind": kind, "name": name, "options": options} for kind, name, options in cases])
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    common |= {"OUTPACE_JOIN_TIMEOUT": str(PATIENCE)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.member"],
-            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL if rank else None,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    common |= {"OUTPACE_JOIN_TIMEOUT": str(PATIENCE), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    first = subprocess.Popen(
+        [sys.executable, "-m", "tests.parallel.member"],
+        env=os.environ | common,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        for rank in ranks[1:]:
-            assert rank.stdin is not None, "it is a pipe"
-            rank.stdin.write(text)
-            rank.stdin.close()
-        lines, _ = ranks[0].communicate(text)
+        lines, _ = first.communicate(text)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
     found = [json.loads(line) for line in lines.splitlines() if line.startswith("[")]
     done = {title(*case): problem for case, (_, problem) in zip(cases, found, strict=False)}
     return {title(*case): done.get(title(*case), "the world ended before this case") for case in cases}

@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a name that is not there": (
         {"weight": {"post_init_quant": {"o_proj": {}, "dense_h": {}}}},
-        r"post_init_quant: 'dense_h' is in the name of no linear of LlamaForCausalLM, whose names are like model\.",
+        r"post_init_quant: no linear of LlamaForCausalLM has 'dense_h' in its name; names are like model\.",
     ),
     "two rules for one": (
         {"weight": {"post_init_quant": {"mlp": {}, "up_proj": {}}}},
@@ -266,7 +266,7 @@ def test_groups_of_4_bits_that_are_not_given_fit_each_weight(inject: bool) -> No
 
 
 def test_a_module_without_linears_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quant: Sequential has no linears that could be quantized; remove it"):
+    with pytest.raises(ConfigError, match="quant: Sequential has no linears that can be quantized; remove it"):
         outpace.init_inference(nn.Sequential(nn.Conv1d(3, 4, 5)), device="cpu", dtype="int8")
 
 
@@ -279,7 +279,7 @@ def test_projections_stay_without_injection(family: str) -> None:
 
 
 def test_qkv_is_refused_where_no_name_tells_the_projections() -> None:
-    with pytest.raises(ConfigError, match=r"quant\.qkv: no linear of Sequential is known by its name"):
+    with pytest.raises(ConfigError, match=r"quant\.qkv: no linear of Sequential has a name that is known"):
         outpace.init_inference(nn.Sequential(nn.Linear(16, 16)), device="cpu", quant={"qkv": {"enabled": False}})
 
 
@@ -320,7 +320,7 @@ def test_a_module_that_an_engine_changed_is_for_no_other_engine(quant: dict[str,
     options = {} if quant is None else {"quant": quant}
     engine = outpace.init_inference(tiny("llama"), device="cpu", dtype="fp32", kernel_inject=inject, **options)
     before = logits(engine)
-    with pytest.raises(ModelError, match=r"already; use the engine that did it, or load the model again"):
+    with pytest.raises(ModelError, match=r"already; use the engine that it is part of, or load the model again"):
         outpace.init_inference(engine.module, device="cpu", dtype="bf16")
     assert torch.equal(logits(engine), before)
 

@@ -12,7 +12,7 @@ from outpace.inject.quantized import PackedLinear
 from outpace.kernels.dispatch import choose_kernels
 from outpace.kernels.packed import Packed
 from outpace.kernels.packed_linear import packed_linear_invariant_torch, packed_linear_tiles
-from outpace.kernels.packed_tiles import MOST_ROWS, Tiles, takes_tiles
+from outpace.kernels.packed_tiles import MOST_ROWS, TiledWeight, takes_tiles
 from tests.kernels.packing import random_packed
 from tests.models import PAD, VOCAB, prompts
 
@@ -60,7 +60,7 @@ def test_the_model_is_the_same_in_tiles(kind: str) -> None:
     for rows in (1, 7, MOST_ROWS[1] + 3):
         found, want = logits(tiled, rows), logits(exact, rows)
         assert (found - want).norm() <= 0.02 * want.norm()
-    assert sum(isinstance(each.packed, Tiles) for each in linears(tiled)) >= 8, "all but the head"
+    assert sum(isinstance(each.packed, TiledWeight) for each in linears(tiled)) >= 8, "all but the head"
     assert all(isinstance(each.packed, Packed) for each in linears(exact))
     assert sum(each.weight.nbytes for each in linears(tiled)) == bytes_before
     again = copy.deepcopy(tiled.module)

@@ -18,7 +18,7 @@ from outpace.kernels.cublaslt import CublasLt, Plan, Product, Unavailable
 from outpace.kernels.dispatch import choose_kernels
 from outpace.kernels.library import TunedLinear
 from outpace.runner import products
-from outpace.runner.products import telling, tune_products
+from outpace.runner.products import tune_products, unambiguous_shape
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import Shape, shapes
 from tests.inject import checks
@@ -186,11 +186,11 @@ def test_no_rank_is_tuned_if_another_cannot_be(fake: FakeCublasLt, monkeypatch: 
 
 
 def test_the_step_that_tells() -> None:
-    assert telling(shapes(256, 2048)) == Shape(64, 256, "mixed")
-    assert telling(shapes(64, 2048)) == Shape(2048, 64, "mixed"), "not one with as many sequences as tokens"
-    assert telling(shapes(8, 2048)) == Shape(64, 8, "chunks")
+    assert unambiguous_shape(shapes(256, 2048)) == Shape(64, 256, "mixed")
+    assert unambiguous_shape(shapes(64, 2048)) == Shape(2048, 64, "mixed"), "not one with as many sequences as tokens"
+    assert unambiguous_shape(shapes(8, 2048)) == Shape(64, 8, "chunks")
     alone = [Shape(size, 1, "fresh") for size in (64, 128)]
-    assert telling([*shapes(8, 2048), *alone]) == Shape(64, 1, "fresh")
-    assert telling([*shapes(17, 2048), *alone]) == Shape(64, 17, "mixed")
-    assert telling(shapes(4, 16)) is None
-    assert telling(()) is None
+    assert unambiguous_shape([*shapes(8, 2048), *alone]) == Shape(64, 1, "fresh")
+    assert unambiguous_shape([*shapes(17, 2048), *alone]) == Shape(64, 17, "mixed")
+    assert unambiguous_shape(shapes(4, 16)) is None
+    assert unambiguous_shape(()) is None

@@ -155,8 +155,8 @@ def config(**options: Any) -> LLMConfig:
 @pytest.mark.parametrize(
     ("scheduler", "tokens", "reason"),
     [
-        ({}, budget.CPU_TOKENS, "a CPU computes more at once no faster"),
-        ({"max_num_seqs": 600}, 600, "a CPU computes"),
+        ({}, budget.CPU_TOKENS, "on a CPU larger steps are not faster"),
+        ({"max_num_seqs": 600}, 600, "on a CPU larger steps"),
         ({"max_num_batched_tokens": 300}, 300, ""),
     ],
 )

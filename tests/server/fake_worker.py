@@ -16,9 +16,9 @@ from outpace.server.engine import Delta, EngineStatus, ModelCard
 from outpace.server.messages import (
     Add,
     Cancel,
+    CountExperts,
     Frames,
     FromWorker,
-    Look,
     News,
     NotStarted,
     Ping,
@@ -60,7 +60,7 @@ def main(sock: socket.socket) -> int:
                 send(Ready(card, FIXED, 8))
             elif isinstance(message, Ping):
                 send(News(pong=True))
-            elif isinstance(message, Look):
+            elif isinstance(message, CountExperts):
                 send(News(expert_load=[[3, 4]]))
             elif isinstance(message, Add):
                 live[message.number] = message.prompt_token_ids[0]

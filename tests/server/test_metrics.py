@@ -231,7 +231,7 @@ async def test_the_engine_tells_times_and_ends_one_answer_alone(tmp_path: Path) 
 
 @pytest.mark.anyio
 async def test_the_engine_counts_the_tokens_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(client_module, "COUNT_EVERY", 0.0)
     tiny("mixtral").save_pretrained(tmp_path)
     async with engine(tmp_path) as client:
         assert client.status().expert_layers == [0, 1]

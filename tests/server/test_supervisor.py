@@ -75,7 +75,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
         return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),), cwd=ROOT)
 
     monkeypatch.setattr(supervisor_module, "_process", process)
-    monkeypatch.setattr(client_module, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(client_module, "COUNT_EVERY", 0.0)
 
 
 def is_alive(pid: int) -> bool:

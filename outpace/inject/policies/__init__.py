@@ -19,6 +19,6 @@ def by_class() -> Mapping[str, Policy]:
 def register_policy(policy: Policy, *, replace: bool = False) -> NoReturn:
     """Removed: policies are an argument of each call, not state of the process."""
     raise ConfigError(
-        "register_policy: no policy is kept for the whole process; give it to each call that needs it: "
+        "register_policy: policies are not kept for the whole process; give one to each call that needs it: "
         "init_inference(model, injection_policy={LayerClass: policy}), and likewise LLM and verify"
     )

@@ -1,4 +1,4 @@
-"""Encoders whose layer is BERT's: BERT, RoBERTa and its relatives, ELECTRA, and DistilBERT with names of its own."""
+"""Encoders whose layer is BERT's: BERT, RoBERTa and its relatives, ELECTRA, and DistilBERT with its own names."""
 
 from dataclasses import replace
 from typing import Any

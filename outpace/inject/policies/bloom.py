@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, a norm behind the embedding, and residuals taken before the norms or after them."""
+"""BLOOM: ALiBi, a norm after the embedding, and residuals taken before the norms or after them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from outpace.inject.policy import ModelRoles, Policy
 
 def _sliced(config: Any) -> str | None:
     slices = config.slow_but_exact and config.pretraining_tp > 1
-    return "computes in slices (slow_but_exact), which leaves out biases" if slices else None
+    return "computes in slices (slow_but_exact), which skips biases" if slices else None
 
 
 BLOOM = Policy(

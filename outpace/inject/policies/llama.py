@@ -1,4 +1,4 @@
-"""Llama, and families whose layer is Llama's but for a few fields.
+"""Llama, and families whose layer is Llama's except for a few fields.
 
 Mistral, Qwen 2, Qwen 3 (q and k norms), SmolLM 3, Phi 3 and 4 (fused linears), StarCoder 2 (a plain MLP), StableLM,
 OLMo (norms without weights), Command R (attention and MLP from one norm).
@@ -42,7 +42,7 @@ STABLELM = replace(
     layers=("StableLmDecoderLayer",),
     norm="layer",
     variant=lambda config: {"placement": "parallel", "mlp_norm": None} if config.use_parallel_residual else {},
-    refuses=lambda config: "norms each head with weights of its own (qk_layernorm)" if config.qk_layernorm else None,
+    refuses=lambda config: "has separate norm weights for each head (qk_layernorm)" if config.qk_layernorm else None,
 )
 OLMO = replace(LLAMA, layers=("OlmoDecoderLayer",), norm="layer", norm_eps=1e-5)
 COHERE = replace(
@@ -53,7 +53,7 @@ COHERE = replace(
     mlp_norm=None,
     interleaved=True,
     model=replace(MODEL, logit_scale=lambda config: config.logit_scale),
-    refuses=lambda config: "norms each head with weights of its own (use_qk_norm)" if config.use_qk_norm else None,
+    refuses=lambda config: "has separate norm weights for each head (use_qk_norm)" if config.use_qk_norm else None,
 )
 COHERE2 = replace(
     COHERE,

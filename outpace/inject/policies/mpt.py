@@ -1,4 +1,4 @@
-"""MPT: ALiBi, and nothing has a bias."""
+"""MPT: ALiBi, and no biases."""
 
 from outpace.inject.policy import ModelRoles, Policy
 

@@ -13,7 +13,7 @@ from outpace.loading.foreign.settings import Settings
 from outpace.quant.scheme import Activations
 
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized")
-_PACKED = ("pack-quantized",)
+_PACKED = "pack-quantized"
 _USE = "use a checkpoint in pack-quantized, int-quantized or float-quantized"
 
 
@@ -31,8 +31,8 @@ class ConfigGroups:
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
-    activations: str | None
-    """What the config says about quantized activations and cache, in words; None: nothing."""
+    note: str | None
+    """The quantized activations and cache, for the log; None: there are none."""
 
     def find(self, name: str, dtype: torch.dtype) -> tuple[str, Format] | None:
         """(layer, format) of a stored tensor that is a quantized weight; None: it is not."""
@@ -59,8 +59,8 @@ class ConfigGroups:
                 if any(fits(layer, target) for target in group.targets):
                     return group.layout
         raise ModelError(
-            f"model: {layer} is stored quantized, but no group of quantization_config.config_groups has it as a "
-            "target; download the model again"
+            f"model: {layer} is stored quantized, but no group of quantization_config.config_groups targets it; "
+            "download the model again"
         )
 
 
@@ -89,16 +89,16 @@ def _group(part: Settings, name: str, whole: str) -> Group:
     kind = group.text_or("format", whole)
     if not weights.values:
         raise group.refuse("a group that quantizes no weights", _USE)
-    if kind not in (*_BYTES, *_PACKED):
+    if kind not in (*_BYTES, _PACKED):
         raise group.refuse(f"format {kind!r}", _USE)
     targets = group.texts("targets")
     for target in targets:
         _check_pattern(target)
-    return Group(targets, _layout(weights, _quantized_rows(group), packed=kind in _PACKED))
+    return Group(targets, _layout(weights, _quantized_rows(group), packed=kind == _PACKED))
 
 
 def _quantized_rows(group: Settings) -> Activations | None:
-    """How activations are quantized, if one scale for each row suffices; None: they are not quantized."""
+    """The scheme of activations, if one scale for each row suffices; None: they are not quantized."""
     found = group.part("input_activations")
     usual = found.text_or("strategy", "token").lower() in ("token", "tensor") and found.flag("symmetric", True)
     if not found.values or not usual or found.choice("num_bits", range(1, 17), 8) != 8:
@@ -142,7 +142,7 @@ def _span(weights: Settings) -> Span:
 
 
 def _activations(group: Settings) -> str | None:
-    """What a group says about activations, in words."""
+    """The quantized activations of a group, for the log; None: there are none."""
     for key in ("input_activations", "output_activations"):
         found = group.part(key)
         if found.values:

@@ -83,7 +83,7 @@ class Format(ABC):
     dims: int = 2
     """Dimensions of the first tensor; with one more it is a stack of experts."""
     transposed: bool = False
-    """Whether the model's own tensor is the transpose of what is stored."""
+    """Whether the model's own tensor is the transpose of the stored one."""
 
     @property
     @abstractmethod
@@ -108,11 +108,11 @@ class PackedFormat(Format):
     """A format that `Packed` can represent exactly."""
 
     activations: Activations | None = None
-    """How activations are quantized, if our kernels support it; None: they are not quantized."""
+    """The scheme of activations, if our kernels support it; None: they are not quantized."""
 
     @abstractmethod
     def packed(self, parts: Parts) -> ForeignWeight:
-        """The weight as it is stored, its columns in the order of groups; on the meta device only its form."""
+        """The weight as it is stored, its columns in the order of groups; on the meta device only shapes and dtypes."""
 
     def dequantized(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return self.packed(parts).dequantized(dtype)

@@ -7,6 +7,7 @@ weight float8_e4m3fn [N, K] is multiplied by weight_scale_inv or weight_scale (d
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from outpace.kernels.packed import Packed
 from outpace.loading.foreign.format import CHANNEL, FLOATS, TENSOR, ForeignWeight, PackedFormat, Parts, Span, scale_of
@@ -31,25 +32,24 @@ class Fp8(PackedFormat):
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         rows, columns = parts.take("", [(None, None)], torch.float8_e4m3fn).shape
-        ending = self._ending(parts)
-        scale_of(parts, ending, self._span(parts, ending), (rows, columns), *_SCALE_DTYPES)
+        self._scale(parts, (rows, columns))
         return rows, columns
 
     def packed(self, parts: Parts) -> ForeignWeight:
-        shape, ending = self.shape(parts), self._ending(parts)
-        span = self._span(parts, ending)
-        scale = scale_of(parts, ending, span, shape, *_SCALE_DTYPES)
+        shape = self.shape(parts)
+        scale, span = self._scale(parts, shape)
         block, group = span.of(parts, shape)
         scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
         return ForeignWeight(Packed(parts.tensors[""], scale, None, shape, group, block))
 
-    def _ending(self, parts: Parts) -> str:
-        return next((ending for ending in _SCALES if ending in parts.tensors), _SCALES[0])
+    def _scale(self, parts: Parts, shape: tuple[int, int]) -> tuple[Tensor, Span]:
+        ending = next((ending for ending in _SCALES if ending in parts.tensors), _SCALES[0])
+        span = self._span(parts.tensors.get(ending))
+        return scale_of(parts, ending, span, shape, *_SCALE_DTYPES), span
 
-    def _span(self, parts: Parts, ending: str) -> Span:
+    def _span(self, found: Tensor | None) -> Span:
         if self.blocks is not None:
             return Span(self.blocks[0], self.blocks[1], whole_groups=False)
-        found = parts.tensors.get(ending)
         if found is None or found.numel() == 1:
             return TENSOR
         columns = found.dim() == 2 and found.shape[0] == 1  # experts that are stored as [K, N]

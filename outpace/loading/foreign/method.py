@@ -30,8 +30,8 @@ class Method:
     """The quantization method of a checkpoint."""
 
     find: Find
-    activations: str | None = None
-    """What it says about quantized activations and cache, in words; None: nothing."""
+    note: str | None = None
+    """Its quantized activations and cache, for the log; None: it has none."""
 
 
 def read_method(found: Mapping[str, Any]) -> Method:
@@ -112,7 +112,7 @@ def _fp8(settings: Settings) -> Method:
 
 def _compressed_tensors(settings: Settings) -> Method:
     groups = config_groups(settings)
-    return Method(groups.find, groups.activations)
+    return Method(groups.find, groups.note)
 
 
 def _by_ending(layout: Format) -> Find:

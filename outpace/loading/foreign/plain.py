@@ -34,7 +34,7 @@ class _Quantized(StoredWeight):
     """Of a stack: the tensors of all experts."""
     dtype: torch.dtype
     """dtype after conversion."""
-    words: str | None = None
+    note: str | None = None
     expert: int = 0
 
     @property
@@ -133,7 +133,7 @@ def _quantized(sources: Mapping[str, Source], method: Method, dtype: torch.dtype
         if (weight := method.find(name, source.dtype)) is not None:
             stem, layout = weight
             parts = {ending: sources[stem + ending] for ending in layout.endings if stem + ending in sources}
-            yield _Quantized(stem, layout, parts, dtype, method.activations)
+            yield _Quantized(stem, layout, parts, dtype, method.note)
 
 
 def _of_no_use(name: str, source: Source, found: Collection[str]) -> bool:

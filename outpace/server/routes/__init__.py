@@ -1,1 +1,1 @@
-"""The routes, by who knows them. Each file has `router(services)`."""
+"""The routes. Each file has `router(services)`."""

@@ -1,4 +1,4 @@
-"""What /openapi.json says of answers: every route may answer with OpenAI's error body."""
+"""Describes answers in /openapi.json: every route may answer with OpenAI's error body."""
 
 from collections.abc import Mapping
 from typing import Any

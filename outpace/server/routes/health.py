@@ -20,7 +20,7 @@ SPLIT_FUSE_BOUND = 2.5
 
 
 def step_limit_ms(status: EngineStatus) -> float | None:
-    """The time that the tokens of a step were chosen for, or what SplitFuse allows over the last steps of decodes."""
+    """The time that the token budget was chosen for, or what SplitFuse allows after the last steps of decode alone."""
     decodes = [step.milliseconds for step in status.last_steps if step.decode_tokens and not step.prefill_tokens]
     if status.step_limit_ms is not None or not decodes:
         return status.step_limit_ms
@@ -54,7 +54,7 @@ def router(services: Services) -> APIRouter:
         return json_response(result)
 
     async def ready() -> Response:
-        """The engine works: while it is loaded, restarted or shut down this gives 503, and says which."""
+        """The engine works. While it is loaded, restarted or shut down: 503, with the reason."""
         status = services.engine.status()
         if not status.ready:
             why = f": {status.why}" if status.why else ""
@@ -80,7 +80,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/status/experts", response_model=None, responses=answers(ExpertStatus, "The load."))
     async def experts() -> Response:
-        """Tokens of each expert of each layer since the start; a few seconds old at most while somebody asks."""
+        """Tokens of each expert of each layer since the start; at most a few seconds old if asked again."""
         now = services.engine.status()
         load = now.expert_load
         result: ExpertStatus = {

@@ -1,4 +1,4 @@
-"""MII's REST route, for those who come from there."""
+"""MII's REST route, for programs that were written for MII."""
 
 import uuid
 
@@ -24,7 +24,7 @@ def router(services: Services) -> APIRouter:
         "/{deployment:path}", response_model=None, responses=answers(list[MiiResponse], "A response for each prompt.")
     )
     async def generate(deployment: str, body: MiiRequest, request: Request) -> Response:
-        """Answer each prompt; the deployment is the model by one of its names."""
+        """Answer each prompt; the deployment is one of the names of the model."""
         if deployment not in services.validator.names:
             raise ApiError(404, "There is no such deployment; GET /v1/models lists the names.", code="model_not_found")
         prompts = await until_gone(request.receive, services.validator.mii(body))

@@ -35,7 +35,7 @@ from outpace.server.stream import deltas_of_request
 from outpace.server.write import CompletionWriter
 from outpace.server.write_chat import ChatWriter
 
-_MANY = 4096  # numbers of all vectors
+_MANY = 4096  # numbers in all vectors; more are written in a thread
 
 
 def long_list(values: list[Any]) -> Any:
@@ -59,7 +59,7 @@ def router(services: Services) -> APIRouter:
         responses=answers(Completion, "The answers; with stream=true their chunks as events.", stream=True),
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Go on with each prompt."""
+        """Complete each prompt."""
         request.state.user = body.user
         model, name = validator.model(body.model), f"cmpl-{uuid.uuid4().hex}"
         prompts = await until_gone(request.receive, validator.completion(body))
@@ -96,7 +96,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/models", response_model=None, responses=answers(ModelList, "The names of the model."))
     async def models() -> Response:
-        """What is served."""
+        """The served names of the model."""
         result: ModelList = {"object": "list", "data": [_model(services, name) for name in validator.names]}
         return json_response(result)
 

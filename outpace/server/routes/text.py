@@ -1,4 +1,4 @@
-"""Text to tokens and back, as vLLM has it."""
+"""Text to tokens and back, as in vLLM."""
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -10,7 +10,7 @@ from outpace.server.routes.documented import answers
 from outpace.server.routes.openai import long_list
 from outpace.server.services import Services
 
-_MANY = 4096  # tokens
+_MANY = 4096  # tokens; more are written or checked in a thread
 
 
 def router(services: Services) -> APIRouter:
@@ -49,7 +49,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.post("/detokenize", response_model=None, responses=answers(DetokenizedText, "The text."))
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """Text of token ids, special ones too."""
+        """Text of token ids, including special tokens."""
         validator.model(body.model)
         if len(body.tokens) < _MANY:
             validator.check_ids("tokens", body.tokens)

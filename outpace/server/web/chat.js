@@ -15,13 +15,15 @@ export function createChat({ settings, askKey, announce, changed, busyChanged })
   let compare = false;
   let stopper = null; // of the answers that are being written
 
+  const isAtEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+  const toEnd = () => (scroll.scrollTop = scroll.scrollHeight);
   const setBusy = (controller) => {
     stopper = controller;
     list.classList.toggle("answering", controller !== null);
     busyChanged(controller !== null);
   };
 
-  /** Show all turns from `from` on anew. */
+  /** Draw all turns from `from` on again. */
   function draw(from = 0) {
     while (list.children.length > from) list.lastChild.remove();
     for (let at = from; at < turns.length; at++) list.append(turnView(at));
@@ -54,14 +56,7 @@ export function createChat({ settings, askKey, announce, changed, busyChanged })
       box.replaceWith(view);
       view.querySelector("button").focus();
     };
-    const submit = () => {
-      const text = area.value.trim();
-      if (!text || stopper) return;
-      const columns = ready();
-      if (!columns) return;
-      turns.length = at;
-      push(text, columns);
-    };
+    const submit = () => push(area.value, at);
     area.onkeydown = (event) => {
       if (event.key === "Escape") close();
       if (!sends(event)) return;
@@ -75,38 +70,35 @@ export function createChat({ settings, askKey, announce, changed, busyChanged })
     return box;
   }
 
-  /** The columns to ask with valid settings, or null after saying what is wrong. */
-  function ready() {
-    const columns = compare ? [0, 1] : [0];
+  /** The settings of these columns, or null after saying what is wrong. */
+  function read(columns) {
     try {
-      columns.forEach(settings.read);
-      return columns;
+      return columns.map((column) => settings.read(column));
     } catch (error) {
       announce(error.message, true);
       return null;
     }
   }
 
-  function push(text, columns) {
-    const at = turns.push({ user: text, answers: [null, null], views: [] }) - 1;
+  /** Send a message as turn `at`, in place of what follows; false when something keeps it from being sent. */
+  function push(text, at) {
+    const columns = compare ? [0, 1] : [0];
+    if (stopper || !text.trim() || !read(columns)) return false;
+    turns.length = at;
+    turns.push({ user: text.trim(), answers: [null, null], views: [] });
     ask(at, columns);
+    return true;
   }
 
   /** Ask for the answers of these columns to turn `at`, at the same time. */
   async function ask(at, columns) {
-    if (stopper) return;
+    const chosen = stopper ? null : read(columns);
+    if (!chosen) return;
     const turn = turns[at];
-    let chosen;
-    try {
-      chosen = columns.map((column) => settings.read(column));
-    } catch (error) {
-      announce(error.message, true);
-      return;
-    }
     columns.forEach((column, place) => (turn.answers[column] = newAnswer(chosen[place].model, chosen[place].params)));
     if (list.contains(document.activeElement)) byId("send").focus(); // which says "Stop" now; the button pressed goes away
     draw(Math.max(0, at - 1)); // the turn before loses its "Regenerate"
-    scroll.scrollTop = scroll.scrollHeight;
+    toEnd();
     const controller = new AbortController();
     setBusy(controller);
     announce("Answering");
@@ -138,9 +130,9 @@ export function createChat({ settings, askKey, announce, changed, busyChanged })
       answer.first ??= last;
       answer.text += piece;
       answer.chunks++;
-      const follow = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+      const follow = isAtEnd();
       view.update();
-      if (follow) requestAnimationFrame(() => (scroll.scrollTop = scroll.scrollHeight));
+      if (follow) requestAnimationFrame(toEnd);
     };
     const request = { messages: sent, ...answer.params, ...(answer.model && { model: answer.model }) };
     try {
@@ -156,18 +148,13 @@ export function createChat({ settings, askKey, announce, changed, busyChanged })
       }
     }
     answer.writing = answer.first === null ? null : last - answer.first;
-    const follow = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+    const follow = isAtEnd();
     view.end();
-    if (follow) scroll.scrollTop = scroll.scrollHeight;
+    if (follow) toEnd();
   }
 
   return {
-    /** Send a message; false when something keeps it from being sent. */
-    send(text) {
-      const columns = stopper || !text.trim() ? null : ready();
-      if (columns) push(text.trim(), columns);
-      return columns !== null;
-    },
+    send: (text) => push(text, turns.length),
     stop: () => stopper?.abort(),
     clear() {
       stopper?.abort();
@@ -181,7 +168,7 @@ export function createChat({ settings, askKey, announce, changed, busyChanged })
       const ended = (answer) => answer && { ...answer, finish: answer.finish ?? "stopped" };
       turns = saved.map(({ user, answers }) => ({ user, answers: answers.map(ended), views: [] }));
       draw();
-      scroll.scrollTop = scroll.scrollHeight;
+      toEnd();
     },
   };
 }

@@ -17,7 +17,7 @@ export function el(tag, props = {}, ...children) {
 export const button = (text, onclick, props = {}) => el("button", { type: "button", textContent: text, onclick, ...props });
 
 /** Put text in the clipboard; pages on plain http have no clipboard API, so there is a second way. */
-export async function copy(text) {
+async function copy(text) {
   if (navigator.clipboard) {
     await navigator.clipboard.writeText(text);
     return;

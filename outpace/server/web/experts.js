@@ -7,7 +7,7 @@ const PERIOD = 5000;
 const DARKEST = 2; // times the mean of a layer
 let drawnAt = -PERIOD;
 
-/** Draw it, if the model has experts and some seconds have passed. */
+/** Draw the load, if the model has experts and some seconds have passed. */
 export async function drawExperts(status, at) {
   const has = (status.expert_layers ?? []).length > 0;
   byId("experts").hidden = !has;

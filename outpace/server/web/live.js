@@ -49,7 +49,7 @@ function draw({ status, at }, before) {
   const used = status.num_blocks - status.free_blocks;
   const mean = steps.length ? steps.reduce((sum, { ms }) => sum + ms, 0) / steps.length : NaN;
   const rate = (name) => {
-    const passed = before ? status[name] - before.status[name] : -1; // negative: totals began anew
+    const passed = before ? status[name] - before.status[name] : -1; // negative: the totals began at 0 again
     return passed < 0 ? "–" : show(Math.round((10000 * passed) / (at - before.at)) / 10);
   };
   const limit = status.step_limit_ms ? `limit ${show(status.step_limit_ms)}` : "mean";
@@ -73,7 +73,7 @@ function setState(state, text) {
   if (shown.textContent !== text) shown.textContent = text;
 }
 
-/** The figures; their nodes are made once and changed after that, so that nothing flickers. */
+/** The figures. Their nodes are made once and then changed, so that nothing flickers. */
 function numbers(rows) {
   const list = byId("numbers");
   rows.forEach(([name, value, unit, share], at) => {
@@ -91,13 +91,13 @@ function plots(steps, limit) {
   const slow = Math.max(...steps.map(({ ms }) => ms), 0.001);
   const ceiling = Math.max(slow, limit || 0); // the top of the plot of times
   const start = STEPS - steps.length; // the newest step stands at the right
-  const told = ({ id, prefill, decode, ms }) => `Step ${id}: ${prefill} prefill and ${decode} decode tokens in ${show(ms)} ms`;
+  const tooltip = ({ id, prefill, decode, ms }) => `Step ${id}: ${prefill} prefill and ${decode} decode tokens in ${show(ms)} ms`;
   fill(byId("tokens-plot"), steps.map((step, at) => {
     const low = (100 * step.decode) / top;
     const high = (100 * step.prefill) / top;
-    return [told(step), bar("decode", start + at, 100 - low, low), bar("prefill", start + at, 100 - low - high, high)];
+    return [tooltip(step), bar("decode", start + at, 100 - low, low), bar("prefill", start + at, 100 - low - high, high)];
   }));
-  fill(byId("time-plot"), steps.map((step, at) => [told(step), bar(limit && step.ms > limit ? "time over" : "time", start + at, 100 - (100 * step.ms) / ceiling, (100 * step.ms) / ceiling)]));
+  fill(byId("time-plot"), steps.map((step, at) => [tooltip(step), bar(limit && step.ms > limit ? "time over" : "time", start + at, 100 - (100 * step.ms) / ceiling, (100 * step.ms) / ceiling)]));
   if (!steps.length) return;
   const over = steps.filter(({ ms }) => ms > limit).length;
   if (limit) byId("time-plot").append(line(100 - (100 * limit) / ceiling, `Limit ${show(limit)} ms`));
@@ -114,28 +114,20 @@ function plots(steps, limit) {
 
 const bar = (kind, x, y, height) => ({ class: kind, x: x + 0.08, y, width: 0.84, height });
 
-/** A line across a plot, and what it is. */
-function line(y, told) {
-  const made = document.createElementNS(SVG, "line");
-  const title = document.createElementNS(SVG, "title");
-  title.textContent = told;
-  for (const [name, value] of Object.entries({ class: "limit", x1: 0, x2: STEPS, y1: y, y2: y })) made.setAttribute(name, value);
-  made.append(title);
-  return made;
+/** A line across a plot, with a tooltip. */
+const line = (y, tooltip) => svg("line", { class: "limit", x1: 0, x2: STEPS, y1: y, y2: y }, svg("title", {}, tooltip));
+
+/** Draw groups of bars, each with a tooltip. */
+function fill(plot, groups) {
+  plot.replaceChildren(...groups.map(([tooltip, ...bars]) =>
+    svg("g", {}, svg("title", {}, tooltip), ...bars.filter(({ height }) => height > 0).map((attributes) => svg("rect", attributes)))));
 }
 
-function fill(plot, groups) {
-  plot.replaceChildren(...groups.map(([told, ...bars]) => {
-    const title = document.createElementNS(SVG, "title");
-    title.textContent = told;
-    const group = document.createElementNS(SVG, "g");
-    group.append(title, ...bars.filter(({ height }) => height > 0).map((attributes) => {
-      const rect = document.createElementNS(SVG, "rect");
-      for (const [name, value] of Object.entries(attributes)) rect.setAttribute(name, value);
-      return rect;
-    }));
-    return group;
-  }));
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
 }
 
 function table(steps) {

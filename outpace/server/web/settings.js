@@ -30,7 +30,7 @@ export function createSettings(changed) {
     changed();
   });
   byId("reset").addEventListener("click", () => {
-    for (const field of all(fields)) field.value = field.tagName === "SELECT" ? (field.title = field.options[0]?.value) : "";
+    for (const field of fields.flatMap(Object.values)) field.value = field.tagName === "SELECT" ? (field.title = field.options[0]?.value) : "";
     changed();
   });
 
@@ -65,7 +65,6 @@ export function createSettings(changed) {
 /** The sign of a setting, the same over its fields and its answers. */
 export const badge = (letter) => el("span", { className: `letter ${letter}`, textContent: letter, "aria-hidden": true });
 
-const all = (fields) => fields.flatMap((set) => Object.values(set));
 const named = (field, name) => field.setAttribute("aria-label", name);
 
 function row(spec, fields) {
