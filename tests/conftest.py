@@ -22,12 +22,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Measure coverage in the first two cases of each test and in every eighth: tracing makes a test two to three times
-    as slow, and the cases of one test cover nearly the same lines. The tests themselves run all the same."""
+    """Measure coverage in the first two cases of each test and in every eighth: tracing makes a test up to three times
+    as slow, and the cases of one test cover nearly the same lines. Of kernels only the first case is traced: Triton's
+    interpreter runs them line by line. The tests themselves run all the same."""
     cases: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if cases[test] > 1 and cases[test] % 8:
+        case = cases[test]
+        if case and (test.startswith("tests/kernels/") or (case > 1 and case % 8)):
             item.add_marker(pytest.mark.no_cover)
         cases[test] += 1
 
