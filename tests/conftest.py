@@ -1,5 +1,6 @@
 """Fixtures that every test folder may use."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def pytest_configure() -> None:
     # examples may take longer on a busy machine
     settings.register_profile("outpace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("outpace")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: one more than cores, since many tests wait for other processes; at most 8, for their memory."""
+    return min(8, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,7 +70,9 @@ def check(product: Any, x: Tensor, weight: Packed, **options: Any) -> None:
 
 def sum_of_terms(x: Tensor, weight: Packed, **options: Any) -> Tensor:
     """The product if no term cancelled another: that of magnitudes."""
-    sizes = {name: value.abs() if isinstance(value, Tensor) else value for name, value in options.items()}
+    sizes: dict[str, Any] = {
+        name: value.abs() if isinstance(value, Tensor) else value for name, value in options.items()
+    }
     return oracle(x.abs(), weight.dequantized(torch.float32).abs(), **sizes)
 
 
