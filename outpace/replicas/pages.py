@@ -33,7 +33,7 @@ _ADDED = frozenset(
 class Pages:
     """Answers to a few GETs. `outcomes` and `rejected` count POST requests, for `Guard`."""
 
-    def __init__(self, fleet: Fleet, options: ServerConfig, retried: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, fleet: Fleet, options: ServerConfig, retried: Callable[[], int]) -> None:
         """retried: returns how often a request began again on another replica."""
         self._fleet, self._options, self._retried = fleet, options, retried
         self.numbers = Numbers()

@@ -37,9 +37,9 @@ Own = Callable[[Headers], Awaitable[Response]]
 class Router:
     """Forwards requests to the replicas of a fleet. `Guard` is around it, and turns errors into answers."""
 
-    def __init__(self, fleet: Fleet, options: ServerConfig, own: Mapping[str, Own] | None = None) -> None:
+    def __init__(self, fleet: Fleet, options: ServerConfig, own: Mapping[str, Own]) -> None:
         """own: handlers of GET at these paths."""
-        self._fleet, self._options, self._own = fleet, options, dict(own or {})
+        self._fleet, self._options, self._own = fleet, options, own
         self.retried = 0
         """Times that a request began again on another replica."""
 

@@ -214,10 +214,13 @@ class Worker:
         if (idle and not self._idle_sent) or (not idle and now - self._status_at > STATUS_EVERY):
             news.status = self._status()
             self._status_at, self._idle_sent = now, idle
+        rest = News()
+        if self._broken and self._unsent.changed:  # errors wait for the last frame: until then the server seems ready
+            rest.failures, news.failures = news.failures, []
         news.last = self._broken and not self._last_sent and not self._unsent.changed
         self._last_sent |= news.last
         if is_new := news != News():
-            self._unsent.news = News()
+            self._unsent.news = rest
             self._channel.send(news)
         return is_new
 

@@ -660,6 +660,27 @@ def test_what_is_complete_is_told_before_a_broken_worker_ends(
     assert [each.last for each in news] == [False] * (len(news) - 1) + [True]
 
 
+def test_errors_of_a_broken_worker_come_with_its_last_frame(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that got one of them would find the server ready until the last frame came."""
+    limit_logprobs(monkeypatch, 3 * VOCAB)
+    driven = drive(max_logprobs=-1)
+    driven.ask(1, PROMPT[:1], 10, logprobs=-1, ignore_eos=True)
+    with monkeypatch.context() as held:
+        held.setattr(Channel, "free", False)
+        driven.turns(20)  # it is complete, and nothing is sent
+
+    def broken(step: Any) -> Any:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(driven.engine._runner, "launch", broken)
+    driven.ask(2, PROMPT, 2)
+    assert driven.worker.run() == 1
+    news = driven.news()
+    assert len(news) > 1
+    assert [[failure.number for failure in each.failures] for each in news] == [[]] * (len(news) - 1) + [[2]]
+    assert news[-1].last
+
+
 def test_an_error_while_queueing_fails_the_request_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = drive()
     monkeypatch.setattr(driven.engine, "submit", lambda group: 1 / 0)
