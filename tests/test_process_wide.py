@@ -1,9 +1,11 @@
 """Switches of the whole process."""
 
+import gc
 import os
 import threading
+from contextlib import ExitStack
 
-from outpace.process_wide import environment
+from outpace.process_wide import COLLECTOR, environment
 from tests.patience import PATIENCE
 
 
@@ -21,3 +23,15 @@ def test_environment_variables_are_set_for_a_while_and_only_who_sets_some_waits(
         other.join(PATIENCE)
         assert not other.is_alive()
     assert os.environ.get("OUTPACE_A_TEST") == before
+
+
+def test_garbage_is_collected_again_when_the_last_thread_needs_it_no_longer() -> None:
+    """They need not end in the opposite order: the first to begin may be the first to end."""
+    assert gc.isenabled()
+    first, second = ExitStack(), ExitStack()
+    with second:
+        with first:
+            first.enter_context(COLLECTOR.off())
+            second.enter_context(COLLECTOR.off())
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -150,6 +150,6 @@ def block_bytes(heads: Sequence[tuple[int, int, int]], dtype: torch.dtype, block
     return sum(count * ((key + value) * dtype.itemsize + scales) for count, key, value in heads) * block_size
 
 
-def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+def blocks_for(tokens: int) -> int:
     """Number of pages for `tokens` tokens."""
-    return -(-tokens // block_size)
+    return -(-tokens // BLOCK_SIZE)

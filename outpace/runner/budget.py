@@ -213,11 +213,8 @@ def _time_steps(model: BatchModel, config: LLMConfig, limits: Limits) -> Times:
     return Times(tokens=tokens, full=took_full, affordable=affordable)
 
 
-def _affordable(step: Callable[[], object], tokens: int, device: torch.device) -> int | None:
-    """Run a step of `tokens`; returns how many tokens would take a tenth of the free memory; None: not measured."""
-    if device.type != "cuda":
-        step()
-        return None
+def _affordable(step: Callable[[], object], tokens: int, device: torch.device) -> int:
+    """Run a step of `tokens`; returns how many tokens would take a tenth of the free memory."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
     step()

@@ -182,14 +182,14 @@ def _free_memory(model: BatchModel, config: LLMConfig, limits: Limits, wanted: t
 
 
 def _try_steps(model: BatchModel, config: LLMConfig, limits: Limits, wanted: tuple[Shape, ...]) -> int:
-    """Run the largest steps over a handful of pages; the bytes of one row of logits."""
+    """Capture the largest graphs over a handful of pages and run the largest step; the bytes of one row of logits."""
     runner = Runner(model, make_pages(model, config, 1), limits)
-    largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed")
-    logits = runner.warm_up(largest)
-    scratch = [logits.float() for _ in range(4)]  # as much as sampling takes
     kinds = {shape.kind: shape for shape in reversed(wanted)}  # the largest of each
     for kind in ("mixed" if "mixed" in kinds else "chunks", "decode"):
         if kind in kinds:
             runner.capture(kinds[kind])
+    # After the captures, because each of them empties torch's cache: this step's memory is needed in addition.
+    logits = runner.warm_up(Shape(limits.max_num_batched_tokens, limits.max_num_seqs, "mixed"))
+    scratch = [logits.float() for _ in range(4)]  # as much as sampling takes
     del scratch
     return logits.element_size() * logits.shape[1]

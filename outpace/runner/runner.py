@@ -91,14 +91,14 @@ class Runner:
         """Graphs that `catch_up` will capture."""
 
     @torch.no_grad()
-    def catch_up(self, *, idle: bool) -> bool:
-        """Capture one deferred graph if it is time for one; False: not yet, or none is left.
+    def catch_up(self, *, idle: bool) -> None:
+        """Capture one deferred graph, if it is time for one.
 
         Call it between steps. idle: no request is waiting. If a capture fails, steps use the graphs there are.
         """
         shape = self.deferred.next() if idle else self.deferred.due()
         if shape is None:
-            return False
+            return
         self.rows.send(self.rows.take(()), shape.num_seqs, wait=True)  # a step without tokens
         problem = self.graphs.add(shape, self._forward, at_once=not idle)
         if problem is None:
@@ -109,7 +109,6 @@ class Runner:
             self.deferred.clear()
         else:
             self.deferred.leave_for_later(shape)
-        return True
 
     @torch.no_grad()
     def capture(self, shape: Shape, *, compiled: bool = False) -> bool:
@@ -134,7 +133,8 @@ class Runner:
         """
         batch = self._batch(self.rows.send(Layout(), shape.num_seqs, wait=True), shape)
         ids = torch.arange(shape.num_tokens, device=self._model.device) % vocab_size
-        batch = replace(batch, ids=ids, slots=torch.zeros_like(batch.slots))
+        # cu_q is a part of the header, which the next step overwrites
+        batch = replace(batch, ids=ids, slots=torch.zeros_like(batch.slots), cu_q=batch.cu_q.clone())
         given = self._input(shape.num_tokens)
         return torch.no_grad()(lambda: self._model.forward(batch, self._pages, batch.cu_q[1:], given))
 
@@ -236,7 +236,8 @@ class Runner:
         return Ran(logits[:count], likeliest[:count], header.rows[:count], header.writes[:count])
 
     def _shape_without_graph(self, count: int, num_tokens: int, *, fresh: bool) -> Shape:
-        """Triton compiles other kernels for sizes not divisible by 16, so that padding saves compiling."""
+        """The shape of a step without a graph. A large one is padded, because Triton would compile other kernels for
+        sizes not divisible by 16."""
         size = min(-(-num_tokens // PADDED) * PADDED, self._limits.max_num_batched_tokens)
         pads = self._pads and not fresh and len(self.graphs) > 0
         if not pads or num_tokens == count or not PADDED < num_tokens <= size:

@@ -287,12 +287,25 @@ def test_steps_are_timed_as_graphs_where_steps_will_be_graphs(captures: bool, mo
 
     monkeypatch.setattr(budget, "captured", capture)
     monkeypatch.setattr(budget, "_seconds", seconds)
+    monkeypatch.setattr(budget, "_affordable", lambda *_: None)
     monkeypatch.setattr(LLMConfig, "cuda_graphs", True)
     asked = config(scheduler={"max_num_seqs": 40, "max_num_batched_tokens": 256})
     found = budget._time_steps(counting, asked, choose_limits(counting, asked, 77))
     expected = budget.Times(tokens=256, full=256, quarter=64, each=40, few=32) if captures else None
     assert found == (expected or budget.Times(tokens=256, full=256))
     assert len(graphs) == (4 if captures else 0)
+
+
+def test_steps_that_are_timed_do_not_read_the_headers_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are captured before the first is timed. A token for each of 64 requests is more than a quarter of 64."""
+    monkeypatch.setattr(budget, "captured", lambda step, **_: step)
+    monkeypatch.setattr(budget, "_affordable", lambda *_: None)
+    monkeypatch.setattr(budget, "_seconds", lambda step, device: float(len(step())))
+    monkeypatch.setattr(LLMConfig, "cuda_graphs", True)
+    counting = Counting()
+    asked = config(scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64})
+    found = budget._time_steps(counting, asked, choose_limits(counting, asked, 77))
+    assert (found.full, found.quarter, found.each, found.few) == (64, 16, 64, 32)
 
 
 PER_BLOCK = block_bytes(Counting().kv_heads, torch.float32, 16)
