@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernel_cases import DTYPE, ROUNDED, SHARED, Case, Model, Run, Way, Work, copies, randn, random_weight
+from bench.report import DEVICE
 from outpace.kernels.cublaslt import CublasLt, Product
+from outpace.kernels.few_rows import MAX_BLOCKS, few_rows_triton
 from outpace.kernels.gemv import fused_linear_torch, gemv_triton
 from outpace.kernels.launch_options import MAX_ROWS
 from outpace.kernels.library import TunedLinear
@@ -65,7 +67,11 @@ def gemv(each: Linear) -> Ways:
     if each.gated:
         fused["activation"] = "silu"
     run = partial(gemv_triton, **fused)
-    usual = [Way("own", run), Way("torch", F.linear, float("inf"))]
+    own = run
+    if each.rows > 1:  # counts: a graph that is captured here could not make them
+        counts = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=DEVICE)
+        own = partial(few_rows_triton, counts=counts, **fused)
+    usual = [Way("own", own), Way("torch", F.linear, float("inf"))]
     return partial(fused_linear_torch, **fused), usual, _gemv_tiles(run, each.rows * (1 + each.gated), each.depth)
 
 

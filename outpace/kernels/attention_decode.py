@@ -190,7 +190,6 @@ def paged_attention_decode(
     mixed: bool = False,
     num_splits: int = 0,
     tiles: DecodeTiles | None = None,
-    pdl: bool | None = None,
     plans: DecodePlans | None = None,
     plan: DecodePlan | None = None,
     fold: bool | None = None,
@@ -202,8 +201,8 @@ def paged_attention_decode(
     with one query are written. `max_len` bounds seq_lens (0: what the block table can hold). `plan` divides the keys
     among programs; None: it comes from `plans`, which belong to this batch, or is made here. `num_splits` instead cuts
     every sequence into this many parts. `tiles` and `fold` (whether the last program of a sequence merges its parts)
-    are chosen here unless given. `pdl` starts each kernel before the previous one ends (37.1 us against 38.3 for one
-    sequence of 64k keys of 64); None: if the device can.
+    are chosen here unless given. Each kernel starts before the previous one ends if the device can (37.1 us against
+    38.3 for one sequence of 64k keys of 64).
     """
     (rows, num_heads, dim), (_, page_size, kv_heads, v_dim), batch = q.shape, v_pages.shape, seq_lens.shape[0]
     assert mixed or (max_q <= 1 and rows == batch), (max_q, rows, batch)
@@ -219,7 +218,7 @@ def paged_attention_decode(
         tiles = replace(tiles, num_stages=2)  # 245 us against 282 for 64 x 4k keys: more programs share an SM
     chunk = merge_chunk(group, v_dim, tiles.num_warps, -(-2 * sms // kv_heads) if many else 0)
     mergeable = chunk * MERGE_STEPS * kv_heads >= sms  # otherwise too few parts could be merged to fill the device
-    fold, pdl = (FOLD and mergeable) if fold is None else fold, has_pdl(q.device) if pdl is None else pdl
+    fold = (FOLD and mergeable) if fold is None else fold
     most = min(-(-reach // MIN_PART), chunk * MERGE_STEPS if fold else reach)
     if plan is None and num_splits == 0 and most > 1:
         plans = DecodePlans() if plans is None else plans
@@ -235,7 +234,8 @@ def paged_attention_decode(
     constants = kernel_constants(q, k_pages, v_pages, out, scales)
     where = (None, seq_lens, cu_q) if plan is None else (plan.items, None, None)
     static = mixed and plan is None  # with a plan, one compiled kernel serves mixed batches too
-    both: dict[str, Any] = {"block_n": tiles.block_n, "has_window": how.window > 0, "mixed": static, **pdl_options(pdl)}
+    both: dict[str, Any] = {"block_n": tiles.block_n, "has_window": how.window > 0, "mixed": static}
+    both |= pdl_options(has_pdl(q.device))
     _decode_kernel[(kv_heads, items)](
         *(out, parts, lse, arrived, *where, q, k_pages, v_pages, scales, block_table, how.alibi_slopes, how.sinks),
         *(batch, block_table.stride(0), splits, how.window, *how.in_log2),

@@ -108,12 +108,14 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, out
     return all(each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0 for each in given)
 
 
-def rounds_parts(dtype: torch.dtype) -> bool:
-    """Whether torch allows parts of a product to be rounded before they are added (by default it does)."""
+def reductions(dtype: torch.dtype) -> int:
+    """How algorithms may add the parts of a split depth: rounded before or not, as torch's settings say."""
     settings = torch.backends.cuda.matmul
-    if dtype == torch.float16:
-        return bool(settings.allow_fp16_reduced_precision_reduction)
-    return bool(settings.allow_bf16_reduced_precision_reduction)
+    half = dtype == torch.float16
+    rounds = (
+        settings.allow_fp16_reduced_precision_reduction if half else settings.allow_bf16_reduced_precision_reduction
+    )
+    return ANY_REDUCTION if rounds else PRECISE_REDUCTION
 
 
 class CublasLt:
@@ -153,7 +155,7 @@ class CublasLt:
         """The algorithms that cublasLt proposes, the most promising first."""
         described, found = self._describe(product), dict[Algorithm, None]()
         for limit in WORKSPACES:
-            found.update(dict.fromkeys(self._proposals(described, limit, rounds_parts(product.dtype))))
+            found.update(dict.fromkeys(self._proposals(described, limit, reductions(product.dtype))))
         return list(found)
 
     def checked(self, product: Product, data: bytes) -> Algorithm | None:
@@ -213,10 +215,10 @@ class CublasLt:
                 self._described[product] = _Described(self, product)
             return self._described[product]
 
-    def _proposals(self, described: "_Described", limit: int, rounds: bool) -> list[Algorithm]:
+    def _proposals(self, described: "_Described", limit: int, schemes: int) -> list[Algorithm]:
         preference, count = self.made(described, "MatmulPreference"), ctypes.c_int()
-        size, schemes = ctypes.c_uint64(limit), ctypes.c_uint32(ANY_REDUCTION if rounds else PRECISE_REDUCTION)
-        for attribute, value in ((MAX_WORKSPACE_BYTES, size), (REDUCTION_SCHEMES, schemes)):
+        wanted = ((MAX_WORKSPACE_BYTES, ctypes.c_uint64(limit)), (REDUCTION_SCHEMES, ctypes.c_uint32(schemes)))
+        for attribute, value in wanted:
             self.call(
                 *("cublasLtMatmulPreferenceSetAttribute", preference, attribute),
                 *(ctypes.byref(value), ctypes.sizeof(value)),

@@ -174,19 +174,18 @@ def down_config(top_k: int, depth: int) -> dict[str, int]:
 
 def experts_few(
     *operands: Any,
-    pdl: bool | None = None,
     up: Mapping[str, int] | None = None,
     down_tiles: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Tensor:
-    """An `ExpertsCall` in two kernels. up, down_tiles: tiles other than the default ones; pdl: as in gemv_triton."""
+    """An `ExpertsCall` in two kernels. up, down_tiles: tiles other than the default ones."""
     call = ExpertsCall(*operands, **options)
     x, gate_up, down, chosen = call.x, call.gate_up, call.down, call.chosen
     assert isinstance(gate_up, Tensor), "plain weights"
     assert isinstance(down, Tensor), "plain weights"
     (tokens, hidden), (experts, _, inner), top_k = x.shape, down.shape, chosen.shape[1]
     h, out = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device), call.empty_out()
-    both = {"top_k": top_k, **pdl_options(pdl is not False and has_pdl(x.device))}
+    both = {"top_k": top_k, **pdl_options(has_pdl(x.device))}
     meta = {**up_config(inner, hidden, call.gated), **(up or {})}
     _pair_up_kernel[(tokens * top_k, triton.cdiv(inner, meta["block_n"]))](
         *(x, gate_up, call.gate_up_bias, chosen, h, experts, inner),

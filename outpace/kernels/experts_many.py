@@ -260,8 +260,8 @@ def _strides(stack: Stack | None) -> tuple[int, int]:
     return (stack.stride(0), stack.stride(1)) if isinstance(stack, Tensor) else (0, 0)
 
 
-def experts_many(*operands: Any, tiles: Tiles | None = None, pdl: bool | None = None, **options: Any) -> Tensor:
-    """An `ExpertsCall` in four or five kernels, with `rows` two more. pdl: as in gemv_triton; None: for few tokens."""
+def experts_many(*operands: Any, tiles: Tiles | None = None, **options: Any) -> Tensor:
+    """An `ExpertsCall` in four or five kernels, with `rows` two more. With few tokens the kernels overlap."""
     call = ExpertsCall(*operands, **options)
     x, gate_up, down, chosen, rows = call.x, call.gate_up, call.down, call.chosen, call.rows
     assert rows is None or takes_rounded(rows, gate_up, down), f"these weights do not take {rows} rows"
@@ -269,7 +269,7 @@ def experts_many(*operands: Any, tiles: Tiles | None = None, pdl: bool | None = 
     pairs = tokens * top_k
     usual = tiles_for(pairs, experts, x.dtype, gate_up.kind if isinstance(gate_up, Packed) else None)
     tiles = tiles or (usual if rows is None else rounded_tiles())
-    pdl = (tokens <= 64 if pdl is None else pdl) and has_pdl(x.device)
+    pdl = tokens <= 64 and has_pdl(x.device)
     order, places = sort_pairs(chosen, experts, tiles.block_m, pdl=pdl)
     h, y = (torch.empty((pairs, width), dtype=x.dtype, device=x.device) for width in (inner, hidden))
     out = call.empty_out()

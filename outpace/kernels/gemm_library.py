@@ -3,7 +3,8 @@
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -36,14 +37,13 @@ def _prefer(library: str) -> None:
 
     The warning is written to file descriptor 2, past Python's `warnings` and `sys.stderr`, and torch has no switch for
     it. So the descriptor points to /dev/null for the time of this one call, which computes nothing. What other threads
-    write to standard error meanwhile is lost.
+    write to standard error meanwhile is lost. A daemon may have closed the descriptor; then nothing is redirected.
     """
-    with SWITCHING:
-        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, 2)
-            torch.backends.cuda.preferred_blas_library(library)
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            os.close(nowhere)
+    with SWITCHING, ExitStack() as stack:
+        with suppress(OSError):
+            kept = os.dup(2)
+            stack.callback(os.close, kept)
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+            stack.callback(os.dup2, kept, 2)
+        torch.backends.cuda.preferred_blas_library(library)

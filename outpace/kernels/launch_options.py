@@ -24,16 +24,17 @@ def sm_count(device: torch.device) -> int:
 
 
 def few_overlap(rows: int, x: torch.Tensor) -> bool:
-    """Whether a kernel over this many rows of x overlaps the previous one.
+    """Whether a kernel between the products of a step overlaps the previous kernel: with few 16-bit rows.
 
-    Steps of few 16-bit rows consist of our own kernels. In larger steps a library computes the products, and does not
-    overlap.
+    Our own kernels then compute the products too. With more rows a library does, next to which nothing overlaps but
+    attention, routing and experts, which choose for themselves.
     """
     return rows <= MAX_ROWS and x.element_size() == 2 and has_pdl(x.device)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Options of a launch whose kernel has a parameter `pdl`; it must wait (`gdc_wait`) before it reads or writes."""
+    """Options of a launch whose kernel has a parameter `pdl`. The kernel must wait (`gdc_wait`) before it writes, and
+    before it reads anything but weights."""
     return {"pdl": True, "launch_pdl": True} if pdl else {"pdl": False}
 
 

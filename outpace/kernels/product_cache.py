@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from outpace.kernels.cublaslt import ALGORITHM_BYTES, DTYPES, Product, rounds_parts
+from outpace.kernels.cublaslt import ALGORITHM_BYTES, DTYPES, Product, reductions
 from outpace.kernels.limits import device_name
 from outpace.log import logger
 
@@ -29,7 +29,7 @@ def identity(device: torch.device, version: int) -> dict[str, Any]:
         "processors": found.multi_processor_count,
         "cublasLt": version,
         "torch": torch.__version__,
-        "rounds parts": [rounds_parts(dtype) for dtype in DTYPES],
+        "reductions": [reductions(dtype) for dtype in DTYPES],
     }
 
 

@@ -22,8 +22,7 @@ class Uncapturable(Exception):
 def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable[[], Result]:
     """Capture `run` as a graph. It may use static buffers only; the caller keeps them alive as long as the graph.
 
-    Each replay overwrites the result of the previous one. Errors in a warm-up are raised as they are. Warm-ups run on
-    the capture's stream, so that what torch allocates per stream (cuBLAS: 32 MiB) is allocated once.
+    Each replay overwrites the result of the previous one. Errors in a warm-up are raised as they are.
     """
     graph = torch.cuda.CUDAGraph()
     with CAPTURING:
@@ -36,7 +35,8 @@ def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable
         here.wait_stream(side)
         capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         try:  # the garbage collector could free an old graph, which CUDA forbids during a capture
-            with torch.cuda.stream(here), COLLECTOR.off(), capture:  # a failed capture leaves its stream current
+            # the stream is set because a failed capture leaves its own stream current
+            with torch.cuda.stream(here), COLLECTOR.off(), _own_workspace(), capture:
                 output = run()
         except Exception as error:
             raise Uncapturable((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
@@ -46,6 +46,20 @@ def captured(run: Callable[[], Result], *, pool: Any, warm_ups: int) -> Callable
         return output
 
     return replay
+
+
+@contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Make cuBLAS allocate its workspace anew, so that a graph's workspace is in the memory pool of the graph.
+
+    torch keeps one workspace for each stream, and all graphs are captured on one stream. Graphs of two engines would
+    share it, and torch 2.12 and later free it when any graph is destroyed (pytorch issue 193402).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def mend(device: torch.device) -> None:

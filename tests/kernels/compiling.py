@@ -7,6 +7,7 @@ TRITON_INTERPRET is not set: `python -m tests.kernels.compiling`. Every line it 
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,15 @@ class Compiled:
     registers: int
     stack: int
     """Bytes of local memory: registers that did not fit."""
+    overlaps: bool
+    """Whether it may start before the previous kernel ends."""
+    waits: bool
+    """Whether it waits for that end."""
+    early_reads: int
+    """Reads of global memory before this wait."""
+    early_writes: int
+    barriers: int
+    """Instructions of barriers that copies signal."""
 
 
 class NoGPU:
@@ -76,7 +86,7 @@ def compile_instead() -> Iterator[list[Compiled]]:
 
 
 def resources(kernel: Any) -> Compiled:
-    """What the compiler's own tool says of a compiled kernel."""
+    """What the compiler's own tool says of a compiled kernel, and what its PTX has before it waits."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -86,7 +96,15 @@ def resources(kernel: Any) -> Compiled:
         file.flush()
         told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     numbers = dict(word.split(":") for word in told.stdout.split() if word.count(":") == 1 and word[-1].isdigit())
-    return Compiled(meta.name, meta.num_warps, meta.num_stages, meta.shared, int(numbers["REG"]), int(numbers["STACK"]))
+    before, wait, _ = kernel.asm["ptx"].rpartition("griddepcontrol.wait")
+    return Compiled(
+        *(meta.name, meta.num_warps, meta.num_stages, meta.shared, int(numbers["REG"]), int(numbers["STACK"])),
+        overlaps=meta.launch_pdl,
+        waits=wait != "",
+        early_reads=len(re.findall(r"\b(ld|cp\.async\S*)\.global", before)),
+        early_writes=len(re.findall(r"\b(st|atom|red)\.global", before)),
+        barriers=kernel.asm["ptx"].count("mbarrier."),
+    )
 
 
 def kernels() -> set[str]:

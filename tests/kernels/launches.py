@@ -189,12 +189,13 @@ def quantized_rows() -> None:
 
 
 def rows() -> None:
-    """Norms, activations and what else takes rows one by one."""
-    x, weight = meta(33, 4096), meta(4096)
-    rms_norm_triton(x, weight, 1e-5, add=x, out=x)
-    layer_norm_triton(x, weight, weight, 1e-5)
-    gated_act_triton(x, "silu")
-    bias_act_triton(x, weight, "gelu_tanh")
+    """Norms, activations and what else takes rows one by one; over few rows they overlap the previous kernel."""
+    for count in (8, 33):
+        x, weight = meta(count, 4096), meta(4096)
+        rms_norm_triton(x, weight, 1e-5, add=x, out=x)
+        layer_norm_triton(x, weight, weight, 1e-5)
+        gated_act_triton(x, "silu")
+        bias_act_triton(x, weight, "gelu_tanh")
     for word, longest in ((8, 16384), (4, 96), (1, 5)):
         pieces = Pieces((x, x), meta(4, 2, dtype=INT64), word, longest, 1 << 10)
         gather_blocks_triton(pieces, meta(3, dtype=INT64), meta(3, 1 << 10, dtype=torch.uint8))
@@ -214,8 +215,9 @@ def attention() -> None:
     """Rotation, and attention over pages: decode in one part and in several, and prompts."""
     heads: dict[str, int] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rotary_dim": 128}
     k, v = meta(100, 64, 8, 128), meta(100, 64, 8, 128)
-    cos, at = meta(4096, 64, dtype=FP32), meta(33, dtype=INT64)
-    rope_and_cache_triton(meta(33, 48 * 128), cos, cos, at, at, k, v, **heads)  # type: ignore[arg-type]
+    for count in (8, 33):
+        cos, at = meta(4096, 64, dtype=FP32), meta(count, dtype=INT64)
+        rope_and_cache_triton(meta(count, 48 * 128), cos, cos, at, at, k, v, **heads)  # type: ignore[arg-type]
     table, lens, cu_q = meta(3, 8, dtype=INT32), meta(3, dtype=INT32), meta(4, dtype=INT32)
     for splits in (1, 4):
         paged_attention_decode(meta(3, 32, 128), k, v, table, lens, cu_q, scale=0.1, num_splits=splits)

@@ -12,6 +12,8 @@ from tests.patience import PATIENCE
 
 SHARED = 227 << 10  # bytes of shared memory that a block can have on an H100 or H200
 SPILLS = {"_draw_kernel"}  # 32 warps leave 64 registers to a thread
+EARLY = {"_gemv_kernel", "_packed_gemv_kernel", "_pair_down_kernel", "_packed_down_kernel"}
+"""Kernels that read weights, which no kernel before them writes, before they wait for the previous kernel."""
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -24,4 +26,10 @@ def test_every_kernel_compiles() -> None:
     for kernel in found:
         assert kernel["shared"] <= SHARED, kernel
         assert kernel["stack"] == 0 or kernel["name"] in SPILLS, f"registers spill to memory: {kernel}"
+        assert kernel["overlaps"] == kernel["waits"], kernel
+        assert kernel["early_writes"] == 0, f"the previous kernel may still read it: {kernel}"
+        assert kernel["early_reads"] == 0 or kernel["name"] in EARLY, f"the previous kernel may write it: {kernel}"
+        assert kernel["barriers"] == 0, f'see docs/log.md, "A step that did not end": {kernel}'
     assert never == [], "tests/kernels/launches.py launches every kernel"
+    names = {kernel["name"] for kernel in found if kernel["overlaps"]}
+    assert names >= {"_rms_norm_kernel", "_layer_norm_kernel", "_rope_and_cache_kernel", "_gated_act_kernel"}

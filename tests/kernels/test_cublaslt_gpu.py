@@ -150,7 +150,8 @@ def test_a_start_tunes_and_the_next_one_reads(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     tokenizer = byte_tokenizer()
     texts = []
-    for options in ({}, {}, {"kernels": {"linear": "torch"}}):
+    tuned = {"kernels": {"linear": "tuned"}}
+    for options in (tuned, tuned, {}):
         model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
         given: dict[str, Any] = {"dtype": "bf16", "num_blocks": 200, "max_num_seqs": 32, **options}
         with LLM(model, tokenizer=tokenizer, device="cuda", **given) as llm:

@@ -270,9 +270,9 @@ def test_tiles_change_the_speed_alone(device: torch.device) -> None:
     want = exact(call)
     for block_n, block_k in ((8, 16), (16, 32), (8, 128)):
         tile = {"block_n": block_n, "block_k": block_k}
-        check(call.run(experts_few, up=tile, down_tiles=tile, pdl=True), want)
+        check(call.run(experts_few, up=tile, down_tiles=tile), want)
     for tiles in (Tiles(16, 16, 16, 16), Tiles(64, 32, 64, 32, group_m=1), Tiles(32, 64, 16, 64, group_m=3)):
-        check(call.run(experts_many, tiles=tiles, pdl=True), want)
+        check(call.run(experts_many, tiles=tiles), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

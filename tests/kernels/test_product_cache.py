@@ -4,13 +4,15 @@ import json
 import logging
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from outpace.kernels import cublaslt
 from outpace.kernels.cublaslt import Product
-from outpace.kernels.product_cache import ProductCache, cache_file
+from outpace.kernels.product_cache import ProductCache, cache_file, identity
 from tests.patience import PATIENCE
 
 HERE = {"device": "a", "cublasLt": 130100}
@@ -109,3 +111,12 @@ def test_versions_and_devices_have_files_of_their_own(tmp_path: Path) -> None:
     files = {cache_file(tmp_path, device, HERE | {"cublasLt": version}) for version in (1, 2)}
     assert len(files) == 2
     assert {file.parent for file in files} == {tmp_path / "products"}
+
+
+def test_algorithms_that_are_no_longer_proposed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cublasLt's check of a stored algorithm takes no preferences: reductions in place would pass it."""
+    found = SimpleNamespace(name="H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    now = identity(torch.device("cuda"), 130100)
+    monkeypatch.setattr(cublaslt, "ANY_REDUCTION", 7)
+    assert identity(torch.device("cuda"), 130100) != now
