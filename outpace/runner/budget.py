@@ -15,7 +15,7 @@ from outpace.config import LLMConfig
 from outpace.inject.paged import MICRO_TOKENS, BatchModel
 from outpace.kernels.gemm_library import gemm_library
 from outpace.log import chosen
-from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
+from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend, side_stream
 from outpace.runner.room import everyone, make_pages
 from outpace.runner.runner import Limits, Runner
 from outpace.runner.step_graphs import CHUNK_SIZES, Shape
@@ -190,13 +190,13 @@ def _time_steps(model: BatchModel, config: LLMConfig, limits: Limits) -> Times:
     each, few = (Shape(size, size, "decode") for size in (min(LEAST_TOKENS, seqs), min(DECODES, seqs)))
     wanted = (full, quarter, each, few) if model.streaming is None else (full, each)
     affordable = _affordable(lambda: runner.warm_up(full), tokens, model.device)
-    kept = list[object]()
+    kept, side = list[object](), side_stream(model.device)
 
     def graph(shape: Shape) -> Callable[[], object]:
         trial = runner.trial(shape, model.vocab_size)
         kept.append(trial)  # the graph reads these tensors at each replay
         with CAPTURING, gemm_library(shape.num_tokens):
-            return captured(trial, pool=None, warm_ups=1)
+            return captured(trial, pool=None, side=side, warm_ups=1)
 
     if config.cuda_graphs and model.capturable:
         try:

@@ -3,13 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import masking_utils
 
 from outpace.log import logger
-from outpace.runner.capture import CAPTURING, StreamLock, Uncapturable, captured, mend
+from outpace.runner.capture import CAPTURING, StreamLock, Uncapturable, captured, mend, side_stream
 from outpace.tree import map_tensors, signature, tensors
 
 WARM_UPS = 3  # torch requires warm-up on a side stream, so that lazy initialisation is not captured
@@ -25,6 +26,7 @@ class ForwardGraphs:
         self._static_output = static_output
         self._graphs: OrderedDict[Hashable, tuple[list[torch.Tensor], Callable[[], Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = side_stream(device)
         self._lock = StreamLock(device)
         self.uncapturable: str | None = None
         """Why graphs are no longer used, after a failed capture."""
@@ -36,7 +38,7 @@ class ForwardGraphs:
         key = signature((args, kwargs)) if self.uncapturable is None else None
         if key is None:  # a cache or another stateful object: every such call differs
             return self._run(*args, **kwargs)
-        with torch.cuda.device(self._device), self._lock.held():
+        with self._lock.held():
             if key in self._graphs or self._add(key, args, kwargs):
                 self._graphs.move_to_end(key)
                 inputs, replay = self._graphs[key]
@@ -59,7 +61,8 @@ class ForwardGraphs:
             self._graphs.popitem(last=False)
         try:
             with CAPTURING, _no_extra_mask():
-                replay = captured(lambda: self._run(*static[0], **static[1]), pool=self._pool, warm_ups=WARM_UPS)
+                run = partial(self._run, *static[0], **static[1])
+                replay = captured(run, pool=self._pool, side=self._side, warm_ups=WARM_UPS)
         except Uncapturable as error:
             mend(self._device)
             self.uncapturable = str(error)

@@ -13,6 +13,7 @@ from outpace.inject.paged import Batch, BatchModel
 from outpace.kernels.dispatch import for_device
 from outpace.kernels.ragged import Ragged
 from outpace.log import logger
+from outpace.runner.capture import on_device
 from outpace.runner.copies import Copies
 from outpace.runner.deferred import Deferred
 from outpace.runner.pooling import PoolingSums
@@ -99,8 +100,9 @@ class Runner:
         shape = self.deferred.next() if idle else self.deferred.due()
         if shape is None:
             return
-        self.rows.send(self.rows.take(()), shape.num_seqs, wait=True)  # a step without tokens
-        problem = self.graphs.add(shape, self._forward, at_once=not idle)
+        with on_device(self._model.device):
+            self.rows.send(self.rows.take(()), shape.num_seqs, wait=True)  # a step without tokens
+            problem = self.graphs.add(shape, self._forward, at_once=not idle)
         if problem is None:
             self.deferred.done(shape)
             logger.debug("cuda graphs: %s is captured, %d are left", shape, len(self.deferred))
@@ -152,6 +154,10 @@ class Runner:
     @torch.no_grad()
     def launch(self, step: Step) -> Callable[[], StepOutput]:
         """Start a step on the device. Call the result to wait for the output."""
+        with on_device(self._model.device):
+            return self._launched(step)
+
+    def _launched(self, step: Step) -> Callable[[], StepOutput]:
         self.catch_up(idle=False)
         self._forget(step)
         if self._copies is None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from outpace.kernels.compile_ahead import only_compiled
 from outpace.kernels.gemm_library import LT_ROWS, gemm_library
+from outpace.kernels.launch_options import MAX_ROWS
 from outpace.log import logger
-from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend
+from outpace.runner.capture import CAPTURING, Uncapturable, captured, mend, side_stream
 
 FEW = 8  # sequences of the small shapes, for prompts that run alone or with few others
 CHUNK_SIZES = (
@@ -83,6 +84,7 @@ class StepGraphs:
         self._graphs: dict[Shape, Callable[[], tuple[Tensor, Tensor]]] = {}
         self._later = dict.fromkeys(later)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._side = side_stream(device)
         self.uncapturable = False
         """Whether a capture has failed; then there are no graphs."""
 
@@ -130,13 +132,17 @@ class StepGraphs:
         self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]], *, warm_ups: int
     ) -> Callable[[], tuple[Tensor, Tensor]]:
         with CAPTURING, gemm_library(shape.num_tokens):
-            return captured(lambda: run(shape), pool=self._pool, warm_ups=warm_ups)
+            return captured(lambda: run(shape), pool=self._pool, side=self._side, warm_ups=warm_ups)
 
     def _has_like(self, shape: Shape) -> bool:
-        """Whether a step of this kind was captured. The first capture allocates what torch and its libraries need once,
-        and the shared memory pool, which torch frees again after a failed capture unless another graph uses it."""
-        like = shape.kind, shape.num_tokens in LT_ROWS
-        return any((other.kind, other.num_tokens in LT_ROWS) == like for other in self._graphs)
+        """Whether a step of this kind was captured. The first capture allocates what torch, its libraries and kernels
+        for few rows need once for a stream, and the shared memory pool, which torch frees again after a failed capture
+        unless another graph uses it."""
+
+        def traits(of: Shape) -> tuple[object, ...]:
+            return of.kind, of.num_tokens in LT_ROWS, of.num_tokens <= MAX_ROWS
+
+        return any(traits(other) == traits(shape) for other in self._graphs)
 
     def _capture_at_once(self, shape: Shape, run: Callable[[Shape], tuple[Tensor, Tensor]]) -> bool:
         """Capture a step without running it first. False: that failed, for example because a kernel is not compiled."""
