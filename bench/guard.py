@@ -190,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = begun(asked.commit or commit(), device, speed)
     guard = Guard("guard", asked.out, speed, device, save=False, runs=runs, run=run, past=past, **given)
     guard.measure(plan, TINY if asked.tiny else FULL)
-    history.plot([run for run in (*runs, guard.run) if run.device == device], asked.out / f"history_{device}.png")
+    own = [each for each in (*runs, guard.run) if each.device == device]
+    report.draw(asked.out / f"history_{device}.png", partial(history.plot, own))
     verdicts = guard.verdicts()
     show(verdicts)
     wrong = problems(verdicts, guard.failures, asked.band)

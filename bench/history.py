@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bench.report import CONSOLE, Row
+from bench.report import Row
 from outpace.bench.plot import canvas
-from outpace.errors import ConfigError, InputError
+from outpace.errors import InputError
 
 NAME = "history.jsonl"
 PANELS = 4  # in each row of the picture
@@ -177,11 +177,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     if not parts:
         return
     rows = -(-len(parts) // PANELS)
-    try:
-        figure = canvas(4 * PANELS, 0.8 + 2.9 * rows)
-    except ConfigError as error:
-        CONSOLE.print(f"no picture: {error}")
-        return
+    figure = canvas(4 * PANELS, 0.8 + 2.9 * rows)
     for place, part in enumerate(parts, 1):
         _panel(figure.add_subplot(rows, PANELS, place), part, runs)
     figure.suptitle(f"{runs[-1].device}: share of the limit measured in the same run", x=0.01, ha="left")

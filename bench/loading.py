@@ -13,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import report
-from bench.report import DEVICE, Report, Row, row
+from bench.report import DEVICE, Found, Report, Row, row
 from outpace.bench import shapes
 from outpace.kernels import limits
 
@@ -120,10 +121,14 @@ def measure(model: Path, to: Report, schemes: Sequence[str]) -> None:
         to.add(state, rows, {**parts, **known})
         to.notes |= {name: known[name] for name in KEPT}
     for scheme in schemes:
-        parts, known = start(model, "kernels", {"quantization": scheme})
-        rows = [row(f"{part}, {scheme}", parts[part], "s") for part in ("weights", "all")]
-        rows += [row(f"{name}, {scheme}", known[name], "GB") for name in KEPT]
-        to.add(scheme, rows, {**parts, **known})
+        to.part(scheme, partial(with_scheme, model, scheme))
+
+
+def with_scheme(model: Path, scheme: str) -> Found:
+    """Seconds and memory of a start with quantized weights."""
+    parts, known = start(model, "kernels", {"quantization": scheme})
+    rows = [row(f"{part}, {scheme}", parts[part], "s") for part in ("weights", "all")]
+    return [*rows, *(row(f"{name}, {scheme}", known[name], "GB") for name in KEPT)], {**parts, **known}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import outpace
+from outpace.errors import ConfigError
 from outpace.kernels import limits
 
 RESULTS = Path(__file__).parent / "results"
@@ -126,9 +127,9 @@ class Report:
             rates = {"read bandwidth TB/s": self.speed.bandwidth / 1e12, "bf16 TFLOP/s": self.speed.flops / 1e12}
             save(self.what, self.device, self.rows, rates | self.notes, self.folder, self.details)
 
-    def picture(self, name: str) -> Path:
-        """The path of a picture of these results."""
-        return picture(self.what, self.device, name, self.folder)
+    def draw(self, name: str, plot: Callable[[Path], None]) -> None:
+        """Draw a picture of these results."""
+        draw(picture(self.what, self.device, name, self.folder), plot)
 
     def show(self) -> None:
         """Print all rows as a table."""
@@ -153,7 +154,7 @@ def save(
         content["details"] = dict(details)
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [f"# {what} on {device}, {date}", "", *(f"- {key}: {text(value)}" for key, value in notes.items()), ""]
-    lines += markdown([*rows[0]], (each.values() for each in rows))
+    lines += markdown([*rows[0]], (each.values() for each in rows)) if rows else ["nothing was measured"]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
@@ -173,6 +174,14 @@ def picture(what: str, device: str, name: str, folder: Path) -> Path:
     """The path of a picture of results."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{what}_{device}_{datetime.date.today().isoformat()}_{name}.png"
+
+
+def draw(path: Path, plot: Callable[[Path], None]) -> None:
+    """Draw a picture, unless matplotlib is missing: the figures are worth more than their picture."""
+    try:
+        plot(path)
+    except ConfigError as error:
+        CONSOLE.print(f"no picture: {error}")
 
 
 def show(what: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -58,6 +58,11 @@ class Bench:
         """The beginning of the names of parts in the results."""
         return f"{self.model}{f', {self.way}' * bool(self.way)}"
 
+    def draw(self, what: str, plot: Callable[[Path], None]) -> None:
+        """Draw a picture of this model."""
+        parts = (Path(self.model).name, self.way.replace(" ", "-"), what)
+        self.to.draw("_".join(filter(None, parts)), plot)
+
     @property
     def many(self) -> dict[str, Any]:
         """Options with as many slots as throughput has requests."""
@@ -157,7 +162,7 @@ class Bench:
     def sweep(self, subject: Subject) -> Found:
         """Throughput against latency."""
         points = list(sweep(subject, _source(subject, self.sizes.workload), self.sizes.levels, SEED))
-        plot_throughput(points, subject.cost, subject.speed, self.to.picture(f"{self.model}_sweep"))
+        self.draw("sweep", partial(plot_throughput, points, subject.cost, subject.speed))
         found = zip(self.sizes.levels, points, strict=True)
         return [each for level, point in found for each in self._rates(f"{level} in flight", point)], points
 
@@ -191,12 +196,12 @@ class Bench:
     def splitfuse(self) -> Found:
         """Decodes beside long prompts. The limit of P95 is the limit of a step with only these decodes."""
         sizes, speed = self.sizes.experiment, self.to.speed
-        with started(self.model, speed=speed, **sizes.options(), **self.options) as subject:
+        with started(self.model, speed=speed, **{**self.options, **sizes.options()}) as subject:
             found, cost, least = splitfuse(subject, sizes), subject.cost, None
         if cost is not None:
             least = 1e3 * cost.decode_seconds(sizes.decoders, sizes.decoder_prompt, speed)
         if self.to.save:
-            plot_splitfuse(found, self.to.picture("splitfuse"))
+            self.draw("splitfuse", partial(plot_splitfuse, found))
         rows = []
         for way, percent in product((SPLIT, WHOLE), (50, 95, 99)):
             limit = least if (way, percent) == (SPLIT, 95) else None
@@ -282,18 +287,19 @@ def seconds_of_start(model: str, options: Mapping[str, Any], cache: Path) -> dic
     return parts
 
 
-def draw_steps(model: str, labels: Sequence[str], to: Report) -> None:
-    """Draw milliseconds of a step by batch, measured and at the limit."""
+def draw_steps(benches: Sequence[Bench], to: Report) -> None:
+    """Draw milliseconds of a model's step by batch, measured and at the limit, for each way that was measured."""
     lines: dict[str, dict[int, float]] = {}
-    for label in labels:
-        found = to.details.get(f"{model}, {label}: decode", {})
+    for bench in benches:
+        found, name = to.details.get(f"{bench.title}: decode", {}), bench.way or "measured"
         steps = {int(batch): each for batch, each in found.items() if batch.isdigit()}
         if steps:
-            lines[label] = {batch: 1e3 / each["decode_tokens_per_second"] for batch, each in steps.items()}
+            lines[name] = {batch: 1e3 / each["decode_tokens_per_second"] for batch, each in steps.items()}
             least = {batch: each["outpace"]["limit"]["decode_tokens_per_second"] for batch, each in steps.items()}
-            lines[f"limit of {label}"] = {batch: 1e3 / rate for batch, rate in least.items()}
+            lines[f"limit of {name}"] = {batch: 1e3 / rate for batch, rate in least.items()}
     if lines:
-        plot_steps(lines, f"{model} on {to.device}", to.picture(model))
+        model = benches[0].model
+        to.draw(Path(model).name, partial(plot_steps, lines, f"{model} on {to.device}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -314,10 +320,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         to.notes["options of LLM"] = json.dumps(asked.options)
     sizes, found = TINY if asked.tiny else plan.sizes, ways(asked.experts, asked.schemes.split(","))
     for model in asked.models.split(","):
-        for way, chosen in found.items():
-            bench = Bench(model, to, sizes, way, {**chosen, **asked.options}, plan.others)
+        benches = [
+            Bench(model, to, sizes, way, {**chosen, **asked.options}, plan.others) for way, chosen in found.items()
+        ]
+        for bench in benches:
             bench.measure([part for part in asked.only if part != "few-long"])
-        draw_steps(model, list(found), to)
+        draw_steps(benches, to)
     if "few-long" in asked.only:
         Bench("attention", to, sizes).measure(["few-long"])
     to.show()

@@ -70,7 +70,7 @@ def plot_steps(lines: Mapping[str, Mapping[int, float]], title: str, path: Path)
     """Milliseconds of a decode step by its requests, a line for each system; limits are dashed."""
     with _picture(path, title, "requests in a decode step", "ms a step", logarithmic="xy") as axes:
         for name, points in lines.items():
-            style = "k--" if name == "limit" else "--" if name.startswith("limit") else "o-"
+            style = "--" if name.startswith("limit") else "o-"
             axes.plot([*points], [*points.values()], style, label=name)
 
 

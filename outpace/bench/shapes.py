@@ -184,15 +184,6 @@ def _fill(weights: list[torch.Tensor], generator: torch.Generator) -> None:
             part.copy_(pool[: len(part)])
 
 
-def bytes_read_per_token(model: nn.Module) -> int:
-    """Bytes of weights that one decode step of a model without experts must read: all but the embedding table, of which
-    it reads a few rows."""
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    head = model.get_output_embeddings().weight  # type: ignore[operator]
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    return int(total) if head is embedding else int(total - embedding.nbytes)
-
-
 def config_of(source: str | Path | Mapping[str, Any]) -> PreTrainedConfig:
     """The config of a shape (its entries or its name), or of a folder."""
     if isinstance(source, Mapping) or str(source) in SHAPES:

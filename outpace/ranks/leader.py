@@ -54,7 +54,7 @@ class Ranks:
         self._place = place_of(config.nodes) if config.nodes.nnodes > 1 else None
         """This machine's place in the network; None: there is one machine."""
         self.config = config
-        """The device of this rank."""
+        """The config of this rank: from `start` on with its own device."""
         self.on_lost: Callable[[str], None] = lambda cause: None
         """Called in another thread when the other ranks have ended without being told to."""
         self._watch: Watch | None = None

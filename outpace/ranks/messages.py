@@ -91,7 +91,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     after: list[int]
     pieces: list[Piece]
     for_logits: bool = False
-    """`Runner.run` instead of `Runner.launch`: the caller wants the logits and samples itself."""
+    """`Runner.logits` instead of `Runner.launch`: the caller wants the logits and samples itself."""
 
     def step(self) -> Step:
         """The `Step` for a runner, without how requests were preempted. Only the first rank waits for copies."""

@@ -88,6 +88,34 @@ def test_experts_and_schemes_one_after_the_other(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("moe_cpu-*_tiny-moe.png")]) == 1
 
 
+def test_pictures_have_the_names_of_folders_and_matplotlib_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny("llama").save_pretrained(tmp_path / "mine")
+    asked = ["--models", str(tmp_path / "mine"), "--tiny", "--only", "decode,sweep", "--options", LENGTH]
+    found = run(tmp_path / "drawn", *asked)
+    assert not [row for row in found["rows"] if "FAILED" in row["what"]]
+    for name in ("mine", "mine_sweep"):
+        assert len([*(tmp_path / "drawn").glob(f"runtime_*-??_{name}.png")]) == 1
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = run(tmp_path / "bare", *asked)
+    assert not [row for row in found["rows"] if "FAILED" in row["what"]]
+    assert capsys.readouterr().out.count("no picture: plot: matplotlib is not installed") == 2
+
+
+def test_splitfuse_has_its_own_sizes_whatever_the_options(tmp_path: Path) -> None:
+    given = '{"max_num_batched_tokens": 4, "max_model_len": 8}'
+    found = run(tmp_path, "--models", "tiny", "--tiny", "--only", "splitfuse", "--options", given)
+    assert not [row for row in found["rows"] if "FAILED" in row["what"]]
+    assert len([*tmp_path.glob("runtime_*_tiny_splitfuse.png")]) == 1
+
+
+def test_results_without_rows_are_written(tmp_path: Path) -> None:
+    Report("runtime", tmp_path, SPEED, "somewhere").add("nothing", [])
+    (file,) = tmp_path.glob("*.md")
+    assert "nothing was measured" in file.read_text()
+
+
 def test_ways_to_run_a_model() -> None:
     assert ways([""], [""]) == {"": {}}
     assert ways([""], ["none", "fp8+fp8"]) == {

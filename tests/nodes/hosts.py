@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import httpx
 
-from tests.nodes import hosts
 from tests.nodes.proxy import Proxy
 from tests.patience import PATIENCE
 
@@ -265,4 +264,4 @@ def _ip(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
 
 
-REASON = hosts.why_no_namespaces()
+REASON = why_no_namespaces()
