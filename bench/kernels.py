@@ -36,11 +36,18 @@ ROWS: Mapping[str, Sequence[int]] = {
     "gemv": (1,), "experts": (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192), "packed": (1, 4, 16, 64, 256),
     "invariant": (1, 16, 64, 256, 2048), "tuned": (32, 64, 128, 192, 232, 256, 512, 2048),
 }  # fmt: skip
-SCHEMES: Mapping[str, Sequence[str]] = {"experts": ("none",), "packed": tuple(KINDS)}
+SCHEMES: Mapping[str, tuple[str, ...]] = {"experts": ("none", *KINDS), "packed": tuple(KINDS)}
+"""Kinds of weights that a part can measure. Other parts have plain weights alone."""
 BEST = 8  # fastest rows of each case of a sweep that are shown
 GRAPH_MS = 2.0  # least milliseconds of work in a graph, so that its own launch does not matter
 
 Calls = Sequence[Callable[[], object]]
+
+
+def kinds_of(part: str, asked: Sequence[str]) -> list[str]:
+    """The kinds of weights to measure: those that were asked for, as far as the part has them."""
+    usual = KINDS if part == "packed" else ("none",)
+    return [kind for kind in asked or usual if kind in SCHEMES.get(part, ())]
 
 
 def seconds_of(calls: Calls) -> float:
@@ -122,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found, device = list[dict[str, Any]](), limits.device_name(DEVICE)
     notes = {f"{name} T/s": rate / 1e12 for name, rate in rates.items()}
     for model, part in product(asked.models, asked.only):
-        work = Work(asked.rows or ROWS.get(part, ()), asked.kinds or SCHEMES.get(part, ()))
+        work = Work(asked.rows or ROWS.get(part, ()), kinds_of(part, asked.kinds))
+        if asked.kinds and part in SCHEMES and not work.kinds:
+            continue  # it has none of them
         for case in PARTS[part](model, work):
             new = [{"model": model.name, **row} for row in time_case(case, rates, sweep=asked.sweep)]
             found += new

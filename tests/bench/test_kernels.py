@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench import kernels, linear_cases
 from bench.expert_cases import experts
-from bench.kernel_cases import Case, Model, Way, Work
+from bench.kernel_cases import KINDS, Case, Model, Way, Work
 from bench.linear_cases import Linear
 from outpace.kernels.gemv import fused_linear_torch
 
@@ -43,6 +43,27 @@ def test_the_linears_of_a_rank(tmp_path: Path) -> None:
         for way in ("own", "torch")
     ]
     assert all(row["us"] > 0 and row["of limit"] > 0 for row in rows)
+
+
+def test_several_rows_are_timed_with_the_kernel_of_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def few_rows(x: Tensor, weight: Tensor, *, counts: Any = None, **options: Any) -> Tensor:
+        seen.append(len(x))
+        return fused_linear_torch(
+            x, weight, **{name: options[name] for name in ("norm", "act", "gated") if name in options}
+        )
+
+    monkeypatch.setattr(linear_cases, "few_rows_triton", few_rows)
+    run(tmp_path, "--models", "tiny", "--only", "gemv", "--rows", "3")
+    assert set(seen) == {3}
+
+
+def test_kinds_of_weights_that_a_part_does_not_have_are_left_out() -> None:
+    asked = {part: kernels.kinds_of(part, ("int8", "none")) for part in ("gemv", "packed", "experts")}
+    assert asked == {"gemv": [], "packed": ["int8"], "experts": ["int8", "none"]}
+    assert kernels.kinds_of("experts", ()) == ["none"]
+    assert kernels.kinds_of("packed", ()) == list(KINDS)
 
 
 def test_a_sweep_has_the_fastest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
