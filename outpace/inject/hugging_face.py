@@ -98,7 +98,7 @@ class _DenseAttention:
         batch, length = self._shape
         if layer.cos is not None and layer.sin is not None:
             assert self._position_ids is not None, "a layer with its own table gets position_ids"
-            return layer.cos, layer.sin, self._position_ids.expand(batch, length).reshape(-1)
+            return layer.cos, layer.sin, self._position_ids.expand(batch, length).reshape(-1).contiguous()
         if self._rotary is None:
             raise ModelError("injection: the model calls its layer without position_embeddings")
         cos, sin = (self._rows(layer.policy.once(table)) for table in self._rotary)
@@ -107,7 +107,7 @@ class _DenseAttention:
     def _rows(self, table: Tensor) -> Tensor:
         """cos or sin [1 or B, L, R / 2] as [T, R / 2]."""
         half = table.shape[-1]
-        return table.expand(*self._shape, half).reshape(-1, half).float()
+        return table.expand(*self._shape, half).reshape(-1, half).float().contiguous()
 
 
 def _attend(layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, alibi: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from outpace.errors import NotSupported
 from outpace.inject.paged import PagedModel
 from outpace.kernels.activation import activation_kind
 from outpace.kernels.gemv import fused_linear_torch
+from outpace.kernels.rotary import Rope, rope_and_cache_torch
 from tests.inject.checks import injected_copy, padded_prompts, pair_of, randomised, same_forward
 from tests.inject.families import FAMILIES, GEMMA3, GEMMA_TABLES, VOCAB, family_model, longrope
 
@@ -71,6 +72,30 @@ def test_frequencies_of_one_kind_of_layer_that_change_with_the_length_are_not_fo
     PagedModel(*fused, 256)
     with pytest.raises(NotSupported, match="dynamic changes its frequencies with the length beyond 256"):
         PagedModel(*fused, 257)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "case"), [("Cohere", "untied"), ("Cohere2", "full second"), ("GPTJ", "part rotated")]
+)
+def test_a_call_by_hugging_face_gives_the_rotary_kernel_contiguous_rows(family: str, case: str, batch: int) -> None:
+    """The kernel cannot read views of every second column, nor positions that sequences of a batch share."""
+    pair = pair_of(family_model(family, case))
+
+    def rotary(*operands: Any, **options: Any) -> Any:
+        rope = Rope(*operands, **options)
+        rope.check_layout(*rope.split()[1:])
+        return rope_and_cache_torch(*operands, **options)
+
+    for layer in pair.injected.layers:
+        layer.kernels = replace(layer.kernels, rotary=rotary)
+    ids = torch.randint(3, VOCAB, (batch, 5), generator=torch.Generator().manual_seed(1))
+    first = [item(input_ids=ids[:, :4], use_cache=True) for item in pair[:2]]
+    cached = zip(pair[:2], first, strict=True)
+    second = [item(input_ids=ids[:, 4:], past_key_values=made.past_key_values) for item, made in cached]
+    for want, found in (first, second):
+        torch.testing.assert_close(found.logits, want.logits, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
