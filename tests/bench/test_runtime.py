@@ -62,7 +62,8 @@ def test_parts_and_their_limits(tmp_path: Path) -> None:
         *("long prompts, prompt and output tokens", "step of 1", "step of 2", "step of 2 to that of 1"),
         *("first token of 16", "first token of 64", "attention: 1 x 200 + 3 x 20 keys"),
     ]
-    assert all(row["figure"] > 0 for row in rows.values())
+    differences = {"decode step of 1", "decode of one"}  # of two times: on a busy machine they may be below zero
+    assert all(row["figure"] > 0 for what, row in rows.items() if what not in differences)
     for name in ("throughput", "decode of one", "8/8", "step of 2", "first token of 16"):
         assert 0 < rows[name]["of limit"] < 1
     ratio = rows["step of 2 to that of 1"]["figure"]
