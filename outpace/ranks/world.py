@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from outpace.errors import ConfigError, StateError
+from outpace.log import size_text
+from outpace.offload.store_memory import free_memory
 from outpace.parallel.mesh import BACKENDS, STARTED_BY, mark_as_of_llm
 
 HOST = "127.0.0.1"
@@ -21,6 +23,8 @@ _ALL_HERE = "outpace/all ranks are here"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FIELDS = "tensor_parallel_size, pipeline_parallel_size"
+RANK_BYTES = 154 << 20
+"""Memory that the imports of a rank's process take (torch 2.13 for CPUs)."""
 
 
 def check_world(size: int, device: str | None, device_type: str, local: int) -> None:
@@ -36,6 +40,7 @@ def check_world(size: int, device: str | None, device_type: str, local: int) -> 
             "your own); shut that one down first, or make this LLM in another process"
         )
     if device_type != "cuda":
+        _check_memory(local)
         return
     if device is not None and ":" in device:
         raise ConfigError(
@@ -45,6 +50,16 @@ def check_world(size: int, device: str | None, device_type: str, local: int) -> 
     count = torch.cuda.device_count()
     if count < local and not shares_device():
         raise ConfigError(f"{_FIELDS}: {local} ranks need a GPU each, and there are {count}; ask for fewer")
+
+
+def _check_memory(local: int) -> None:
+    """On a CPU nothing else bounds the number of ranks: too many would take the memory of all processes."""
+    free = free_memory()
+    if free is not None and (local - 1) * RANK_BYTES > free:
+        raise ConfigError(
+            f"{_FIELDS}: {local} ranks need {size_text((local - 1) * RANK_BYTES)} before they load any weights, and "
+            f"{size_text(free)} are free; ask for at most {1 + free // RANK_BYTES}"
+        )
 
 
 def shares_device() -> bool:

@@ -301,6 +301,10 @@ class TestFailures:
         with pytest.raises(ConfigError, match=problem):
             outpace.LLM(folder, device="cpu", **options)
 
+    def test_more_ranks_than_the_memory_holds(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match=r"100000000 ranks need .* are free; ask for at most \d+"):
+            outpace.LLM(folder, device="cpu", tensor_parallel_size=100_000_000)
+
     def test_torchrun(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, "1")
