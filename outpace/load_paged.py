@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from outpace.cache.kv_cache import check_page_dtype
 from outpace.config import LLMConfig
 from outpace.errors import ConfigError, ModelError, NotSupported
-from outpace.inject.injection import Injection
+from outpace.inject.injection import Injection, check_split
 from outpace.inject.paged import BatchModel
 from outpace.inject.quantize_others import weights_of
 from outpace.inject.quantized import QuantizedReport
@@ -85,12 +85,14 @@ class PagedParts:
     """Layers that are streamed to the device; None: all layers stay there."""
 
 
-def find_stages(
+def find_divisible(
     model: str | os.PathLike[str] | None, config: LLMConfig, tokenizer: bool | PreTrainedTokenizerBase
 ) -> Found:
-    """Find a model without loading its weights, and check that it can be cut into the requested stages."""
+    """Find a model without loading its weights, and check that the ranks that the config asks for can divide it."""
     found, asked = _find(model, config, _reads(config, tokenizer)), config.pipeline_parallel
-    stages_of(found.model, asked.pp_size, asked.layers)
+    if asked.pp_size > 1:
+        stages_of(found.model, asked.pp_size, asked.layers)
+    check_split(found.model, config)
     return found
 
 

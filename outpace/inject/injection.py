@@ -176,6 +176,17 @@ def plan_injection(
     return Partly(model, kernels, rules, shard, inner, found) if found else inner
 
 
+def check_split(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise if a policy knows this model's layers and they cannot be divided among so many ranks."""
+    size, grain = config.tensor_parallel.tp_size, config.tensor_parallel.tp_grain_size
+    if size == 1 or config.injection_policy or not make_plan(model, by_class()).layers:
+        return
+    try:
+        split_model(model, size, grain=grain)
+    except NotSupported as error:
+        raise ConfigError(f"tensor_parallel_size={size}: {error}") from None
+
+
 def _shard_of(
     model: nn.Module,
     mesh: Mesh,

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from outpace.config import LLMConfig
 from outpace.config.rules import num_ranks
 from outpace.errors import ConfigError, EngineDead, ModelError, NotSupported, OutpaceError, StateError
-from outpace.load_paged import PagedParts, find_stages, load_paged
+from outpace.load_paged import PagedParts, find_divisible, load_paged
 from outpace.log import chosen, logger
 from outpace.offload.streaming import Streaming
 from outpace.process_wide import environment
@@ -345,8 +345,7 @@ def load_ranked(
     source = None if model is None else os.fspath(model)
     with ranks.starting():
         agree.model_path(source)  # fetch it once, before several ranks look for it
-        staged = config.pipeline_parallel.pp_size > 1
-        found = find_stages(source, config, tokenizer) if staged else source
+        found = find_divisible(source, config, tokenizer)
         ranks.start(source, tell)
         tell("loading the weights")
         parts = load_paged(found, ranks.config, tokenizer=tokenizer)

@@ -73,8 +73,12 @@ def check_memory(model: BatchModel, config: LLMConfig, limits: Limits, num_block
         torch.cuda.empty_cache()  # memory cached by trial steps counts as free
         there = torch.cuda.mem_get_info(model.device)[0]
     rows = 4 * (seqs + 1) * (limits.max_model_len + limits.max_model_len // cache.block_size)
+    given = f"num_blocks={num_blocks}"
+    if cache.num_blocks is None:
+        way = f"cpu_cache_space={cache.cpu_cache_space:g}" if model.device.type == "cpu" else "gpu_memory_utilization"
+        given = f"{way}, {num_blocks} pages of requests of max_model_len={limits.max_model_len}"
     asked = (
-        (f"num_blocks={num_blocks}", num_blocks * per_block, there),
+        (given, num_blocks * per_block, there),
         (f"max_num_seqs={seqs} of max_model_len={limits.max_model_len}", rows, there),
     )
     for what, wanted, room in asked:

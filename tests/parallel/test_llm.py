@@ -23,6 +23,7 @@ from outpace.errors import ConfigError, EngineDead, InputError, NotSupported, St
 from outpace.ranks import agree
 from outpace.ranks.leader import Ranks
 from outpace.ranks.process import versions
+from outpace.ranks.world import check_world
 from outpace.runner.runner import Runner
 from outpace.structured.outputs import StructuredOutputs
 from outpace.types import RequestOutput, SamplingParams
@@ -301,9 +302,15 @@ class TestFailures:
         with pytest.raises(ConfigError, match=problem):
             outpace.LLM(folder, device="cpu", **options)
 
-    def test_more_ranks_than_the_memory_holds(self, folder: Path) -> None:
+    def test_more_ranks_than_heads(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Ranks, "start", lambda *_: pytest.fail("a rank is started"))
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size=9: .* 4 attention heads cannot be split"):
+            outpace.LLM(folder, device="cpu", tensor_parallel_size=9)
+
+    def test_more_ranks_than_the_memory_holds(self) -> None:
+        size = 100_000_000
         with pytest.raises(ConfigError, match=r"100000000 ranks need .* are free; ask for at most \d+"):
-            outpace.LLM(folder, device="cpu", tensor_parallel_size=100_000_000)
+            check_world(size, None, "cpu", size)
 
     def test_torchrun(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
