@@ -1,5 +1,5 @@
 """`python -m outpace` is the command `outpace`."""
 
-from outpace.cli.app import main
+from outpace.cli import main
 
 main()

@@ -286,8 +286,10 @@ class LLM:
             try:
                 with self._tokenizing:
                     prompt = list(tokenizer(prompt)["input_ids"])
-            except (TypeError, ValueError) as error:  # a lone surrogate, say
-                raise InputError(f"prompt: the tokenizer cannot read it ({error})") from error
+            except (TypeError, ValueError) as error:
+                half = any("\ud800" <= character <= "\udfff" for character in str(prompt))
+                why = "it has half of a surrogate pair; remove it" if half else str(error)
+                raise InputError(f"prompt: the tokenizer cannot read it ({why})") from error
         if not isinstance(prompt, list | tuple) or not prompt or not all(type(token) is int for token in prompt):
             raise InputError(f"prompt: expected text or token ids that are not empty, got {prompt!r:.80}")
         return list(prompt)

@@ -1,10 +1,12 @@
 """Types that all layers share: requests, steps and their outputs. No torch here."""
 
+import functools
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from outpace.errors import InputError
 from outpace.structured.outputs import StructureCheck, StructuredOutputs
@@ -33,6 +35,30 @@ class FinishReason(StrEnum):
     """The request failed while others continued; `RequestOutput.error` says why."""
 
 
+Params = TypeVar("Params")
+
+
+def _with_suggestions(cls: type[Params]) -> type[Params]:
+    """Make an unknown name an InputError that says which name was probably meant, instead of a TypeError."""
+    init: Any = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: object, *args: object, **given: object) -> None:
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        if not given.keys() <= known.keys():
+            from outpace.config.nearest import nearest  # imported late: it is only for errors
+
+            name = next(name for name in given if name not in known)
+            meant = nearest(name, known)
+            said = f"did you mean {meant}?" if meant else f"{cls.__name__} takes {', '.join(known)}"
+            raise InputError(f"{name}: unknown parameter; {said}")
+        init(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_with_suggestions
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends; names and defaults are vLLM's."""
@@ -92,6 +118,7 @@ class SamplingParams:
         for name, other, meant in _SAME:  # vLLM's other spellings
             if getattr(self, name) is other or (other == -1 and getattr(self, name) == -1):
                 object.__setattr__(self, name, meant)
+        self._as_plain_numbers()
         for name, low, high in _RANGES:
             if getattr(self, name) is not None or name not in _MAY_BE_NONE:
                 _check_number(name, getattr(self, name), low, high)
@@ -115,6 +142,13 @@ class SamplingParams:
         self._freeze()
         if self.stop and not self.detokenize:
             raise InputError("stop: stop strings need the text; remove detokenize=False, or use stop_token_ids")
+
+    def _as_plain_numbers(self) -> None:
+        """Replace numbers of other libraries, such as numpy's, by int and float."""
+        for name in _NUMBERS:
+            value: Any = getattr(self, name)
+            if type(value) not in (int, float, bool) and isinstance(value, Real):
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
 
     def _freeze(self) -> None:
         """Replace lists and mappings by tuples."""
@@ -156,7 +190,8 @@ class SamplingParams:
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name}: expected a number, got {value!r:.80}")
+        what = "an integer" if name in _INTEGERS else "a number"
+        raise InputError(f"{name}: expected {what}, got {value!r:.80}")
     if not low <= value <= high:
         raise InputError(f"{name}: must be from {low:.10g} to {high:.10g}, got {value!r:.80}")
 
@@ -168,13 +203,13 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
 
 
 def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 0
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(map(_is_token_id, values)):
         raise InputError(f"{name}: expected token ids, got {values!r:.80}")
-    return tuple(values)
+    return tuple(map(int, values))
 
 
 def _pairs(name: str, values: object) -> tuple[tuple[int, float], ...]:
@@ -186,8 +221,10 @@ def _pairs(name: str, values: object) -> tuple[tuple[int, float], ...]:
     for token, bias in biases.items():
         if not _is_token_id(token):
             raise InputError(f"{name}: expected token ids as keys, got {token!r:.80}")
+        if not isinstance(bias, int) and isinstance(bias, Real):
+            biases[token] = bias = float(bias)
         _check_number(f"{name}[{token}]", bias, -100, 100)
-    return tuple(sorted(biases.items()))
+    return tuple(sorted((int(token), bias) for token, bias in biases.items()))
 
 
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -211,6 +248,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", -1, 2**31),
     ("prompt_logprobs", -1, 2**31),
 )
+_NUMBERS = (*(name for name, _, _ in _RANGES), "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,11 +421,11 @@ class Request:
     def __post_init__(self) -> None:
         tokens = self.prompt_token_ids
         try:
-            valid = len(array("q", tokens)) > 0 and min(tokens) >= 0
-        except (TypeError, ValueError, OverflowError):
-            valid = False
-        if not valid:
-            raise InputError(f"prompt_token_ids: expected one or more token ids, got {str(tokens)[:80]}")
+            least = min(array("q", tokens))
+        except (TypeError, ValueError, OverflowError):  # ValueError: there are none
+            raise InputError(f"prompt_token_ids: expected one or more token ids, got {str(tokens)[:80]}") from None
+        if least < 0:
+            raise InputError(f"prompt_token_ids: expected one or more token ids, all from 0 on; {least} is negative")
         object.__setattr__(self, "prompt_token_ids", tuple(tokens))
 
 

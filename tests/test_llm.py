@@ -259,8 +259,12 @@ def test_two_streams_at_once_do_not_mix(chain_llm: LLM) -> None:
 def test_what_cannot_run_is_refused(chain_llm: LLM) -> None:
     with pytest.raises(InputError, match="prompt_token_ids: token id 9999 is outside the model's vocabulary of 257"):
         chain_llm.generate([9999], GREEDY)
+    with pytest.raises(InputError, match=r"prompt_token_ids: expected one or more token ids, .*; -1 is negative"):
+        chain_llm.generate([[5, -1]], GREEDY)
     with pytest.raises(InputError, match="prompt: its 512 tokens leave no room for an answer in max_model_len=512"):
         chain_llm.stream("?" * 512, greedy(max_tokens=600))
+    with pytest.raises(InputError, match="half of a surrogate pair; remove it"):
+        chain_llm.generate("\ud800", GREEDY)
     assert answer(chain_llm, "?").text == CYCLE
 
 

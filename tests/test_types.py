@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outpace import CompletionOutput, FinishReason, InputError, RequestOutput, SamplingParams
@@ -86,7 +87,7 @@ def test_lists_and_mappings_become_tuples() -> None:
         ({"n": 0}, "n: must be from 1 to 128, got 0"),
         ({"n": 129}, "n: must be from 1 to 128, got 129"),
         ({"n": 1.5}, "n: expected an integer, got 1.5"),
-        ({"n": None}, "n: expected a number, got None"),
+        ({"n": None}, "n: expected an integer, got None"),
         ({"presence_penalty": 2.1}, "presence_penalty: must be from -2 to 2, got 2.1"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty: must be from -2 to 2, got nan"),
         ({"logprobs": -2}, "logprobs: must be from -1 to 2147483648, got -2"),
@@ -94,10 +95,10 @@ def test_lists_and_mappings_become_tuples() -> None:
         ({"logprob_token_ids": []}, "logprob_token_ids: expected 1 to 128 token ids, got 0"),
         ({"logprob_token_ids": [1] * 129}, "logprob_token_ids: expected 1 to 128 token ids, got 129"),
         ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs: 3 with 2 logprob_token_ids; give one of them"),
-        ({"logprobs": True}, "logprobs: expected a number, got True"),
+        ({"logprobs": True}, "logprobs: expected an integer, got True"),
         ({"logprobs": 2.0}, "logprobs: expected an integer, got 2.0"),
         ({"prompt_logprobs": -2}, "prompt_logprobs: must be from -1 to 2147483648, got -2"),
-        ({"prompt_logprobs": "5"}, "prompt_logprobs: expected a number, got '5'"),
+        ({"prompt_logprobs": "5"}, "prompt_logprobs: expected an integer, got '5'"),
         ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one token id; use None to allow all"),
         ({"allowed_token_ids": 5}, "allowed_token_ids: expected token ids, got 5"),
         ({"allowed_token_ids": [-1]}, r"allowed_token_ids: expected token ids, got \[-1\]"),
@@ -186,3 +187,32 @@ def test_public_names_can_be_imported() -> None:
 def test_vllms_other_ways_to_say_nothing_are_taken() -> None:
     params = SamplingParams(top_k=-1, stop=None, stop_token_ids=None)  # type: ignore[arg-type]
     assert (params.top_k, params.stop, params.stop_token_ids) == (0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("max_new_tokens", "did you mean max_tokens?"), ("foo", "SamplingParams takes n, max_tokens, ")]
+)
+def test_an_unknown_parameter_gets_a_suggestion(name: str, said: str) -> None:
+    with pytest.raises(InputError, match=rf"^{name}: unknown parameter; ") as caught:
+        SamplingParams(**{name: 5})  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(3),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        seed=np.uint8(7),  # type: ignore[arg-type]
+        stop_token_ids=[np.int32(2)],  # type: ignore[list-item]
+        logit_bias={np.int64(1): np.float32(2)},  # type: ignore[dict-item]
+    )
+    assert params == SamplingParams(max_tokens=3, temperature=0.5, seed=7, stop_token_ids=[2], logit_bias={1: 2.0})
+    plain = [params.max_tokens, params.temperature, params.seed, *params.stop_token_ids]
+    assert {type(each) for each in plain} == {int, float}
+    assert [type(each) for each in dict(params.logit_bias or ())] == [int]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "n"])
+def test_text_in_place_of_an_integer(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: expected an integer, got '5'"):
+        SamplingParams(**{name: "5"})  # type: ignore[arg-type]

@@ -178,6 +178,14 @@ class Local:
         yield from self._stream(self._llm.apply_chat_template(list(messages)), options)
 
     def complete(self, prompt: str, options: Mapping[str, Any]) -> Iterator[str]:
+        if not prompt:
+            try:
+                self._llm.tokenize(prompt)  # many tokenizers begin a text with a token of their own
+            except InputError:
+                raise InputError(
+                    "prompt: it is empty, and this model needs a token to continue from; give a text, or use "
+                    "`outpace generate`, which adds the chat template"
+                ) from None
         yield from self._stream(prompt, options)
 
     def _stream(self, prompt: str | list[int], options: Mapping[str, Any]) -> Iterator[str]:

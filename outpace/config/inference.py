@@ -205,12 +205,12 @@ class InferenceConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check(self) -> "InferenceConfig":
-        problems = list(self._problems())
-        if problems:
-            raise ValueError("; ".join(problems))
         for name, capability in LATER.items():
             if changed(self, name):
                 raise NotSupportedYet(name, capability)
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @property

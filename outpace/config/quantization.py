@@ -139,12 +139,10 @@ def changed(config: ConfigModel, *names: str) -> bool:
     return any(getattr(config, name) != type(config).model_fields[name].default for name in names)
 
 
-def says_int8(quant: QuantizationConfig) -> bool:
+def weighs_int8(weight: WeightQuantConfig) -> bool:
     """Whether `dtype="int8"` can be combined with this section."""
-    weight = quant.weight
     rules = (weight, weight.quantized_initialization, *(weight.post_init_quant or {}).values())
-    bits = {rule.num_bits for rule in rules if rule is not None}
-    return quant.scheme in (None, "int8", "w8a8") and weight.enabled and bits == {8} and not chooses(quant)
+    return weight.enabled and {rule.num_bits for rule in rules if rule is not None} == {8}
 
 
 def chooses(quant: QuantizationConfig) -> bool:

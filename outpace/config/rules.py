@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outpace.config.quantization import QUANT_COMPOSITIONS, changed, says_int8
+from outpace.config.quantization import QUANT_COMPOSITIONS, changed, chooses, weighs_int8
 
 if TYPE_CHECKING:
     from outpace.config.inference import InferenceConfig
@@ -27,6 +27,10 @@ def is_int8(config: "InferenceConfig") -> bool:
 
 def _of_quant(wrong: "Callable[[QuantizationConfig], bool]", config: "InferenceConfig") -> bool:
     return config.quant is not None and wrong(config.quant)
+
+
+def _int8_beside(scheme: str, config: "InferenceConfig") -> bool:
+    return is_int8(config) and config.quant is not None and config.quant.scheme == scheme
 
 
 def _names_checkpoint(config: "InferenceConfig") -> bool:
@@ -87,12 +91,16 @@ COMPOSITIONS: Mapping[str, Callable[["InferenceConfig"], bool]] = {
         not c.return_tuple
     ),
     "transposed_mode: the layout of fused weights is Outpace's own; remove it": lambda c: c.transposed_mode,
-    "triton_autotune without use_triton: there is nothing to tune; give use_triton=True too": lambda c: (
-        c.triton_autotune and not c.use_triton
-    ),
-    "dtype int8 with quant.weight.num_bits (or that of a rule in it), quant.weight.enabled or quant.scheme of "
-    "another kind, quant.auto or quant.plan: they say different things about the weights; give one": lambda c: (
-        is_int8(c) and c.quant is not None and not says_int8(c.quant)
+    **{
+        f"dtype='int8' and quant.scheme='{scheme}' (quantization) both choose the weights; give one": partial(
+            _int8_beside, scheme
+        )
+        for scheme in ("int4", "fp8", "stored", "none")
+    },
+    "dtype='int8' and quant.weight with another number of bits or enabled=False both choose the weights; give "
+    "one": lambda c: is_int8(c) and c.quant is not None and not weighs_int8(c.quant.weight),
+    "dtype='int8' and quant.auto or quant.plan both choose the weights; give one": lambda c: (
+        is_int8(c) and c.quant is not None and chooses(c.quant)
     ),
     **{message: partial(_of_quant, wrong) for message, wrong in QUANT_COMPOSITIONS.items()},
     "quant.kv_cache_dtype: only fused layers keep keys and values in pages; give replace_with_kernel_inject=True, or "

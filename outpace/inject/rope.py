@@ -1,15 +1,17 @@
 """Positions: tables of cos and sin, made by the model's own rotary module, and slopes of ALiBi."""
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outpace.errors import NotSupported
+from outpace.errors import ModelError, NotSupported
 from outpace.inject.apply import Injected
 from outpace.inject.modules import FusedLayer
 from outpace.inject.parts import Parts
 from outpace.inject.policy import Policy
+from outpace.log import size_text
 
 Table = tuple[Tensor | None, Tensor | None]
 """cos and sin [positions, R / 2] in float32; None: no rotation."""
@@ -69,7 +71,16 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def check_length(config: Any, count: int) -> None:
-    """Raise for a rope type whose table changes within `count` positions."""
+    """Raise for a rope type whose table changes within `count` positions, or if the table would fill all memory."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (
+        size := 2 * 4 * count * (getattr(config, "qk_rope_head_dim", None) or width)
+    ) > memory:  # cos and sin in float32
+        raise ModelError(
+            f"model: config.json: max_position_embeddings: the table of {count} positions has {size_text(size)}, and "
+            f"this machine {size_text(memory)} of memory; correct it, or give a smaller max_model_len"
+        )
     for rope in _ropes(config):
         names = ("original_max_position_embeddings", "max_position_embeddings")
         limit: Any = rope.get(names[0]) or next((n for name in names if (n := getattr(config, name, None))), count)

@@ -13,12 +13,14 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from outpace.errors import ModelError, NotSupported
 from outpace.inject.split import known_splits
 from outpace.loading.bars import progress
+from outpace.loading.check_config import check_sizes, reason
 from outpace.loading.checkpoint import fetch, local_path, open_checkpoint
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING, default_model_path
 from outpace.loading.dtypes import choose_dtype, short
@@ -28,7 +30,7 @@ from outpace.loading.inspect import encoder_decoder, use_engine
 from outpace.loading.layout import find_layout
 from outpace.loading.names import match
 from outpace.loading.open import open_weights
-from outpace.loading.original import read_config
+from outpace.loading.original import CONFIG, read_config
 from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
 from outpace.loading.read_tokenizer import is_default, read_tokenizer
 from outpace.loading.skeleton import outside, skeleton
@@ -109,6 +111,8 @@ def _find_folder(path: Path, name: str, dtype: torch.dtype | None, device: torch
     config = read_config(folder)
     _check_kind(config, name)
     weights = _open(path, folder, config)
+    shapes = (source.shape for source in weights.sources.values())
+    check_sizes(config.to_dict(), shapes, f"model: {folder / CONFIG}")
     lock_ahead(stored_bytes(weights.sources), device)
     dtype, reason = _decide_dtype(dtype, _own_dtype(config, weights), device)
     tokenizer = read_tokenizer(folder) if with_tokenizer else None
@@ -124,22 +128,28 @@ def _find_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> F
 
 
 def _make_skeleton(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> nn.Module:
-    file = "config.json"
+    model, file = _empty(config, dtype, folder), folder / "generation_config.json"
     try:
-        model = skeleton(config, dtype)
-        file = "generation_config.json"
-        if (folder / file).is_file():
+        if file.is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot use {folder / file} ({line(error)}); {REMEDY}") from error
+        raise ModelError(f"model: cannot use {file} ({line(error)}); {REMEDY}") from error
     return model
+
+
+def _empty(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    try:
+        return skeleton(config, dtype)
+    except LOAD_ERRORS as error:
+        why = reason(error, config.to_dict())
+        raise ModelError(f"model: cannot use {folder / CONFIG} ({why}); {REMEDY}") from error
 
 
 def _open(path: Path, folder: Path, config: PreTrainedConfig) -> Weights:
     """The weights of a folder or file. Joining the files of several ranks needs the shapes of the model."""
     if path != folder or find_layout(folder):
         return open_weights(path)
-    model = skeleton(copy.deepcopy(config), torch.float32)  # a copy: a skeleton writes its dtype into its config
+    model = _empty(copy.deepcopy(config), torch.float32, folder)  # a copy: a skeleton writes its dtype into its config
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return open_weights(path, shapes=shapes, splits=partial(known_splits, model))
 

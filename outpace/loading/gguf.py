@@ -13,6 +13,7 @@ from gguf.quants import QuantError, dequantize
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from outpace.errors import ModelError
+from outpace.loading.check_config import check_sizes
 from outpace.loading.gguf_config import ROPE_FREQS, architecture_of, build_config, hf_name
 from outpace.loading.gguf_tokenizer import build_tokenizer
 from outpace.loading.layout import check_fetched
@@ -195,6 +196,8 @@ def _match(config: PreTrainedConfig, by_name: dict[str, ReaderTensor]) -> dict[s
 
     from outpace.loading.skeleton import skeleton
 
+    shapes = (tuple(int(size) for size in tensor.shape) for tensor in by_name.values())
+    check_sizes(config.to_dict(), shapes, "its metadata")
     wanted = {
         name: tuple(value.shape) for name, value in skeleton(deepcopy(config), torch.float32).state_dict().items()
     }

@@ -45,10 +45,12 @@ def match(model: nn.Module, weights: Weights, dtype: torch.dtype = torch.float32
         found = {name: source for name, source in stored.items() if name in wanted}
         extra = {name: name for name in stored if name not in wanted}
     groups = _tied(model)
-    lost = [names[0] for names in groups if not _filled(model, names, found)]
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    lost = [names[0] for names in groups if not _filled(model, names, found, buffers)]
     made = {name: source for name in lost if (source := conversion.computed(model, name)) is not None}
     found, lost = found | made, [name for name in lost if name not in made]
-    _check(model, weights, lost, _really_extra(model, wanted, stored, extra), _misfits(wanted, found, weights))
+    unknown = _really_extra(model, wanted, stored, extra, buffers)
+    _check(model, weights, lost, unknown, _misfits(wanted, found, weights))
     for names in groups:
         if len(names) > 1:
             _share(model, names, found)
@@ -87,10 +89,9 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-def _filled(model: nn.Module, names: list[str], found: Mapping[str, Source]) -> bool:
+def _filled(model: nn.Module, names: list[str], found: Mapping[str, Source], buffers: set[str]) -> bool:
     if any(name in found for name in names):
         return True
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return any(name in buffers and conversion.may_miss(model, name) for name in names)
 
 
@@ -127,10 +128,13 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _really_extra(
-    model: nn.Module, wanted: Mapping[str, Tensor], stored: Mapping[str, Source], extra: Mapping[str, str]
+    model: nn.Module,
+    wanted: Mapping[str, Tensor],
+    stored: Mapping[str, Source],
+    extra: Mapping[str, str],
+    buffers: set[str],
 ) -> list[str]:
     """The stored names that have no place in the model and cannot be ignored."""
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     heads = [name for name in extra if isinstance(model, PreTrainedModel) and _other_head(name, wanted)]
     if heads:
         logger.warning("weights of parts that this model does not have: %s (%d)", ", ".join(heads[:5]), len(heads))

@@ -1,8 +1,8 @@
 """Plans which layers of a model are streamed: their sizes, the room for them, and the key of their file."""
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from outpace.offload.streaming import Folder, Streaming
 from outpace.offload.units import Form, experts_of, find_layers, is_stacked, layer_of
 from outpace.parallel.mesh import Mesh, on_all
 
+Result = TypeVar("Result")
 CONTEXT = 1 << 30  # device memory of CUDA and its libraries
 TOKENS = 8192  # default tokens of a step
 REQUEST = 1024  # tokens of a request for which pages are reserved, unless requests are shorter
@@ -50,6 +51,7 @@ def plan_streaming(
     stay = _staying(every, config)
     parts = _by_layer(every, found, stay)
     if len(parts) == 1:
+        _on_every_rank(lambda: folder(config), config, mesh, device)  # checked although nothing is put there
         chosen("layers", f"all {len(found)} on {device}", "their parameters are below zero's threshold for streaming")
         return None
     found = [layer for number, layer in enumerate(found) if number in parts]
@@ -71,13 +73,18 @@ def plan_streaming(
 def _room(
     config: InferenceConfig, layers: Layers, reserved: int, key: str | None, mesh: Mesh, device: torch.device
 ) -> Room:
-    """The memory for layers; if one rank finds an error, all ranks fail."""
+    """The memory for layers."""
 
     def find() -> Room:
         path = folder(config)
         stored = 0 if path is None or key is None else stored_size(path, key)
         return room_for(config, layers, reserved, ranks=mesh.local, stored=stored)
 
+    return _on_every_rank(find, config, mesh, device)
+
+
+def _on_every_rank(find: Callable[[], Result], config: InferenceConfig, mesh: Mesh, device: torch.device) -> Result:
+    """What `find` returns; if it fails on one rank, all ranks fail."""
     elsewhere = OffloadError(f"{_field(config)}: another rank cannot place its layers; see the error of that rank")
     return on_all(find, lambda good: mesh.everywhere(good, device), elsewhere)
 

@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from outpace.errors import InputError, ModelError
 from outpace.inject.split import known_splits
 from outpace.loading.cache import models_dir
+from outpace.loading.check_config import check_layers, fields_of, reason
 from outpace.loading.checkpoint import weight_files
 from outpace.loading.default_model import DEFAULT_MODEL, SAMPLING
 from outpace.loading.foreign.method import CONFIG_KEYS, OLD_GPTQ
 from outpace.loading.gguf import read_gguf
 from outpace.loading.layout import DESCRIPTOR
 from outpace.loading.open import open_weights
-from outpace.loading.problems import LOAD_ERRORS, REMEDY, line
+from outpace.loading.problems import LOAD_ERRORS, REMEDY
 from outpace.loading.read_tokenizer import model_path
 from outpace.loading.sampling_defaults import FILE
 from outpace.loading.unchanged import Unchanged
@@ -69,10 +70,13 @@ def _of_folder(path: Path) -> tuple[PreTrainedConfig, Callable[[Path], None]]:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """The config of a folder; code in the folder never runs."""
+    path = folder / CONFIG
+    fields = fields_of(path)
+    check_layers(fields, f"model: {path}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except LOAD_ERRORS as error:
-        raise ModelError(f"model: cannot use {folder / CONFIG} ({line(error)}); {REMEDY}") from error
+        raise ModelError(f"model: cannot use {path} ({reason(error, fields)}); {REMEDY}") from error
     return config
 
 
@@ -134,7 +138,6 @@ def _skeleton_of(config: PreTrainedConfig) -> PreTrainedModel:
             else:
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except LOAD_ERRORS as error:
-        raise ModelError(
-            f"model: cannot make a {config.model_type} of this config ({line(error)}); {REMEDY}"
-        ) from error
+        why = reason(error, config.to_dict())
+        raise ModelError(f"model: cannot make a {config.model_type} of this config ({why}); {REMEDY}") from error
     return model

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,9 +73,11 @@ def folder(config: InferenceConfig) -> Path | None:
         return None
     path, field = Path(named), "zero.offload_param.nvme_path" if config.zero.stage == 3 else "offload.nvme"
     try:
-        path.mkdir(exist_ok=True)  # its parent must exist, so that an unmounted drive is an error
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot make the folder {path} ({error.strerror}); name another one") from None
+        made = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:  # not made here: behind a mistyped name or an unmounted drive is another disk
+        raise ConfigError(f"{field}: {path} cannot be used ({error.strerror}); make the folder first") from None
+    if not made:
+        raise ConfigError(f"{field}: {path} is not a folder; name a folder")
     if not os.access(path, os.W_OK):
         raise ConfigError(f"{field}: {path} is not writable; name another folder")
     return path

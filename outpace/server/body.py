@@ -7,6 +7,7 @@ loop: `max_json_containers` limits the cost of such a call, and everything else 
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from outpace.server.problems import ClientGone, at_most, bad
 SHORT = 32 * 2**10  # bytes; longer bodies are read in a thread
 LONG = 256 * 2**10  # bytes; longer bodies are read one at a time
 _STRINGS = 4  # strings allowed for each allowed array or object
+_SHOWN = 20  # characters of a wrong number that an error repeats
+_LONGEST_INTEGER = 300  # digits; a float holds no longer one
 _WINDOW = 64 * 2**10  # bytes scanned in one call
 _MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which is dropped
 _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools"}
@@ -34,6 +37,17 @@ _COUNTED: Mapping[str, str] = {"messages": "max_messages", "tools": "max_tools"}
 
 class TooManyError(ValueError):
     """More arrays and objects, or strings, than a body may have."""
+
+
+class OddNumberError(ValueError):
+    """A number that JSON does not have, or that is too large."""
+
+    def __init__(self, text: str, field: str | None) -> None:
+        is_name = text[-1:].isalpha()
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+        super().__init__(f"{shown} is not JSON; use a finite number" if is_name else f"{shown} is out of range")
+        self.field = field
+        """The field of the body that has it."""
 
 
 def parse(data: bytes, options: ServerConfig) -> Any:
@@ -51,6 +65,10 @@ def parse(data: bytes, options: ServerConfig) -> Any:
         raise ValueError("it is nested too deep") from None
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8; send it uncompressed") from None
+    except msgspec.MsgspecError:
+        if (odd := _odd_number(data)) is not None:
+            raise odd from None
+        raise
     if _names(value, containers, options) != names:
         raise ValueError(_twice(data))
     return value
@@ -141,11 +159,47 @@ def _twice(data: bytes) -> str:
     return f"{found[0][:80]!r} is given twice" if found else "a name is given twice"
 
 
+def _odd_number(data: bytes) -> OddNumberError | None:
+    """The error for a text that has NaN, an infinity, or a number out of range; None: something else is wrong."""
+    odd: list[str] = []
+
+    def note(text: str) -> object:
+        odd.append(text)
+        return odd
+
+    try:
+        value = json.loads(
+            data,
+            parse_constant=note,
+            parse_int=lambda text: note(text) if len(text) > _LONGEST_INTEGER else 0,
+            parse_float=lambda text: 0 if math.isfinite(float(text)) else note(text),
+        )
+    except (ValueError, RecursionError):
+        return None
+    fields = value if isinstance(value, dict) else {}
+    named = (name for name, each in fields.items() if name.isascii() and name.isprintable() and _holds(each, odd))
+    return OddNumberError(odd[0], next(named, "")[:80] or None) if odd else None
+
+
+def _holds(value: object, wanted: object) -> bool:
+    """Whether this object is in a JSON value."""
+    left = [value]
+    while left:
+        if (each := left.pop()) is wanted:
+            return True
+        left += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+    return False
+
+
 def _read(data: bytes, model: type[BaseModel], options: ServerConfig) -> BaseModel:
     try:
         value = parse(data, options)
     except TooManyError as error:
         raise bad(_largest_field(data), str(error), "limit_exceeded") from None
+    except OddNumberError as error:
+        if error.field is not None:
+            raise bad(error.field, str(error), "invalid_value") from None
+        raise HTTPException(400, f"The body is not valid JSON: {error}") from None
     except ValueError as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}"[:500]) from None
     for name, option in _COUNTED.items():
@@ -194,6 +248,9 @@ class StrictRoute(APIRoute):
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise HTTPException(415, "Send the body as application/json.")
+            encoding = request.headers.get("content-encoding", "identity").strip().lower()
+            if encoding not in ("", "identity"):
+                raise HTTPException(415, f"Content-Encoding: {encoding[:40]} is not supported; send it uncompressed.")
             state, request = request.app.state, _ReadRequest(request.scope, request.receive)
             STRICT.set(state.options.strict_fields)
             try:

@@ -19,6 +19,7 @@ from outpace.server.chat_protocol import ChatMessage, ToolSpec
 from outpace.server.child import Child
 from outpace.server.options import ServerConfig
 from outpace.server.problems import ApiError, bad
+from outpace.server.render import syntax_error
 
 _SCRIPT = Path(__file__).with_name("render.py")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"})
@@ -105,6 +106,12 @@ class ChatPrompts:
         except ValueError:
             raise bad("messages", "the model has no chat template; use /v1/completions") from None
 
+    def error(self, tools: bool) -> str | None:
+        """Why no chat can be written with the template, whatever its messages are: it does not parse."""
+        wrong = syntax_error(self.template(tools))
+        whose = "the model" if self._own is None else "the option chat_template"
+        return f"the chat template of {whose} is not valid Jinja ({wrong})" if wrong else None
+
     async def write(
         self,
         messages: Sequence[ChatMessage],
@@ -123,6 +130,10 @@ class ChatPrompts:
         if wrong := _RESERVED.intersection(variables or ()) | self._tokens.keys() & (variables or {}).keys():
             raise bad("chat_template_kwargs", f"{sorted(wrong)[0]} cannot be set here")
         template = chat_template or self.template(bool(tools))
+        if not chat_template and (broken := self.error(bool(tools))):
+            raise ApiError(
+                500, f"{broken}; the server needs another one (--chat-template)", code="broken_chat_template"
+            )
         called = next((number for number, message in enumerate(messages) if message.tool_calls), None)
         for name, field, given in (
             ("tools", "tools", tools),

@@ -32,13 +32,23 @@ def check_replicas(replicas: int, nodes: int) -> None:
 def check_files(config: ServerConfig) -> None:
     """Read the files that the options name, so that errors come before the model is loaded."""
     config.all_api_keys()
-    config.template_text()
+    _check_template(config.template_text())
     _check_tracing(config.otlp_traces_endpoint)
     if config.ssl_certfile is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except OSError as error:
             raise ConfigError(f"ssl_certfile: it and ssl_keyfile cannot be used ({error}); give both as PEM") from None
+
+
+def _check_template(text: str | None) -> None:
+    if text is None:
+        return
+
+    from outpace.server.render import syntax_error  # imported late: it imports Jinja
+
+    if wrong := syntax_error(text):
+        raise ConfigError(f"chat_template: not valid Jinja ({wrong}); correct the template given with --chat-template")
 
 
 def check_model(model: str | None) -> None:

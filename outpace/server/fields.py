@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from outpace.config.nearest import nearest
+
 Item = TypeVar("Item")
 
 
@@ -84,7 +86,10 @@ class Body(BaseModel):
             if name in cls.refused and value is not None:
                 raise ValueError(f"{name}: not supported: {cls.refused[name]}")
             if name not in fields and name not in cls.refused:
-                raise ValueError(f"{str(name)[:80]}: unknown field; it is refused so that nothing is silently ignored")
+                shown = str(name)[:80]
+                meant = nearest(shown, fields)
+                hint = f"did you mean {meant}?" if meant else "it is refused so that nothing is silently ignored"
+                raise ValueError(f"{shown}: unknown field; {hint}")
             if strict and name in cls.lenient and value is not None:
                 raise ValueError(f"{name}: refused by this server (strict_fields); remove it")
         return {

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from outpace.errors import as_field
 from outpace.log import logger
 from outpace.server.async_tokenizer import in_threads
 from outpace.server.big_jobs import BigJobs
@@ -69,11 +70,12 @@ class GrammarService:
         found = self._known(where, key)
         if found is not None:
             return found
-        if asked.kind in CHEAP:
-            words: bytes = await in_threads(self._beside, self._words)
-            return WireGrammar(key, grammar_text(asked, where).text.encode(), words)
-        made = make or (lambda: (asked, None))
-        return await self._jobs.run(self._compile, key, where, made)
+        with as_field(where, "structured_outputs"):  # the name in errors about the tokenizer or the package
+            if asked.kind in CHEAP:
+                words: bytes = await in_threads(self._beside, self._words)
+                return WireGrammar(key, grammar_text(asked, where).text.encode(), words)
+            made = make or (lambda: (asked, None))
+            return await self._jobs.run(self._compile, key, where, made)
 
     def close(self) -> None:
         """Kill the process, then end the thread that waits for it."""

@@ -78,13 +78,13 @@ async def until_signal(
     if serving.done():
         ended_by_itself(serving)
     backend.drain()
-    logger.warning("draining: %d requests run; a second signal ends them", running.total())
+    logger.warning("draining (requests that still run: %d); a second signal ends them", running.total())
     abort, empty = asyncio.create_task(second.wait()), asyncio.create_task(drained(backend, running))
     await first_of(empty, abort, timeout=patience)
     empty.cancel()
     left = max(running.total(), backend.in_flight)
     if left:
-        logger.warning("%d requests are cut off", left)
+        logger.warning("requests cut off: %d", left)
         await backend.close()
     server.end()
     await first_of(serving, abort, timeout=2 * FLUSH)

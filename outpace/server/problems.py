@@ -93,7 +93,7 @@ def _of_validation(error: "RequestValidationError") -> ApiError:
     """The first thing that is wrong with a body or a path, by the name of its field."""
     first = error.errors()[0]
     path = _dotted([str(step) for step in first["loc"][1:] if _STEP.fullmatch(str(step))])
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = str(first["msg"]).removeprefix("Value error, ").replace(" after validation", "")  # of lengths of lists
     if first["type"] == "value_error" and (found := _FIELD.match(message)):
         inner = found[1]  # the name of a field of the object, or of the object itself
         path = inner if not path or inner == path.rpartition(".")[2] else f"{path}.{inner}"

@@ -16,7 +16,7 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jinja2 import Template, TemplateError, UndefinedError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -46,16 +46,33 @@ def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=bool(options.get("ensure_ascii", False)), indent=indent)
 
 
-@lru_cache(maxsize=16)
-def compile_template(source: str) -> Template:
-    """A template in its sandbox, with the names that templates of Hugging Face models use."""
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """A sandbox for one template, with the names that templates of Hugging Face models use."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> Template:
+    """A template in its sandbox."""
+    return _sandbox().from_string(source)
+
+
+@lru_cache(maxsize=16)
+def syntax_error(source: str) -> str | None:
+    """Why a text is not a template; None: it is one. It is only parsed: no part of it is compiled or run."""
+    try:
+        _sandbox().parse(source)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {str(error.message)[:200]}"
+    except RecursionError:
+        return "it is nested too deep"
+    return None
 
 
 def render(job: dict[str, Any]) -> dict[str, str]:
@@ -73,6 +90,8 @@ def render(job: dict[str, Any]) -> dict[str, str]:
         return {"error": f"the chat template refuses the messages: {error}"}
     except UndefinedError as error:  # its message has only names of the template
         return {"error": f"the chat template fails: {str(error)[:200]}"}
+    except TemplateSyntaxError as error:
+        return {"error": f"the chat template is not valid Jinja (line {error.lineno}: {str(error.message)[:200]})"}
     except MemoryError:
         pieces.clear()
         return {"error": "the chat template needs too much memory"}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from outpace.log import logger
 from outpace.server.async_tokenizer import AsyncTokenizer
 from outpace.server.big_jobs import BigJobs
 from outpace.server.caller import Callers
@@ -56,6 +57,8 @@ def make_services(
     chats = ChatPrompts(tokenizer, options, renderer)
     try:
         template = chats.template(tools=True)
+        if wrong := chats.error(tools=False) or chats.error(tools=True):
+            logger.warning("%s: every chat will fail; give another one with --chat-template", wrong)
     except ApiError:
         template = ""
     style, grammars = style_of(template, options.tool_call_parser), GrammarService(tokenizer, engine.card, options)

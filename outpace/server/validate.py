@@ -72,7 +72,7 @@ class Validator:
         new = 16 if request.max_tokens is None else request.max_tokens
         for prompt in _prompts(request.prompt, self._options.max_prompts, "prompt"):
             keep, least = request.truncate_prompt_tokens, min(new, 1)
-            ids = await self._encode("prompt", prompt, request.add_special_tokens, keep, new=least)
+            ids = await self._encode("prompt", prompt, request.add_special_tokens, keep, new=least, asked=new)
             text = None
             if request.echo:
                 cut = request.truncate_prompt_tokens is not None
@@ -95,8 +95,9 @@ class Validator:
             documents=request.documents,
             variables=request.template_variables(),
         )
-        ids = await self._encode("messages", pieces, bool(request.add_special_tokens), request.truncate_prompt_tokens)
         asked = request.max_completion_tokens or request.max_tokens
+        special, keep = bool(request.add_special_tokens), request.truncate_prompt_tokens
+        ids = await self._encode("messages", pieces, special, keep, asked=asked)
         logprobs = _logprobs(request, top)
         prompt = self._request(request, ids, asked or self._usual_length(request, len(ids), logprobs), logprobs, None)
         grammar, field = await self._structures.grammar(request)
@@ -209,9 +210,17 @@ class Validator:
             raise bad(name, f"expected token ids from 0 to {self._card.vocab_size - 1}")
 
     async def _encode(
-        self, name: str, prompt: str | list[int] | list[str], special: bool | None, keep: int | None, new: int = 1
+        self,
+        name: str,
+        prompt: str | list[int] | list[str],
+        special: bool | None,
+        keep: int | None,
+        *,
+        new: int = 1,
+        asked: int | None = None,
     ) -> list[int]:
-        """Token ids of a prompt (a text, its pieces, or ids), with room for `new` more."""
+        """Token ids of a prompt (a text, its pieces, or ids), with room for `new` more. asked: for the error message,
+        how many more the request asks for."""
         if isinstance(prompt, str):
             prompt = [prompt]
         if prompt and isinstance(prompt[0], str):
@@ -227,13 +236,16 @@ class Validator:
         most = self._options.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise bad(name, f"has {len(ids)} tokens; this server takes {most} at most", "context_length_exceeded")
-        self._check_length(name, len(ids), new)
+        self._check_length(name, len(ids), new, asked=asked)
         self.check_ids(name, ids)  # last: now the prompt is known to be short
         return ids
 
-    def _check_length(self, name: str, prompt: int, new: int, param: str | None = None) -> None:
+    def _check_length(
+        self, name: str, prompt: int, new: int, param: str | None = None, *, asked: int | None = None
+    ) -> None:
         longest = self._card.max_model_len
         if prompt + new > longest:
+            new = asked or new
             raise ApiError(
                 400,
                 f"This model's maximum context length is {longest} tokens. However, you requested {prompt + new} "
@@ -266,7 +278,7 @@ class Validator:
         at_most("stop_token_ids", len(request.stop_token_ids or ()), options.max_stop, "entries")
         name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         for field, count in ((name, logprobs or 0), ("prompt_logprobs", request.prompt_logprobs or 0)):
-            at_most(field, self._card.vocab_size if count < 0 else count, self._card.max_logprobs)
+            self._check_count(field, count)
         at_most("logit_bias", len(request.logit_bias or ()), options.max_logit_bias, "entries")
         at_most("allowed_token_ids", len(request.allowed_token_ids or ()), options.max_allowed_tokens, "entries")
         at_most("bad_words", len(request.bad_words or ()), options.max_bad_words, "entries")
@@ -275,6 +287,13 @@ class Validator:
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             self.check_ids(name, getattr(request, name) or ())
         self.check_ids("logit_bias", list(request.logit_bias or ()))
+
+    def _check_count(self, field: str, count: int) -> None:
+        """Limit the log-probabilities at a token; -1 is the whole vocabulary."""
+        most, all_of_them = self._card.max_logprobs, self._card.vocab_size
+        if (all_of_them if count < 0 else count) > most:
+            said = f"-1 is the whole vocabulary ({all_of_them} tokens)" if count < 0 else f"{count} is too many"
+            raise bad(field, f"{said}; this server takes at most {most} (its option --max-logprobs)", "limit_exceeded")
 
     def _check_stops(self, stops: Sequence[str]) -> None:
         at_most("stop", len(stops), self._options.max_stop, "strings")

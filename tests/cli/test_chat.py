@@ -126,6 +126,9 @@ def test_a_model_in_this_process(chain_folder: Path) -> None:
     assert run("chat", chain_folder, *options, stdin="hello\n").stdout == f"{CYCLE}\n"
     assert run("complete", "E", "-m", chain_folder, *options).stdout == "NDx\n"
     assert run("complete", "?", "-m", chain_folder, *options, "--max-tokens", "5").stdout == "world\n"
+    empty = run("complete", "", "-m", chain_folder, *options)
+    assert isinstance(empty.exception, InputError)
+    assert str(empty.exception).startswith("prompt: it is empty, and this model needs a token to continue from")
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from outpace.cli.app import main
 from tests.cli.command import Main, run
 from tests.models import CYCLE
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -33,6 +35,22 @@ def test_help_names_every_command() -> None:
     assert result.exit_code == 0
     for command in ("generate", "info", "models", "verify"):
         assert command in result.stdout
+
+
+@pytest.mark.parametrize("program", [("-m", "outpace"), ("-c", "from outpace.cli import main; main()")], ids=str)
+def test_ctrl_c_while_packages_are_imported_ends_it_quietly(program: tuple[str, ...], tmp_path: Path) -> None:
+    # a package that the command imports first stands for a slow import
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    ended = subprocess.run(
+        [sys.executable, *program, "generate", "hi"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 # generate

@@ -178,11 +178,6 @@ def triangular_masking_acts() -> None:
         engine(kernel_inject=True, triangular_masking=False)
 
 
-def triton_autotune_acts() -> None:
-    raises("triton_autotune without use_triton", triton_autotune=True)
-    raises("use_triton: Triton kernels run in fused layers on a GPU", triton_autotune=True, use_triton=True)
-
-
 HEAD = "int8 per channel"
 """What the head becomes where other weights have 4 bits."""
 
@@ -577,7 +572,6 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "triangular_masking": triangular_masking_acts,
     "return_tuple": lambda: raises("return_tuple=False: a fused layer returns what", return_tuple=False),
     "transposed_mode": lambda: raises("transposed_mode: the layout of fused weights", transposed_mode=True),
-    "triton_autotune": triton_autotune_acts,
     "quant.enabled": quant_enabled_acts,
     "quant.scheme": quant_scheme_acts,
     "quant.activation.enabled": quant_activation_acts,
@@ -610,7 +604,7 @@ EFFECTS: Mapping[str, Callable[[], None]] = {
     "save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
     "checkpoint_config.save_mp_checkpoint_path": save_mp_checkpoint_path_acts,
 }
-"""Fields that work in this release, each with the proof; and two that LATER covers but a value alone does not show."""
+"""Fields that work in this release, each with the proof."""
 
 
 def test_every_field_has_an_entry() -> None:
@@ -642,6 +636,12 @@ def test_a_field_of_a_later_release_raises(path: str) -> None:
     assert caught.value.field == entry
     assert str(caught.value).startswith(f"{entry}: {LATER[entry]} is not in this release yet")
     assert isinstance(caught.value, NotImplementedError)
+
+
+@pytest.mark.parametrize("more", [{}, {"use_triton": True}])
+def test_triton_autotune_is_told_first_on_any_device(more: dict[str, Any]) -> None:
+    with pytest.raises(NotSupportedYet, match=r"^triton_autotune: .* is not in this release yet"):
+        InferenceConfig.of(device="cpu", triton_autotune=True, **more)
 
 
 @pytest.mark.parametrize("path", [path for path in FIELDS if path not in {"quant.enabled"} and "quant" not in path])
@@ -713,12 +713,20 @@ WRONG_TOGETHER: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
     ({"triangular_masking": False}, ("triangular_masking",), "give replace_with_kernel_inject=True"),
     ({"return_tuple": False}, ("return_tuple",), "remove it"),
     ({"transposed_mode": True}, ("transposed_mode",), "remove it"),
-    ({"triton_autotune": True}, ("triton_autotune", "use_triton"), "give use_triton=True"),
+    *(
+        (
+            {"dtype": "int8", "quant": {"scheme": scheme}},
+            ("dtype='int8'", f"quant.scheme='{scheme}' (quantization)"),
+            "both choose the weights; give one",
+        )
+        for scheme in ("int4", "fp8", "stored", "none")
+    ),
     (
         {"dtype": "int8", "quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}},
-        ("dtype int8", "quant.weight.num_bits"),
-        "different things about the weights; give one",
+        ("dtype='int8'", "quant.weight", "bits"),
+        "both choose the weights; give one",
     ),
+    ({"dtype": "int8", "quant": {"plan": "x"}}, ("dtype='int8'", "quant.plan"), "both choose the weights; give one"),
     (
         {"quant": {"scheme": "int8", "weight": {"group_size": 64}}},
         ("quant.scheme", "quant.weight"),
@@ -841,7 +849,7 @@ def test_a_wrong_combination_names_its_fields_and_a_remedy(
 
 @pytest.mark.parametrize("weight", [{"num_bits": 4}, {"post_init_quant": {"mlp": {"num_bits": 4}}}, {"enabled": False}])
 def test_dtype_int8_with_weights_of_another_kind(weight: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="dtype int8 with"):
+    with pytest.raises(ConfigError, match=r"dtype='int8' and quant\.weight"):
         InferenceConfig.of(device="cpu", dtype="int8", quant={"weight": weight})
 
 
@@ -867,5 +875,5 @@ def test_max_out_tokens_of_one_is_allowed_for_models_that_do_not_generate() -> N
 
 
 def test_two_problems_are_said_together() -> None:
-    with pytest.raises(ConfigError, match=r"triton_autotune.*; .*min_out_tokens"):
-        InferenceConfig.of(triton_autotune=True, max_out_tokens=5, min_out_tokens=5)
+    with pytest.raises(ConfigError, match=r"use_triton.*; .*min_out_tokens"):
+        InferenceConfig.of(device="cpu", use_triton=True, max_out_tokens=5, min_out_tokens=5)

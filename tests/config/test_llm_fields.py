@@ -219,10 +219,7 @@ def test_a_field_of_this_release_acts(path: str) -> None:
     EFFECTS[path]()
 
 
-ALONE_SAYS_NOTHING = {"quant.enabled", "triton_autotune"}  # tests/config/test_fields.py
-
-
-@pytest.mark.parametrize("path", [path for path in ALL if entry_of(path, LATER) and path not in ALONE_SAYS_NOTHING])
+@pytest.mark.parametrize("path", [path for path in ALL if entry_of(path, LATER)])
 def test_a_field_of_a_later_release_raises(path: str) -> None:
     with pytest.raises(NotSupportedYet) as caught:
         of(nested(path, other_value(ALL[path])))

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +318,47 @@ def test_a_config_with_a_dtype_that_is_none(dtype: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}))
     with pytest.raises(ModelError, match=r"config.json: dtype"):
         load(tmp_path)
+
+
+WRONG_CONFIGS: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "more layers than tensors": (
+        "llama",
+        {"num_hidden_layers": 2000},
+        "num_hidden_layers: 2000, but the weights have ",
+    ),
+    "millions of layers": (
+        "qwen3",
+        {"num_hidden_layers": 10**12},
+        "num_hidden_layers: 1000000000000 is more than 10000",
+    ),
+    "millions of layers by another name": ("gpt2", {"n_layer": 10**7}, "n_layer: 10000000 is more than 10000"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads: 0 cannot be divided by"),
+    "no heads of keys": ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: 0 cannot be divided by"),
+    "a width": ("llama", {"hidden_size": 10**9}, "hidden_size: 1000000000, but the largest dimension"),
+    "a vocabulary": ("gpt2", {"vocab_size": 10**12}, "vocab_size: 1000000000000, but the largest dimension"),
+    "positions": ("opt", {"max_position_embeddings": 10**12}, "max_position_embeddings: 1000000000000 is the largest"),
+    "a width in words": ("llama", {"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+    "a function": ("llama", {"hidden_act": "nope"}, "hidden_act: 'nope' is not known"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONFIGS)
+def test_numbers_of_a_config_that_cannot_be_true(case: str, tmp_path: Path) -> None:
+    family, changes, says = WRONG_CONFIGS[case]
+    tiny(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    message = refused(tmp_path)
+    assert str(path) in message
+    assert says in message
+
+
+def test_a_table_of_positions_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 10**12}))
+    config = LLMConfig(dtype="fp32", device="cpu", max_out_tokens=64)
+    assert load_paged(tmp_path, config, tokenizer=False).max_model_len == 64
+    monkeypatch.setattr("outpace.prepare.fill", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(ModelError, match=r"^model: config\.json: max_position_embeddings: .* 1000000000000 positions"):
+        load_paged(tmp_path, LLMConfig(dtype="fp32", device="cpu"), tokenizer=False)

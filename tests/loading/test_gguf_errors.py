@@ -74,6 +74,7 @@ METADATA: dict[str, tuple[dict[str, Any], str]] = {
         {"general.architecture": "mamba"},
         "'mamba' is not supported in a GGUF file; supported: llama, q",
     ),
+    "more blocks than tensors": ({"llama.block_count": 10**7}, "num_hidden_layers: 10000000, but the weights have"),
     "a missing size": ({"llama.block_count": None}, "llama.block_count: missing"),
     "a size of zero": ({"llama.attention.head_count": 0}, "llama.attention.head_count: must be one positive integer"),
     "a size per layer": ({"llama.attention.head_count": [4, 2]}, "llama.attention.head_count: must be one positive"),

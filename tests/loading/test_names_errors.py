@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,20 @@ def test_many_names_are_counted_and_five_told() -> None:
     kept = {name: source for name, source in weights.sources.items() if "layers.1" not in name}
     with pytest.raises(ModelError, match=r"missing: 9 \((model\.layers\.1\.[\w.]+, ){5}\.\.\)"):
         match(empty, Weights("memory", kept))
+
+
+def test_missing_names_cost_no_walk_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, weights = llama()
+    walks, walk = [], nn.Module.named_buffers
+
+    def counted(self: nn.Module, *args: Any, **options: Any) -> Any:
+        walks.append(self)
+        return walk(self, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "named_buffers", counted)
+    with pytest.raises(ModelError, match="missing: "):
+        match(empty, Weights("memory", dict(list(weights.sources.items())[:1])))
+    assert sum(module is empty for module in walks) == 1
 
 
 def test_floats_where_the_model_wants_integers() -> None:

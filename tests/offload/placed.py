@@ -23,7 +23,9 @@ def deep(family: str, layers: int = LAYERS, **changes: Any) -> Any:
 
 
 def offload_at(place: str, model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The option `offload` that puts the layers of a model on a CPU there."""
+    """The option `offload` that puts the layers of a model on a CPU there. Makes the folder if it is needed."""
+    if place != "host":
+        folder.mkdir(exist_ok=True)
     layers = [layer for _, layer in find_layers(model)]
     largest = max(_bytes(layer, dtype) for layer in layers)
     total = sum(math.prod(weight.shape) for weight in model.parameters()) * dtype.itemsize

@@ -122,6 +122,7 @@ def test_forward_and_generate_of_a_module(graphs: bool) -> None:
 def test_f9_a_damaged_file_ends_in_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     llama().save_pretrained(folder)
+    (tmp_path / "files").mkdir()
     zero = {"stage": 3, "max_live_parameters": 0}
     zero["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path / "files"), "max_in_cpu": 0}  # type: ignore[assignment]
     with LLM(str(folder), dtype="bf16", num_blocks=64, max_num_seqs=8, **SAME, zero=zero) as llm:

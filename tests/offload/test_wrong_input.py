@@ -1,6 +1,7 @@
 """Budgets, folders and dictionaries that cannot be meant, loads that are interrupted, and folders that are shared."""
 
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,13 +122,21 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = deep("llama"), tmp_path / "file"
     file.touch()
     wrong = (
-        (file, "cannot make the folder .*File exists"),
-        (file / "in it", "cannot make the folder"),
-        (tmp_path / "not" / "mounted", "cannot make the folder .*No such file"),
+        (file, "is not a folder; name a folder"),
+        (file / "in it", r"cannot be used \(Not a directory\); make the folder first"),
+        (tmp_path / "absent", r"cannot be used \(No such file or directory\); make the folder first"),
+        (tmp_path / "not" / "mounted", r"cannot be used \(No such .*make the folder first"),
+        (tmp_path / ("a" * 300), r"cannot be used \(File name too long\); make the folder first"),
     )
+    budgets = away(model, tmp_path)["offload"]
     for path, says in wrong:
-        with pytest.raises(ConfigError, match=rf"offload\.nvme: {says}"):
-            llm_of(model, **away(model, path))
+        with pytest.raises(ConfigError, match=rf"^offload\.nvme: {re.escape(str(path))} {says}$"):
+            llm_of(model, offload=budgets | {"nvme": str(path)})
+        param = {"device": "nvme", "nvme_path": str(path), "max_in_cpu": 0}
+        zero = {"stage": 3, "offload_param": param, "max_live_parameters": 0}
+        with pytest.raises(ConfigError, match=rf"^zero\.offload_param\.nvme_path: {re.escape(str(path))} {says}$"):
+            llm_of(model, zero=zero)
+    assert list(tmp_path.iterdir()) == [file]
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
         with pytest.raises(ConfigError, match=r"offload\.nvme: .* is not writable; name another folder"):

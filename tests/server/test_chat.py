@@ -206,6 +206,22 @@ async def test_templates_as_models_write_them(serve: Serve) -> None:
     assert prompt_of(server) == '{"role": "user", "content": "<é>"}4'
 
 
+@pytest.mark.parametrize("template", ["{% bad", "{% for %}", "{{ a", "{% if x %}"])
+async def test_a_template_of_the_model_that_does_not_parse_is_said_at_the_start_and_is_not_the_callers_fault(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    server = serve(tokenizer=tokenizer)
+    assert "the chat template of the model is not valid Jinja (line 1: " in caplog.text
+    answer = await server.post("/v1/chat/completions", {"messages": HI})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (500, None, "broken_chat_template")
+    assert error["message"].startswith("the chat template of the model is not valid Jinja (line 1: ")
+    assert (await server.post("/v1/completions", {"prompt": "a"})).status_code == 200
+
+
 async def test_a_model_without_a_template_says_so(serve: Serve) -> None:
     answer = await serve(tokenizer=byte_tokenizer(chat=False)).post("/v1/chat/completions", {"messages": HI})
     assert answer.status_code == 400

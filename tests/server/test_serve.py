@@ -126,14 +126,17 @@ def test_f11_what_cannot_be_served_is_said_in_one_line(tmp_path: Path, capsys: p
         port = taken.getsockname()[1]
         assert launch(None, {}, ServerConfig(port=port)) == NOT_STARTED
     assert launch(None, {"no_such_option": 1}, ServerConfig(port=0)) == WRONG_OPTION
+    assert launch(None, {}, ServerConfig(port=0, chat_template="a\n{% bad")) == WRONG_OPTION
     assert launch(None, {"policy": "longest_first"}, ServerConfig(port=0)) == WRONG_OPTION
     assert launch(None, {}, ServerConfig(port=0, api_key_file=str(tmp_path / "none"))) == WRONG_OPTION
     (tmp_path / "cert.pem").write_text("no certificate")
     cert = str(tmp_path / "cert.pem")
     assert launch(None, {}, ServerConfig(port=0, ssl_certfile=cert, ssl_keyfile=cert)) == WRONG_OPTION
-    first, second, policy, third, fourth = capsys.readouterr().err.strip().splitlines()
+    first, second, template, policy, third, fourth = capsys.readouterr().err.strip().splitlines()
     assert first.startswith(f"error: port: cannot listen on 127.0.0.1 port {port}")
     assert "no_such_option" in second
+    assert template.startswith("error: chat_template: not valid Jinja (line 2: ")
+    assert template.endswith("--chat-template")
     assert "scheduler.policy='longest_first': it is for offline work" in policy
     assert "api_key_file" in third
     assert "ssl_certfile" in fourth

@@ -324,15 +324,29 @@ async def test_each_limit_is_an_option(served: Serve, option: str, limit: int, f
     assert (await served().post(COMPLETIONS, {"prompt": "a", **fields})).status_code == 200
 
 
-@pytest.mark.parametrize("asked", [{"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_json": {}}], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+    ids=str,
+)
 async def test_item_18_without_llguidance_the_answer_names_the_extra(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], field: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     server = serve()
     answer = await server.post(COMPLETIONS, {"prompt": "a", **asked})
     assert answer.status_code == 400
-    assert "llguidance is missing; pip install 'outpace[structured]'" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == field
+    assert answer.json()["error"]["message"] == f"{field}: llguidance is missing; pip install 'outpace[structured]'"
     assert "tokenizer" not in answer.json()["error"]["message"]
     assert (await server.post(COMPLETIONS, {"prompt": "a"})).status_code == 200
 

@@ -1,5 +1,7 @@
 """What is wrong with a request is said with the name of the field, before the engine hears of it."""
 
+import gzip
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -92,6 +94,46 @@ async def test_b4_numbers_that_are_none(serve: Serve, literal: str, field: str) 
     call = Call(serve().app, "/v1/completions", pieces=[f'{{"prompt": "a", "{field}": {literal}}}'.encode()])
     await call.run()
     assert call.status == 400, call.text
+    error = json.loads(call.text)["error"]
+    assert (error["param"], error["code"]) == (field, "invalid_value")
+    wrong = "is not JSON; use a finite number" if "N" in literal or "I" in literal else "is out of range"
+    assert error["message"] == f"{field}: {literal} {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ('{"prompt": "NaN", "logit_bias": {"5": NaN}}', "logit_bias", "logit_bias: NaN is not JSON"),
+        ('{"prompt": [1, 1e999]}', "prompt", "prompt: 1e999 is out of range"),
+        (
+            f'{{"prompt": "a", "seed": {"1" * 5000}}}',
+            "seed",
+            f"seed: {'1' * 20}... (5000 characters) is out of range",
+        ),
+        ("[NaN]", None, "The body is not valid JSON: NaN is not JSON"),
+        ('{"\\ud800": NaN}', None, "The body is not valid JSON: NaN is not JSON"),
+        ('{"prompt": "a", "n": NaN', None, "The body is not valid JSON: JSON is malformed"),
+        (f'{{"prompt": "{"a" * 300_000}", "n": NaN}}', "n", "n: NaN is not JSON"),
+    ],
+    ids=range(7),
+)
+async def test_b4_odd_numbers_are_named_with_their_field(serve: Serve, body: str, param: str | None, said: str) -> None:
+    call = Call(serve().app, "/v1/completions", pieces=[body.encode()])
+    await call.run()
+    error = json.loads(call.text)["error"]
+    assert (call.status, error["param"]) == (400, param)
+    assert error["message"].startswith(said)
+
+
+async def test_a_compressed_body_is_refused_by_its_header(serve: Serve) -> None:
+    packed = gzip.compress(b'{"prompt": "a"}')
+    call = Call(serve().app, "/v1/completions", pieces=[packed], headers={"content-encoding": "gzip"})
+    await call.run()
+    assert call.status == 415
+    assert "Content-Encoding: gzip is not supported" in call.text
+    plain = Call(serve().app, "/v1/completions", body={"prompt": "a"}, headers={"content-encoding": "identity"})
+    await plain.run()
+    assert plain.status == 200
 
 
 @pytest.mark.parametrize(
@@ -145,6 +187,42 @@ async def test_b5_context_length(serve: Serve, length: int, new: int, fits: bool
     assert (answer.status_code == 200) == fits
     if not fits:
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        ("/v1/completions", {"prompt": "a" * 513, "max_tokens": 2}, "requested 515 tokens (513 in the prompt, 2 in"),
+        ("/v1/completions", {"prompt": "a" * 513, "max_tokens": 7, "echo": True}, "(513 in the prompt, 7 in"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 512}], "max_tokens": 3},
+            "(528 in the messages, 3 in the completion)",
+        ),
+    ],
+)
+async def test_b5_the_error_of_length_has_the_numbers_of_the_request(
+    serve: Serve, path: str, fields: dict[str, Any], said: str
+) -> None:
+    error = (await serve().post(path, fields)).json()["error"]
+    assert said in error["message"]
+    assert error["param"] in fields
+
+
+async def test_small_mistakes_are_said_in_the_words_of_the_caller(serve: Serve) -> None:
+    async def said(path: str, **fields: Any) -> str:
+        return str((await serve().post(path, body_of(path, **fields))).json()["error"]["message"])
+
+    completions, chat = ROUTES
+    assert await said(completions, temprature=0) == "temprature: unknown field; did you mean temperature?"
+    assert await said(chat, max_new_tokens=5) == "max_new_tokens: unknown field; did you mean max_tokens?"
+    assert await said(completions, qqq=1) == "qqq: unknown field; it is refused so that nothing is silently ignored"
+    every = "-1 is the whole vocabulary (257 tokens); this server takes at most 20 (its option --max-logprobs)"
+    assert await said(completions, logprobs=-1) == f"logprobs: {every}"
+    assert await said(chat, logprobs=True, top_logprobs=-1) == f"top_logprobs: {every}"
+    many = "21 is too many; this server takes at most 20 (its option --max-logprobs)"
+    assert await said(completions, prompt_logprobs=21) == f"prompt_logprobs: {many}"
+    assert await said(chat, messages=[]) == "messages: list should have at least 1 item, not 0"
 
 
 async def test_context_length_of_a_chat(openai: AsyncOpenAI) -> None:
