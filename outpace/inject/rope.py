@@ -70,13 +70,20 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [value for value in given.values() if isinstance(value, dict)] or [given]
 
 
+def _width(config: Any) -> int:
+    """Values of a head that are rotated, at most; 0: the config does not say."""
+    for name in ("qk_rope_head_dim", "head_dim"):
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+
+
 def check_length(config: Any, count: int) -> None:
     """Raise for a rope type whose table changes within `count` positions, or if the table would fill all memory."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (
-        size := 2 * 4 * count * (getattr(config, "qk_rope_head_dim", None) or width)
-    ) > memory:  # cos and sin in float32
+    size = 2 * 4 * count * _width(config)  # cos and sin in float32
+    if size > memory:
         raise ModelError(
             f"model: config.json: max_position_embeddings: the table of {count} positions has {size_text(size)}, and "
             f"this machine {size_text(memory)} of memory; correct it, or give a smaller max_model_len"
