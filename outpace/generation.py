@@ -141,9 +141,7 @@ def _check_mask(named: Mapping[str, Any], prompt: torch.Tensor | None) -> torch.
     if not isinstance(mask, torch.Tensor):
         raise InputError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
     batch, length = prompt.shape[:2]
-    may_be_longer = named.get("past_key_values") is not None  # then the mask also covers what the cache holds
-    fits = mask.dim() == 2 and (mask.shape[1] >= length if may_be_longer else mask.shape[1] == length)
-    if not fits or mask.shape[0] != batch:
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         raise InputError(f"attention_mask: expected the shape of the prompt {[batch, length]}, got {list(mask.shape)}")
     if bool(((mask != 0) & (mask != 1)).any()):
         raise InputError("attention_mask: expected 1 for tokens and 0 for padding, got other values")

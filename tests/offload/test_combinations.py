@@ -428,6 +428,7 @@ OWN = {"folder": (None, "int8", "int4", "w8a8"), "pytorch": (None, "int8")}
 def test_every_form_of_checkpoint(kind: str, scheme: str | None, tmp_path: Path) -> None:
     quant = None if scheme is None else {"scheme": scheme}
     source, files = stored(kind, tmp_path / "model"), tmp_path / "files"
+    files.mkdir()
     options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "num_blocks": 8, "quant": quant, "tokenizer": None}
     with LLM(source, **options) as llm:
         wanted = asked_of(llm)
@@ -451,6 +452,7 @@ def test_a_checkpoint_of_init_inference_and_shards_that_it_writes(tmp_path: Path
         with outpace.OnDevice("meta"):
             empty = hf.LlamaForCausalLM(model.config)
         files = tmp_path / "files"
+        files.mkdir(exist_ok=True)
         engine = outpace.init_inference(empty, device="cpu", kernel_inject=True, **given, **placed("disk", files))
         assert torch.equal(engine(**inputs).logits, wanted)
         engine.destroy()
